@@ -12,7 +12,8 @@ MOST_STEPS: Final = 2**20
 MOST_BUCKETS: Final = 240
 _DIGITS: Final = 7
 _LARGEST: Final = 1e30
-_FARTHEST: Final = 2**42  # beyond, the ticks of an axis could not be told apart
+FARTHEST: Final = 2**42
+"""Beyond, the ticks of an axis could not be told apart."""
 CLIPPED, SKIPPED = 1, 2
 
 
@@ -104,7 +105,7 @@ class Curve:
         speeds, norms, rates, clipped = map(list, zip(*pieces, strict=True)) if pieces else ([], [], [], [])
         lasts = [min(begin + size, len(self.steps)) - 1 for begin in range(0, len(self.steps), size)]
         return {
-            "loss": self._along(places, [_plain(self.losses[at]) for at in places]),
+            "loss": self._along(places, [plain(self.losses[at]) for at in places]),
             "speed": self._along(lasts, speeds),
             "norm": self._along(lasts, norms),
             "rate": self._along(lasts, rates),
@@ -145,24 +146,24 @@ class Curve:
     def _others(self, begin: int, end: int) -> tuple[float | None, float | None, float]:
         norms = [value for value in self.norms[begin:end] if math.isfinite(value)]
         clipped = sum(flags & CLIPPED for flags in self.flags[begin:end]) / (end - begin)
-        return (_plain(max(norms)) if norms else None), _plain(self.rates[end - 1]), round(clipped, 4)
+        return (plain(max(norms)) if norms else None), plain(self.rates[end - 1]), round(clipped, 4)
 
     def _speed(self, begin: int, end: int) -> float | None:
         """Return samples per second of a piece, from the end of the step before it."""
         before = max(0, begin - 1)
         seconds = self.seconds[end - 1] - self.seconds[before]
-        return _plain((self.samples[end - 1] - self.samples[before]) / seconds) if seconds > 0 else None
+        return plain((self.samples[end - 1] - self.samples[before]) / seconds) if seconds > 0 else None
 
     def _along(self, places: Sequence[int], values: list[float | int | None]) -> dict[str, Any]:
         return {
-            "step": [min(self.steps[at], _FARTHEST) for at in places],
-            "samples": [min(self.samples[at], _FARTHEST) for at in places],
+            "step": [min(self.steps[at], FARTHEST) for at in places],
+            "samples": [min(self.samples[at], FARTHEST) for at in places],
             "seconds": [round(self.seconds[at], 3) for at in places],
             "value": values,
         }
 
 
-def _plain(value: float) -> float | None:
+def plain(value: float) -> float | None:
     """Return a number with as many digits as a drawing can show; None for one that it cannot."""
     if not abs(value) <= _LARGEST:
         return None

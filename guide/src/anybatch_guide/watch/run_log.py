@@ -11,6 +11,7 @@ from anybatch_guide.watch.fields import shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import RankLog, memory_of
 from anybatch_guide.watch.repeat import command_of
+from anybatch_guide.watch.sketch import LEAST_BYTES, sketched
 from anybatch_guide.watch.verdict import Verdict
 
 LOG_NAME: Final = "events.jsonl"
@@ -36,6 +37,8 @@ class RunLog:
         self.name = name
         self.version = 0
         self._logs = {0: RankLog(path)}
+        self._sketch: dict[str, Any] | None = None
+        self._is_sketched = False
 
     @property
     def lead(self) -> RankLog:
@@ -94,6 +97,7 @@ class RunLog:
             "stride": told.curve.stride,
             "counts": {"clipped": told.curve.num_clipped, "skipped": told.curve.num_skipped},
             "curves": told.curve.points(),
+            "sketch": self._sketched(),
             "geometry": list(told.geometry),
             "evaluations": [{**one, "metrics": {name: _number(value) for name, value in one["metrics"].items()}} for one in told.evaluations],
             "checkpoints": list(told.checkpoints),
@@ -104,6 +108,15 @@ class RunLog:
             "verdict": {**{name: getattr(verdict, name) for name in ("word", "step", "num_steps", "tolerance", "reasons")}, "difference": None if verdict.difference is None else min(verdict.difference, 1e300)},
             **command_of(self.path.with_name("run.json"), self.path.parent),
         }
+
+    def _sketched(self) -> dict[str, Any] | None:
+        """Return the shape of a long log while most of it was not read yet."""
+        tail = self.lead.tail
+        if tail.size < LEAST_BYTES or tail.offset > 0.9 * tail.size:
+            self._sketch = None
+        elif not self._is_sketched:
+            self._sketch, self._is_sketched = sketched(tail.path, tail.size), True
+        return self._sketch
 
     def _speed(self) -> float | None:
         """Return samples per second of the last seconds."""

@@ -87,6 +87,8 @@ export interface Run {
   stride: number;
   counts: { clipped: number; skipped: number };
   curves: Record<"loss" | "speed" | "norm" | "rate" | "clipped", Points>;
+  /** The shape of a long log while it is read: some of its steps, samples estimated. */
+  sketch: Points | null;
   geometry: { step: number; text: string; why: string }[];
   evaluations: { step: number; samples: number | null; metrics: Record<string, number | string> }[];
   checkpoints: { step: number | null; bytes: number | null; event: string | null; path: string | null; message: string | null }[];

@@ -6,6 +6,7 @@ const QUIET_SECONDS = 30;
 
 /** How a run is doing; one without an end that has gone quiet was killed, or takes long over a step. */
 export function stateOf(run: Run, age: number): { word: string; kind: "good" | "bad" | "calm" | "live" } {
+  if (run.read < 0.99 * run.size) return { word: `reading, ${Math.floor((100 * run.read) / run.size)}%`, kind: "live" };
   if (run.state === "completed") return { word: "completed", kind: "good" };
   if (run.state === "failed") return { word: "failed", kind: "bad" };
   if (run.state === "stopped") return { word: "stopped", kind: "calm" };
