@@ -38,9 +38,9 @@ for step in range(10**9):
 """
 
 
-def made(number: int, loss: float, **more: float) -> Step:
+def made(number: int, loss: float, flags: int = 0) -> Step:
     """Return a step of 8 samples that takes a second."""
-    return Step(**{"step": number, "samples": 8, "seconds": number + 1.0, "loss": loss, "norm": 1.0, "rate": 0.1, "flags": 0, **more})  # type: ignore[arg-type]
+    return Step(step=number, samples=8, seconds=number + 1.0, loss=loss, norm=1.0, rate=0.1, flags=flags)
 
 
 def curve_of(losses: list[float], first: int = 0) -> Curve:
@@ -196,12 +196,20 @@ def test_lanes_say_who_waits() -> None:
     """Of two ranks that wait 1 and 5 seconds for a sum, 1 is communication and 4 is waiting for the other rank."""
     ranks = {}
     for rank, wait in ((0, 1.0), (1, 5.0)):
-        lines = [span("begin", 10.0 - wait, 3, "reduce"), span("end", 10.0, 3, "reduce"), span("begin", 1.0, 3), span("end", 1.5, 3)]
+        lines = [
+            span("begin", 10.0 - wait, 3, "reduce"),
+            span("end", 10.0, 3, "reduce"),
+            span("begin", 1.0, 3),
+            span("end", 1.5, 3),
+        ]
         ranks[rank] = [SpanLines(3, 10.0, lines)]
     lanes = lanes_of(ranks)
 
     assert lanes is not None
-    assert [(part["load"], part["exposed"], part["others"]) for part in lanes["parts"]] == [(0.5, 1.0, 0.0), (0.5, 1.0, 4.0)]
+    assert [(part["load"], part["exposed"], part["others"]) for part in lanes["parts"]] == [
+        (0.5, 1.0, 0.0),
+        (0.5, 1.0, 4.0),
+    ]
     assert min(one["from"] for one in lanes["spans"]) == 0.0
 
 
@@ -305,7 +313,7 @@ def test_a_killed_process_leaves_a_run_without_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "content"), [pytest.param(*one, id=one[0]) for one in hostile_logs()])
 def test_hostile_logs_are_data(tmp_path: Path, name: str, content: bytes) -> None:
-    """What anybody may have written becomes a view that is JSON, small, and whose texts are short and harmless to show."""
+    """What anybody may have written becomes a view that is JSON and small, with texts that are short and harmless."""
     folder = written(tmp_path / name.replace("/", " "), content)
     view = Watching([folder]).read_all()[0]
     text = encoded(view)
@@ -330,12 +338,22 @@ def test_texts_lose_what_is_unseen() -> None:
     assert shown("a" * 100, 10) == "a" * 9 + "…"
 
 
-SETTINGS = {"effective_batch_size": 8, "micro_batch_size": "auto", "steps": 5, "learning_rate": 0.1, "strategy": "auto", "seed": 3}
+SETTINGS = {
+    "effective_batch_size": 8,
+    "micro_batch_size": "auto",
+    "steps": 5,
+    "learning_rate": 0.1,
+    "strategy": "auto",
+    "seed": 3,
+}
 
 
 def header(folder: Path, recipe: object = "digits", **settings: object) -> Path:
     """Write what a run was asked for."""
-    content = {"origin": {"recipe": recipe, "ranks": 2}, "stretches": [{"first_step": 0, "settings": {**SETTINGS, **settings}}]}
+    content = {
+        "origin": {"recipe": recipe, "ranks": 2},
+        "stretches": [{"first_step": 0, "settings": {**SETTINGS, **settings}}],
+    }
     (folder / "run.json").write_text(json.dumps(content))
     return folder / "run.json"
 
@@ -353,10 +371,11 @@ def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
 
 
 def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
-    """A word that a shell would take apart is quoted; one that is an option, unprintable or no word gives no command."""
+    """What a shell would take apart is quoted; an option, what is unprintable or no word gives no command."""
     told = command_of(header(tmp_path, recipe="a.py; rm -rf ~ $(x)"), tmp_path)["command"]
     assert "'a.py; rm -rf ~ $(x)'" in told
-    for recipe in ("--out=/", "a\nrm", "a\x1b[2J", "a" * 10_000, ["a"], None, {}):
+    hostile: tuple[object, ...] = ("--out=/", "a\nrm", "a\x1b[2J", "a" * 10_000, ["a"], None, {})
+    for recipe in hostile:
         assert command_of(header(tmp_path, recipe=recipe), tmp_path)["command"] is None
     assert command_of(header(tmp_path, seed=["--out"]), tmp_path)["command"] is None
     (tmp_path / "run.json").write_text("[" * 100_000)

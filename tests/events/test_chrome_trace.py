@@ -18,19 +18,41 @@ from tests.faults import sees
 
 def log(path: Path, rank: int, *, zero: float = 100.0, steps: int = 3) -> None:
     """Write the log of a rank: in each second a step, whose phase and reduction overlap."""
-    times = iter([zero] + [zero + step + part for step in range(steps) for part in (0.1, 0.2, 0.5, 0.6, 0.9)] + [zero + steps])
+    times = iter(
+        [zero] + [zero + step + part for step in range(steps) for part in (0.1, 0.2, 0.5, 0.6, 0.9)] + [zero + steps]
+    )
     with JsonlLog(path, clock=lambda: next(times)) as observer:
-        sizes = {"effective_batch_size": 8, "micro_batch_size": 4, "num_parameters": 1, "gradient_bytes": 4, "seed": 0}
-        words = {"geometry": "", "strategy": "ddp", "precision": "fp32", "device": "cpu", "dtype": "float32"}
-        observer.observe(StartRecord(rank=rank, world_size=2, first_step=0, versions={}, decisions={}, **sizes, **words))  # type: ignore[arg-type]
+        sizes: dict[str, Any] = {
+            "effective_batch_size": 8,
+            "micro_batch_size": 4,
+            "num_parameters": 1,
+            "gradient_bytes": 4,
+            "seed": 0,
+        }
+        words: dict[str, Any] = {
+            "geometry": "",
+            "strategy": "ddp",
+            "precision": "fp32",
+            "device": "cpu",
+            "dtype": "float32",
+        }
+        observer.observe(
+            StartRecord(rank=rank, world_size=2, first_step=0, versions={}, decisions={}, **sizes, **words)
+        )
         for step in range(steps):
-            phase = {"rank": rank, "step": step, "name": "reduce", "position": None}
-            sum_ = {"rank": rank, "step": step, "bucket": 0, "collective": "all_reduce", "payload": "gradients"}
-            size = {"num_bytes": 4, "dtype": "float32"}
-            observer.observe(PhaseRecord(event="begin", **phase))  # type: ignore[arg-type]
-            observer.observe(ReductionRecord(event="begin", **sum_, **size))  # type: ignore[arg-type]
-            observer.observe(PhaseRecord(event="end", **phase))  # type: ignore[arg-type]
-            observer.observe(ReductionRecord(event="end", **sum_, **size))  # type: ignore[arg-type]
+            phase: dict[str, Any] = {"rank": rank, "step": step, "name": "reduce", "position": None}
+            sum_: dict[str, Any] = {
+                "rank": rank,
+                "step": step,
+                "bucket": 0,
+                "collective": "all_reduce",
+                "payload": "gradients",
+            }
+            size: dict[str, Any] = {"num_bytes": 4, "dtype": "float32"}
+            observer.observe(PhaseRecord(event="begin", **phase))
+            observer.observe(ReductionRecord(event="begin", **sum_, **size))
+            observer.observe(PhaseRecord(event="end", **phase))
+            observer.observe(ReductionRecord(event="end", **sum_, **size))
             observer.observe(StepRecord(
                 rank=rank, step=step, epoch=0, sample_offset=0, num_samples=8, num_micro_batches=1, loss=float("nan"),
                 losses={}, counts={}, gradient_norm=2.0, clipped=None, learning_rates=(), skipped=False,
@@ -68,7 +90,9 @@ def test_spans_stand_where_the_log_has_them(tmp_path: Path) -> None:
         sums = [(one["ph"], one["ts"]) for one in own if one["ph"] in "be"]
         assert sums == [pair for step in range(3) for pair in (("b", step * 1e6 + 2e5), ("e", step * 1e6 + 6e5))]
         assert {one["id"] for one in own if one["ph"] == "b"} == {one["id"] for one in own if one["ph"] == "e"}
-        assert {one["args"]["name"] for one in own if one["ph"] == "M" and one["name"] == "process_name"} == {f"rank {rank}"}
+        assert {one["args"]["name"] for one in own if one["ph"] == "M" and one["name"] == "process_name"} == {
+            f"rank {rank}"
+        }
         assert [one["name"] for one in own if one["ph"] == "i"] == ["start", "end"]
     assert min(one["ts"] for one in found if "ts" in one) == 0
 
@@ -84,7 +108,10 @@ def test_ranks_of_other_machines_stand_beside_each_other(tmp_path: Path) -> None
     log(tmp_path / "events.jsonl", 0)
     log(tmp_path / "events-rank-1.jsonl", 1, zero=77_000.0)
     report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
-    starts = {rank: [one["ts"] for one in events(tmp_path / "trace.json") if one["pid"] == rank and one["ph"] == "X"] for rank in (0, 1)}
+    starts = {
+        rank: [one["ts"] for one in events(tmp_path / "trace.json") if one["pid"] == rank and one["ph"] == "X"]
+        for rank in (0, 1)
+    }
 
     assert report.shifted == (1,)
     assert starts[1] == pytest.approx(starts[0])
@@ -118,7 +145,7 @@ def test_a_run_that_went_on_after_a_restart_of_its_machine(tmp_path: Path) -> No
 
 
 def test_hostile_lines_are_left_out(tmp_path: Path) -> None:
-    """Lines without a time, with numbers that JSON lacks, or that are none, give a trace that is JSON, and are counted."""
+    """Lines without a time, with numbers that JSON lacks, or that are none, are counted; the trace is JSON."""
     path = tmp_path / "events.jsonl"
     log(path, 0)
     with path.open("ab") as file:
@@ -135,7 +162,10 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch trace RUN` writes the trace beside the log, and says what is in it; without a step it says so."""
     log(tmp_path / "events.jsonl", 0)
     assert main(["trace", str(tmp_path)]) == Status.DONE
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'trace.json'}: 3 steps, 1 rank, {len(events(tmp_path / 'trace.json'))} events\n"
+    assert (
+        capsys.readouterr().out
+        == f"wrote {tmp_path / 'trace.json'}: 3 steps, 1 rank, {len(events(tmp_path / 'trace.json'))} events\n"
+    )
     with pytest.raises(UserError, match="no finished step from 7 on"):
         write_chrome_trace(rank_logs(tmp_path), tmp_path / "other.json", first_step=7)
     assert not (tmp_path / "other.json").exists()

@@ -39,7 +39,7 @@ def test_lines_come_once_and_whole(tmp_path: Path) -> None:
     "            self._inside_too_long = False\n",
 )
 def test_a_line_that_is_too_long_is_left_out(tmp_path: Path) -> None:
-    """A line beyond the limit is counted once and never held, also when it comes in many pieces; its neighbours stay."""
+    """A line beyond the limit is counted once and never held, also when it comes in pieces; its neighbours stay."""
     path, tail, found = tmp_path / "log", LogTail(tmp_path / "log"), []
     path.write_bytes(b"before\n")
     for _ in range(5):

@@ -4,7 +4,6 @@ A request passes the guard, and then one of these routes; what a run is given is
 Nothing here imports torch: that is the worker's.
 """
 
-import asyncio
 import contextlib
 import json
 import math

@@ -270,11 +270,13 @@ async def until_first(*ways: Awaitable[None]) -> None:
 
 
 async def gone(receive: Receive) -> None:
+    """Wait until the other side has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_text(send: Send, text: str) -> None:
+    """Send a part of a response that goes on."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 

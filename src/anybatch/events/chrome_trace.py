@@ -159,9 +159,8 @@ class _Source:
             step, now = line.get("step"), float(line["time_seconds"])
             if self._wanted.start == 0 or (type(step) is int and step in self._wanted):
                 self.first_seconds = min(self.first_seconds, now)
-            if type(step) is int and step in self._wanted:
-                if line.get("kind") == "step":
-                    ends[step] = now
+            if line.get("kind") == "step" and type(step) is int and step in self._wanted:
+                ends[step] = now
         return ends
 
     def events(self, shift_seconds: float) -> Iterator[Event]:
@@ -183,7 +182,9 @@ class _Source:
     def _spans(self, lines: list[JsonLine], shift_seconds: float) -> Iterator[Event]:
         for span in spans_of(lines):
             if span.step in self._wanted:
-                yield from self._slice(span, _micros(span.begin_seconds + shift_seconds), _micros(span.end_seconds + shift_seconds))
+                yield from self._slice(
+                    span, _micros(span.begin_seconds + shift_seconds), _micros(span.end_seconds + shift_seconds)
+                )
 
     def _slice(self, span: Span, begin: float, end: float) -> Iterator[Event]:
         args = {"step": span.step, **{name: value for name, value in span.details.items() if value is not None}}

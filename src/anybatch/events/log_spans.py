@@ -1,5 +1,6 @@
 """What a rank did when, as spans: the begins and ends of a log put together. Times are of the host, from the log."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def spans_of(lines: Iterable[JsonLine]) -> Iterator[Span]:
         if kind in _BEFORE_A_STEP:
             begun.clear()  # what had begun was undone, or is of a process whose clock has gone
         named = _named(line)
-        if named is None or type(step) is not int or type(now) not in (int, float):
+        if named is None or type(step) is not int or not isinstance(now, int | float):
             continue
         name, key, details = named
         if line.get("event") == "begin" and len(begun) < _MOST_OPEN:
@@ -68,7 +69,7 @@ def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
         differences = [ends[0][step] - other[step] for step in common]
         shift = statistics.median(differences) if differences else 0.0
         times = [ends[0][step] for step in common]
-        longest = max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=1.0)
+        longest = max((later - earlier for earlier, later in itertools.pairwise(times)), default=1.0)
         shifts.append(shift if abs(shift) > longest else 0.0)
     return shifts[: len(ends)]
 
@@ -76,7 +77,11 @@ def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
 def _named(line: JsonLine) -> tuple[str, object, dict[str, object]] | None:
     """Return the name of what a line begins or ends, what tells it from others of that name, and its details."""
     kind = line.get("kind")
-    keys = {"phase": ("name", "position"), "micro_batch": ("unit_number", "position"), "reduction": ("collective", "bucket")}
+    keys = {
+        "phase": ("name", "position"),
+        "micro_batch": ("unit_number", "position"),
+        "reduction": ("collective", "bucket"),
+    }
     if kind not in keys:
         return None
     name, key = (line.get(field) for field in keys[kind])

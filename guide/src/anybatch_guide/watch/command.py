@@ -62,7 +62,7 @@ def make_parser() -> Parser:
         nargs="*",
         type=Path,
         metavar="RUN",
-        help=f"folder of a run, a log, or a folder of runs; the first is what others are compared with (default: {RUNS})",
+        help=f"folder of a run, log, or folder of runs; others are compared with the first (default: {RUNS})",
     )
     add("--export", type=Path, metavar="FILE", help="write one page that opens from a disk, and serve nothing")
     add("--port", type=port, default=0, metavar="N", help="to listen at (default: one that is free)")

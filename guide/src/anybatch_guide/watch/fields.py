@@ -14,8 +14,11 @@ MOST_TEXT: Final = 2000
 MOST_NAME: Final = 80
 MOST_ENTRIES: Final = 32
 _MOST_WHOLE: Final = 2**53
+_MOST_SECONDS: Final = 1e15
 # Control characters, and those that turn the direction of the text around them.
-_UNSEEN: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_UNSEEN: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 _WORDS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -28,6 +31,12 @@ def whole(line: Line, name: str) -> int | None:
 def number(line: Line, name: str) -> float | None:
     """Return a number; those that JSON lacks are words in a log."""
     return _number(line.get(name))
+
+
+def time_of(line: Line) -> float | None:
+    """Return the time of a line, in seconds on a clock whose zero means nothing."""
+    found = number(line, "time_seconds")
+    return found if found is not None and abs(found) < _MOST_SECONDS else None
 
 
 def text(line: Line, name: str, most: int = MOST_TEXT) -> str | None:

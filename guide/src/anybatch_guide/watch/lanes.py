@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from anybatch.events.log_lines import decoded_line
 from anybatch.events.log_spans import Span, clock_shifts, spans_of
-from anybatch_guide.watch.fields import shown, whole
+from anybatch_guide.watch.fields import shown, time_of, whole
 from anybatch_guide.watch.rank_log import SpanLines
 
 MOST_LANES: Final = 16
@@ -30,39 +30,50 @@ def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
         return None
     ends = [{one.step: one.seconds for one in steps} for steps in some.values()]
     shifts = clock_shifts(ends)
-    spans = {
-        rank: {one.step: _spans(one) for one in steps if one.step in common} for rank, steps in some.items()
-    }
+    spans = {rank: {one.step: _spans(one) for one in steps if one.step in common} for rank, steps in some.items()}
     if not any(spans[rank][common[-1]] for rank in some):
         return None
-    latest = [span for rank, shift in zip(some, shifts, strict=True) for span in _drawn(rank, spans[rank][common[-1]], shift)]
+    latest = [
+        span for rank, shift in zip(some, shifts, strict=True) for span in _drawn(rank, spans[rank][common[-1]], shift)
+    ]
     begin = min((span["from"] for span in latest), default=0.0)
     return {
         "step": common[-1],
         "ranks": list(some),
         "num_left_out": len(ranks) - len(some),
         "shifted": [rank for rank, shift in zip(some, shifts, strict=True) if shift],
-        "spans": [{**span, "from": _micros(span["from"] - begin), "to": _micros(span["to"] - begin)} for span in latest],
+        "spans": [
+            {**span, "from": _micros(span["from"] - begin), "to": _micros(span["to"] - begin)} for span in latest
+        ],
         "num_steps": len(common),
         "parts": _parts_of(spans, common),
     }
 
 
 def _spans(one: SpanLines) -> list[Span]:
-    lines = [line for line in map(decoded_line, one.lines) if line is not None]
-    return [span for span in spans_of(lines) if abs(span.begin_seconds) < 1e15 and abs(span.end_seconds) < 1e15]
+    lines = (line for line in map(decoded_line, one.lines) if line is not None and time_of(line) is not None)
+    return list(spans_of(lines))
 
 
 def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any]]:
     """Return spans as the page draws them: phases but the one around the micro-batches, these, and reductions."""
-    found = []
+    found: list[dict[str, Any]] = []
     for span in spans:
-        if span.kind == "phase" and span.name not in _PARTS:
+        kind = "collective" if span.kind == "reduction" else _part(span)
+        if kind is None:
             continue
-        kind = {"micro_batch": "compute", "reduction": "collective"}.get(span.kind) or _PARTS[span.name]
         name = shown(span.name)
         details = {"samples": whole(span.details, "num_samples"), "bytes": whole(span.details, "num_bytes")}
-        found.append({"rank": rank, "kind": kind, "name": name, "from": span.begin_seconds + shift, "to": span.end_seconds + shift, **details})
+        found.append(
+            {
+                "rank": rank,
+                "kind": kind,
+                "name": name,
+                "from": span.begin_seconds + shift,
+                "to": span.end_seconds + shift,
+                **details,
+            }
+        )
     # The longest are drawn: what is left out would not be seen.
     return sorted(found, key=lambda one: one["from"] - one["to"])[:MOST_SPANS]
 
@@ -85,14 +96,17 @@ def _parts_of(spans: Mapping[int, Mapping[int, Sequence[Span]]], common: Sequenc
 
 
 def _seconds(spans: Sequence[Span], part: str) -> float:
-    is_part = (lambda span: span.kind == "micro_batch") if part == "compute" else (
-        lambda span: span.kind == "phase" and _PARTS.get(span.name) == part
-    )
-    return sum(span.end_seconds - span.begin_seconds for span in spans if is_part(span))
+    return sum((span.end_seconds - span.begin_seconds for span in spans if _part(span) == part), 0.0)
+
+
+def _part(span: Span) -> str | None:
+    return "compute" if span.kind == "micro_batch" else _PARTS.get(span.name) if span.kind == "phase" else None
 
 
 def _whole(spans: Sequence[Span]) -> float:
-    return max((span.end_seconds for span in spans), default=0.0) - min((span.begin_seconds for span in spans), default=0.0)
+    return max((span.end_seconds for span in spans), default=0.0) - min(
+        (span.begin_seconds for span in spans), default=0.0
+    )
 
 
 def _micros(seconds: float) -> float:

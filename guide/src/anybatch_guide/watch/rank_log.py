@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from anybatch.events.log_lines import LogTail, decoded_line
 from anybatch_guide.watch.curve import CLIPPED, SKIPPED, Curve, Step
-from anybatch_guide.watch.fields import Line, first_number, number, numbers, text, texts, whole, wholes
+from anybatch_guide.watch.fields import Line, first_number, number, numbers, text, texts, time_of, whole, wholes
 
 MOST_SPAN_LINES: Final = 4000
 NUM_STEPS_OF_SPANS: Final = 8
@@ -23,7 +23,15 @@ _SPAN: Final = re.compile(
 _PEAK: Final = re.compile(rb'"peak_bytes":(\d{1,16})\b')
 _MEMORY: Final = re.compile(rb'\{"version":1,"sequence":\d{1,16},"time_seconds":-?[\d.]{1,24},"kind":"memory",')
 _FACTS: Final = ("geometry", "strategy", "precision", "device", "dtype")
-_SIZES: Final = ("rank", "world_size", "effective_batch_size", "micro_batch_size", "seed", "num_parameters", "gradient_bytes")
+_SIZES: Final = (
+    "rank",
+    "world_size",
+    "effective_batch_size",
+    "micro_batch_size",
+    "seed",
+    "num_parameters",
+    "gradient_bytes",
+)
 
 Entry = dict[str, Any]
 
@@ -95,18 +103,19 @@ class RankLog:
 
     def read(self, most_bytes: int) -> bool:
         """Take what has come, at most so many bytes, and return whether anything is other than before."""
-        generation, trouble, before = self.tail.generation, self.trouble, (self.tail.offset, self.tail.num_too_long)
+        tail, trouble = self.tail, self.trouble
+        generation, before = tail.generation, (tail.generation, tail.offset, tail.num_too_long)
         try:
-            lines = self.tail.read(most_bytes)
+            lines = tail.read(most_bytes)
         except OSError as error:
             self.trouble = error.strerror or "it cannot be read"
             return self.trouble != trouble
         self.trouble = None
-        if self.tail.generation != generation:
+        if tail.generation != generation:
             self._begin()
         for line in lines:
             self._take(line)
-        return trouble is not None or (self.tail.offset, self.tail.num_too_long) != before
+        return trouble is not None or (tail.generation, tail.offset, tail.num_too_long) != before
 
     def _begin(self) -> None:
         self.told = Told()
@@ -124,10 +133,11 @@ class RankLog:
             self.told.largest_peak = max(self.told.largest_peak, int(peak.group(1)))
             return
         line = decoded_line(text_)
-        if line is None or (now := number(line, "time_seconds")) is None or not abs(now) < 1e15:
+        now = None if line is None else time_of(line)
+        if line is None or now is None:
             self.told.num_skipped += 1
             return
-        take = self._TAKERS.get(line.get("kind") if isinstance(line.get("kind"), str) else "")
+        take = self._TAKERS.get(str(line.get("kind")))
         if take is not None:
             if self._clock_begin is None or line["kind"] == "start":
                 # The clock of another process: its zero means nothing.
@@ -175,7 +185,11 @@ class RankLog:
 
     def _evaluate(self, line: Line, _now: float) -> None:
         self.told.evaluations.append(
-            {"step": whole(line, "step") or 0, "samples": whole(line, "num_samples"), "metrics": numbers(line, "metrics")}
+            {
+                "step": whole(line, "step") or 0,
+                "samples": whole(line, "num_samples"),
+                "metrics": numbers(line, "metrics"),
+            }
         )
 
     def _checkpoint(self, line: Line, _now: float) -> None:
@@ -219,5 +233,7 @@ def memory_of(log: RankLog) -> Entry | None:
     line = decoded_line(log.told.memory) if log.told.memory else None
     if line is None:
         return None
-    sizes = {name: whole(line, name) for name in ("step", "allocated_bytes", "reserved_bytes", "peak_bytes", "limit_bytes")}
+    sizes = {
+        name: whole(line, name) for name in ("step", "allocated_bytes", "reserved_bytes", "peak_bytes", "limit_bytes")
+    }
     return {**sizes, "categories": wholes(line, "category_bytes"), "largest_peak_bytes": log.told.largest_peak}

@@ -1,5 +1,6 @@
 """A run: the logs of its ranks, and what the page shows of it."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -92,20 +93,33 @@ class RunLog:
             "size": size,
             "facts": told.facts,
             "num_logs": len(self._logs),
-            "last": None if last is None else {"step": last.step, "samples": told.curve.num_samples, "seconds": last.seconds, "loss": _number(last.loss)},
+            "last": None
+            if last is None
+            else {
+                "step": last.step,
+                "samples": told.curve.num_samples,
+                "seconds": last.seconds,
+                "loss": _number(last.loss),
+            },
             "speed": self._speed(),
             "stride": told.curve.stride,
             "counts": {"clipped": told.curve.num_clipped, "skipped": told.curve.num_skipped},
             "curves": told.curve.points(),
             "sketch": self._sketched(),
             "geometry": list(told.geometry),
-            "evaluations": [{**one, "metrics": {name: _number(value) for name, value in one["metrics"].items()}} for one in told.evaluations],
+            "evaluations": [
+                {**one, "metrics": {name: _number(value) for name, value in one["metrics"].items()}}
+                for one in told.evaluations
+            ],
             "checkpoints": list(told.checkpoints),
             "diagnoses": [one for _, log in sorted(logs) for one in log.told.diagnoses],
             "memory": [{"rank": rank, **memory} for rank, log in sorted(logs) if (memory := memory_of(log))],
             "lanes": lanes_of({rank: log.told.latest for rank, log in logs}),
             "num_skipped": sum(log.told.num_skipped + log.tail.num_too_long for _, log in logs),
-            "verdict": {**{name: getattr(verdict, name) for name in ("word", "step", "num_steps", "tolerance", "reasons")}, "difference": None if verdict.difference is None else min(verdict.difference, 1e300)},
+            "verdict": {
+                **{name: getattr(verdict, name) for name in ("word", "step", "num_steps", "tolerance", "reasons")},
+                "difference": None if verdict.difference is None else min(verdict.difference, 1e300),
+            },
             **command_of(self.path.with_name("run.json"), self.path.parent),
         }
 
@@ -118,7 +132,7 @@ class RunLog:
             self._sketch, self._is_sketched = sketched(tail.path, tail.size), True
         return self._sketch
 
-    def _speed(self) -> float | None:
+    def _speed(self) -> float | str | None:
         """Return samples per second of the last seconds."""
         curve = self.lead.told.curve
         if len(curve.steps) < 2:  # noqa: PLR2004 (a span has two ends)
@@ -168,7 +182,9 @@ def _names(paths: list[Path]) -> list[str]:
 
 def _number(value: float) -> float | str:
     """Return a number as JSON takes it, or the word for it."""
-    return value if abs(value) < float("inf") else ("NaN" if value != value else "Infinity" if value > 0 else "-Infinity")  # noqa: PLR0124 (NaN)
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _escaped(stem: str) -> str:

@@ -1,4 +1,4 @@
-"""The server of `anybatch watch`: the built page, and one stream of what the runs show. Nothing can be changed by it."""
+"""The server of `anybatch watch`: the built page, and one stream of what the runs show. It changes nothing."""
 
 import asyncio
 import contextlib

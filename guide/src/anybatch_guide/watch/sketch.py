@@ -1,5 +1,6 @@
 """The shape of a long log before it is read: a few steps, from places all over the file."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ def sketched(path: Path, size: int) -> dict[str, Any] | None:
         return None
     steps = [step for step, *_ in found]
     seconds = [at for *_, at in found]
-    is_in_order = all(a < b for a, b in zip(steps, steps[1:], strict=False)) and seconds == sorted(seconds)
+    is_in_order = all(a < b for a, b in itertools.pairwise(steps)) and seconds == sorted(seconds)
     if len(found) < NUM_PLACES // 4 or not is_in_order:
         return None
     return {

@@ -48,25 +48,43 @@ def compare(facts: Mapping[str, Any], curve: Curve, other_facts: Mapping[str, An
         if facts.get(key) is not None and other_facts.get(key) is not None and facts[key] != other_facts[key]
     )
     tolerance = max(_rounding(facts), _rounding(other_facts))
-    num_steps, difference, step, is_first = _losses_apart(curve, other, tolerance)
-    found = {"num_steps": num_steps, "difference": difference, "tolerance": tolerance}
+    apart = _losses_apart(curve, other, tolerance)
+    word: Word = "same"
+    if apart.is_first and not reasons:
+        reasons = (f"the loss of step {apart.step} differs already",)
     if reasons:
-        return Verdict(word="another", step=step, reasons=reasons, **found)
-    if not num_steps:
-        return Verdict(word="unknown", **found)
-    if step is None:
-        return Verdict(word="same", **found)
-    if is_first:
-        return Verdict(word="another", step=step, reasons=(f"the loss of step {step} differs already",), **found)
-    return Verdict(word="drifted", step=step, **found)
+        word = "another"
+    elif not apart.num_steps:
+        word = "unknown"
+    elif apart.step is not None:
+        word = "drifted"
+    return Verdict(
+        word=word,
+        step=apart.step,
+        num_steps=apart.num_steps,
+        difference=apart.largest,
+        tolerance=tolerance,
+        reasons=reasons,
+    )
 
 
-def _losses_apart(one: Curve, other: Curve, tolerance: float) -> tuple[int, float | None, int | None, bool]:
-    """Return the common steps, the largest relative difference, the first step beyond rounding, and if it is the first."""
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """Two runs' losses: common steps, largest relative difference, the step beyond rounding, if it is the first."""
+
+    num_steps: int
+    largest: float | None
+    step: int | None = None
+    is_first: bool = False
+
+
+def _losses_apart(one: Curve, other: Curve, tolerance: float) -> _Apart:
     if one.steps == other.steps and one.losses == other.losses:
-        return len(one.steps), (0.0 if one.steps else None), None, False
+        return _Apart(len(one.steps), 0.0 if one.steps else None)
     losses = dict(zip(other.steps, other.losses, strict=True))
-    largest, beyond, first, num_steps = 0.0, None, None, 0
+    largest, num_steps = 0.0, 0
+    beyond: int | None = None
+    first: int | None = None
     for step, loss in zip(one.steps, one.losses, strict=True):
         if (value := losses.get(step)) is None:
             continue
@@ -79,7 +97,7 @@ def _losses_apart(one: Curve, other: Curve, tolerance: float) -> tuple[int, floa
         largest = max(largest, apart)
         if beyond is None and apart > tolerance:
             beyond = step
-    return num_steps, (largest if num_steps else None), beyond, beyond is not None and beyond == first
+    return _Apart(num_steps, largest if num_steps else None, beyond, beyond is not None and beyond == first)
 
 
 def _rounding(facts: Mapping[str, Any]) -> float:

@@ -47,7 +47,8 @@ class Watching:
                 run.find_ranks()
         # The first pictures come after one slice each.
         for _ in range(num_slices if self._num_looks else 1):
-            if not any([run.read(SLICE_BYTES) for run in self.runs]) or not self.is_behind:
+            grown = [run.read(SLICE_BYTES) for run in self.runs]  # all of them: any() would stop at the first
+            if not any(grown) or not self.is_behind:
                 break
         self._num_looks += 1
         return dict(self._changed())
