@@ -1,5 +1,6 @@
 """What `anybatch watch` reads out of logs: as they grow, in bounded memory, whatever they hold."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -14,12 +15,14 @@ import pytest
 
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
+from anybatch_guide.limits import Limits
 from anybatch_guide.watch import command, curve
 from anybatch_guide.watch.curve import CLIPPED, MOST_BUCKETS, SKIPPED, Curve, Step
 from anybatch_guide.watch.fields import MOST_TEXT, shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import SpanLines
 from anybatch_guide.watch.repeat import command_of
+from anybatch_guide.watch.server import Shown
 from anybatch_guide.watch.verdict import compare
 from anybatch_guide.watch.watching import Watching, encoded
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
@@ -415,3 +418,28 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<img src=x" not in html
     assert r"\u003cimg src=x" in html
     assert "connect-src 'none'" in html
+
+
+def test_what_ends_the_reading_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while logs are read asks the server to end, and is there to be raised, instead of a page that stands."""
+    watching, signals = Watching([written(tmp_path / "run", start())]), list[int]()
+    monkeypatch.setattr(signal, "raise_signal", signals.append)
+
+    def fail() -> dict[int, str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(watching, "look", fail)
+    shown_runs = Shown(watching, Limits())
+    asyncio.run(shown_runs.keep_looking())
+
+    assert signals == [signal.SIGINT]
+    assert isinstance(shown_runs.failure, ZeroDivisionError)
+
+
+def test_runs_that_are_left_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of more runs than are shown, the first are, and the number of the others is printed."""
+    for number in range(35):
+        written(tmp_path / "runs" / str(number), start())
+    command.run([str(tmp_path / "runs"), "--export", str(tmp_path / "page.html")])
+
+    assert capsys.readouterr().out.startswith("watch  the first 32 runs; 3 more are left out\n")

@@ -34,6 +34,8 @@ def run(words: Sequence[str]) -> int:
     """
     given = make_parser().parse(words)
     watching = Watching(given.runs or _own_runs())
+    if watching.num_left_out:
+        sys.stdout.write(f"watch  the first {len(watching.runs)} runs; {watching.num_left_out} more are left out\n")
     page = read_page(given.page or PAGE)
     if given.export is not None:
         return _export(page, watching, given.export)

@@ -69,6 +69,7 @@ class Told:
         end: the last record of a run that is over.
         memory: the latest line about memory.
         largest_peak: of all of them.
+        num_diagnoses: those that are no longer kept included.
         latest: the steps whose spans are kept.
         num_skipped: lines that are none of a log.
     """
@@ -82,6 +83,7 @@ class Told:
     end: Entry | None = None
     memory: bytes = b""
     largest_peak: int = 0
+    num_diagnoses: int = 0
     latest: deque[SpanLines] = field(default_factory=lambda: deque(maxlen=NUM_STEPS_OF_SPANS))
     num_skipped: int = 0
 
@@ -198,6 +200,7 @@ class RankLog:
 
     def _diagnosis(self, line: Line, _now: float) -> None:
         level = line.get("level") if line.get("level") in ("info", "warning", "error") else "info"
+        self.told.num_diagnoses += 1
         told = {name: text(line, name) for name in ("code", "message", "remedy")}
         self.told.diagnoses.append({"rank": whole(line, "rank"), "step": whole(line, "step"), "level": level, **told})
 

@@ -112,6 +112,7 @@ class RunLog:
                 for one in told.evaluations
             ],
             "checkpoints": list(told.checkpoints),
+            "num_diagnoses": sum(log.told.num_diagnoses for _, log in logs),
             "diagnoses": [one for _, log in sorted(logs) for one in log.told.diagnoses],
             "memory": [{"rank": rank, **memory} for rank, log in sorted(logs) if (memory := memory_of(log))],
             "lanes": lanes_of({rank: log.told.latest for rank, log in logs}),
@@ -157,7 +158,7 @@ def found_runs(paths: list[Path]) -> list[RunLog]:
             message = f"{path} is no log, no folder of a run, and no folder of such folders: {LOG_NAME} is missing."
             raise UserError(message)
         logs.update(dict.fromkeys(found))
-    return [RunLog(path, name) for path, name in zip(list(logs)[:MOST_RUNS], _names(list(logs)), strict=False)]
+    return [RunLog(path, name) for path, name in zip(logs, _names(list(logs)), strict=True)]
 
 
 def _logs_of(path: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
@@ -28,6 +29,9 @@ class Shown:
     Args:
         watching: the runs.
         limits: of streams.
+
+    Attributes:
+        failure: what has ended the reading; None while it goes on.
     """
 
     def __init__(self, watching: Watching, limits: Limits) -> None:
@@ -37,6 +41,7 @@ class Shown:
         self._number = 0
         self._readers: set[asyncio.Event] = set()
         self._is_closed = False
+        self.failure: Exception | None = None
 
     def close(self) -> None:
         """End all streams."""
@@ -44,13 +49,20 @@ class Shown:
         self._wake()
 
     async def keep_looking(self) -> None:
-        """Read the logs, in a thread, so that who asks meanwhile is answered; ends when it is cancelled."""
-        while True:
-            for run, view in (await asyncio.to_thread(self._watching.look)).items():
-                self._number += 1
-                self._views[run] = (self._number, view)
-            self._wake()
-            await asyncio.sleep(0 if self._watching.is_behind else LOOK_SECONDS)
+        """Read the logs, in a thread, so that who asks meanwhile is answered; ends when it is cancelled.
+
+        What goes wrong ends the server, as Ctrl-C would: a page that stands still must not look like a run that does.
+        """
+        try:
+            while True:
+                for run, view in (await asyncio.to_thread(self._watching.look)).items():
+                    self._number += 1
+                    self._views[run] = (self._number, view)
+                self._wake()
+                await asyncio.sleep(0 if self._watching.is_behind else LOOK_SECONDS)
+        except Exception as error:  # noqa: BLE001 (raised again when the server has ended)
+            self.failure = error
+            signal.raise_signal(signal.SIGINT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one page until it goes away."""
@@ -135,4 +147,10 @@ async def serve(
         UserError: the address cannot be listened at.
     """
     shown = Shown(watching, door.limits)
-    await serve_app(lambda admission: make_app(page, shown, admission, door.limits), door, shown.close, on_listening)
+    try:
+        await serve_app(
+            lambda admission: make_app(page, shown, admission, door.limits), door, shown.close, on_listening
+        )
+    finally:
+        if shown.failure is not None:
+            raise shown.failure

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from anybatch_guide.watch.run_log import RunLog, found_runs
+from anybatch_guide.watch.run_log import MOST_RUNS, RunLog, found_runs
 from anybatch_guide.watch.verdict import Verdict, compare
 
 SLICE_BYTES: Final = 4 * 2**20
@@ -20,13 +20,16 @@ class Watching:
 
     Attributes:
         runs: in their order.
+        num_left_out: runs that were named, and are more than are shown.
 
     Raises:
         UserError: one of the paths is no run.
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        self.runs: list[RunLog] = found_runs(paths)
+        found = found_runs(paths)
+        self.runs: list[RunLog] = found[:MOST_RUNS]
+        self.num_left_out = len(found) - len(self.runs)
         self._judged: dict[int, tuple[int, int]] = {}
         self._told: dict[int, tuple[int, Verdict]] = {}
         self._num_looks = 0

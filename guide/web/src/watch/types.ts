@@ -92,6 +92,7 @@ export interface Run {
   geometry: { step: number; text: string; why: string }[];
   evaluations: { step: number; samples: number | null; metrics: Record<string, number | string> }[];
   checkpoints: { step: number | null; bytes: number | null; event: string | null; path: string | null; message: string | null }[];
+  num_diagnoses: number;
   diagnoses: Diagnosis[];
   memory: Memory[];
   lanes: Lanes | null;
