@@ -1,7 +1,7 @@
 """Whether two runs are the same: by what they were asked for, and by the losses of the steps that both have made."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -81,13 +81,10 @@ class _Apart:
 def _losses_apart(one: Curve, other: Curve, tolerance: float) -> _Apart:
     if one.steps == other.steps and one.losses == other.losses:
         return _Apart(len(one.steps), 0.0 if one.steps else None)
-    losses = dict(zip(other.steps, other.losses, strict=True))
     largest, num_steps = 0.0, 0
     beyond: int | None = None
     first: int | None = None
-    for step, loss in zip(one.steps, one.losses, strict=True):
-        if (value := losses.get(step)) is None:
-            continue
+    for step, loss, value in _common(one, other):
         num_steps += 1
         first = step if first is None else first
         if loss == value or (loss != loss and value != value):  # noqa: PLR0124 (NaN, in the inner loop)
@@ -98,6 +95,18 @@ def _losses_apart(one: Curve, other: Curve, tolerance: float) -> _Apart:
         if beyond is None and apart > tolerance:
             beyond = step
     return _Apart(num_steps, largest if num_steps else None, beyond, beyond is not None and beyond == first)
+
+
+def _common(one: Curve, other: Curve) -> Iterator[tuple[int, float, float]]:
+    """Yield the steps that both have, with both losses."""
+    num_steps = min(len(one.steps), len(other.steps))
+    if one.steps[:num_steps] == other.steps[:num_steps]:
+        yield from zip(one.steps[:num_steps], one.losses, other.losses, strict=False)
+        return
+    losses = dict(zip(other.steps, other.losses, strict=True))
+    for step, loss in zip(one.steps, one.losses, strict=True):
+        if step in losses:
+            yield step, loss, losses[step]
 
 
 def _rounding(facts: Mapping[str, Any]) -> float:

@@ -9,7 +9,7 @@ from anybatch_guide.watch.run_log import MOST_RUNS, RunLog, found_runs
 from anybatch_guide.watch.verdict import Verdict, compare
 
 SLICE_BYTES: Final = 4 * 2**20
-_SLICES_BETWEEN: Final = 3
+_SLICES_BETWEEN: Final = 6
 
 
 class Watching:
