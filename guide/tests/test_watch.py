@@ -16,13 +16,14 @@ import pytest
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
 from anybatch_guide.limits import Limits
-from anybatch_guide.watch import command, curve
+from anybatch_guide.watch import command, curve, sketch
 from anybatch_guide.watch.curve import CLIPPED, MOST_BUCKETS, SKIPPED, Curve, Step
 from anybatch_guide.watch.fields import MOST_TEXT, shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import SpanLines
 from anybatch_guide.watch.repeat import command_of
 from anybatch_guide.watch.server import Shown
+from anybatch_guide.watch.sketch import NUM_PLACES, sketched
 from anybatch_guide.watch.verdict import compare
 from anybatch_guide.watch.watching import Watching, encoded
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
@@ -292,6 +293,38 @@ def test_only_what_has_changed_is_told(tmp_path: Path) -> None:
         file.write(step(1, 3.0))
     told = watching.look()
     assert json.loads(told[1])["verdict"]["word"] == "drifted"
+
+
+def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While most of a long log was not read, steps from all over it are drawn, each with its own loss and time."""
+    monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
+    log = written(tmp_path / "run", start() + b"".join(step(n, n / 7, 2.0 + n) for n in range(3_000))) / "events.jsonl"
+    found = sketched(log, log.stat().st_size)
+
+    assert found is not None
+    steps = found["step"]
+    assert len(steps) == NUM_PLACES
+    assert steps[0] < 15
+    assert steps[-1] > 2_970
+    assert found["value"] == [pytest.approx(n / 7, rel=1e-6) for n in steps]
+    assert found["samples"] == [8 * (n + 1) for n in steps]
+    assert found["seconds"] == [n - steps[0] for n in steps]
+
+
+@sees(
+    "watch: a torn log is sketched",
+    "guide/src/anybatch_guide/watch/sketch.py",
+    "if len(found) < NUM_PLACES // 4 or not is_in_order:",
+    "if len(found) < NUM_PLACES // 4:",
+)
+def test_a_log_that_went_back_is_not_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a log in which steps were made again, or on another clock, a few steps do not tell the shape."""
+    monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
+    again = [step(n, 1.0, 2.0 + n) for n in range(900)] + [step(n, 1.0, 5_000.0 + n) for n in range(500, 900)]
+    clock = [step(n, 1.0, 9_000.0 + n) for n in range(900)] + [step(n, 1.0, 1.0 + n) for n in range(900, 1_800)]
+    for name, lines in (("again", again), ("clock", clock), ("few", [step(0)])):
+        log = written(tmp_path / name, start() + b"".join(lines)) / "events.jsonl"
+        assert sketched(log, log.stat().st_size) is None, name
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def _found(path: Path, size: int) -> Iterator[tuple[int, int, float, float]]:
 
 def _first_step(block: bytes) -> JsonLine | None:
     """Return the first whole line of a step in a piece of a log."""
-    at = block.find(_STEP)
+    # The piece begins somewhere within a line.
+    at = block.find(_STEP, block.find(b"\n") + 1)
     begin, end = block.rfind(b"\n", 0, max(0, at)), block.find(b"\n", max(0, at))
     return decoded_line(block[begin + 1 : end]) if at >= 0 and begin >= 0 and end >= 0 else None
