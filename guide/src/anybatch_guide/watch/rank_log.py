@@ -115,8 +115,13 @@ class RankLog:
         self.trouble = None
         if tail.generation != generation:
             self._begin()
+        is_span = _SPAN.match
         for line in lines:
-            self._take(line)
+            # Nearly all lines end here, so this one is not a call.
+            if not is_span(line):
+                self._take(line)
+            elif len(self._spans) < MOST_SPAN_LINES:
+                self._spans.append(line)
         return trouble is not None or (tail.generation, tail.offset, tail.num_too_long) != before
 
     def _begin(self) -> None:
@@ -126,10 +131,6 @@ class RankLog:
         self._seconds_before = self._seconds = 0.0
 
     def _take(self, text_: bytes) -> None:
-        if _SPAN.match(text_):
-            if len(self._spans) < MOST_SPAN_LINES:
-                self._spans.append(text_)
-            return
         if _MEMORY.match(text_) and (peak := _PEAK.search(text_)):
             self.told.memory = text_
             self.told.largest_peak = max(self.told.largest_peak, int(peak.group(1)))
