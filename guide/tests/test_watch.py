@@ -27,6 +27,7 @@ from anybatch_guide.watch.sketch import NUM_PLACES, sketched
 from anybatch_guide.watch.verdict import compare
 from anybatch_guide.watch.watching import Watching, encoded
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
+from guide.tests.served import Served
 from tests.faults import sees
 
 KILLED = """
@@ -451,6 +452,28 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<img src=x" not in html
     assert r"\u003cimg src=x" in html
     assert "connect-src 'none'" in html
+
+
+@pytest.mark.slow
+def test_the_door_is_the_guides(tmp_path: Path) -> None:
+    """Without the secret, from another page, by another name, or to change something, nobody gets in; Ctrl-C ends it."""
+    serve = ("import sys; from anybatch_guide.watch.command import run; run(sys.argv[1:])", "--no-browser")
+    with Served(tmp_path, command=(sys.executable, "-c", *serve, str(written(tmp_path / "run", start())))) as server:
+        asked = {
+            "page": server.ask("GET", "/"),
+            "stream without secret": server.ask("GET", "/api/watch", headers={"Cookie": ""}),
+            "another page": server.ask("GET", "/api/watch", headers={"Sec-Fetch-Site": "cross-site"}),
+            "another name": server.ask("GET", "/api/watch", headers={"Host": "evil.example"}),
+            "a change": server.ask("POST", "/api/watch", {}),
+            "a log": server.ask("GET", "/run/events.jsonl"),
+            "the guide's runs": server.ask("GET", "/api/state"),
+        }
+    found = {name: answer.status for name, answer in asked.items()}
+
+    assert list(found.values()) == [200, 403, 403, 421, 405, 404, 404], found
+    assert "default-src 'none'" in asked["page"].headers["content-security-policy"]
+    assert server.said[0].endswith("watch  ended\n")
+    assert server.said[1] == ""
 
 
 def test_what_ends_the_reading_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
