@@ -456,7 +456,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_door_is_the_guides(tmp_path: Path) -> None:
-    """Without the secret, from another page, by another name, or to change something, nobody gets in; Ctrl-C ends it."""
+    """Without the secret, from another page, by another name, or to change something, nobody gets in."""
     serve = ("import sys; from anybatch_guide.watch.command import run; run(sys.argv[1:])", "--no-browser")
     with Served(tmp_path, command=(sys.executable, "-c", *serve, str(written(tmp_path / "run", start())))) as server:
         asked = {
