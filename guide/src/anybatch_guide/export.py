@@ -14,7 +14,7 @@ from typing import Final
 from anybatch.errors import UserError
 from anybatch_guide.built import DIST, Asset, read_page, recordings, with_transport
 
-__all__ = ["DIST", "export_file", "export_folder", "single_file"]
+__all__ = ["DIST", "export_file", "export_folder", "single_file", "write_page"]
 
 _TRUST: Final = (
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types svelte-trusted-html"
@@ -53,9 +53,17 @@ def export_file(page: Path, file: Path) -> Path:
     Raises:
         UserError: there is no page, or it cannot be one file.
     """
-    html = single_file(read_page(page))
+    return write_page(single_file(read_page(page)), file)
+
+
+def write_page(html: str, file: Path) -> Path:
+    """Write a page into a file, replacing an older one, and return the file.
+
+    Raises:
+        UserError: it cannot be a file.
+    """
     if file.is_dir() or not file.parent.is_dir():
-        message = f"{file} is a folder, or lies in one that is not there. Name a file: --single-file guide.html"
+        message = f"{file} is a folder, or lies in one that is not there. Name a file, such as guide.html."
         raise UserError(message)
     file.write_text(html, encoding="utf-8", newline="\n")
     return file

@@ -250,7 +250,7 @@ def _look_at_secret(request: _Request, admission: Admission, _limits: Limits) ->
     # A wrong key in the address is refused, even from a browser that has the cookie.
     if key is None and admission.admits(request.all(b"cookie")):
         return None
-    message = "This needs the address that `anybatch guide` has printed, with all that is behind the question mark."
+    message = "This needs the address that was printed in the terminal, with all that is behind the question mark."
     return Answer(HTTPStatus.FORBIDDEN, "secret", message)
 
 

@@ -4,13 +4,10 @@ A request passes the guard, and then one of these routes; what a run is given is
 Nothing here imports torch: that is the worker's.
 """
 
-import asyncio
 import contextlib
 import json
 import math
 import re
-import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +15,15 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from anybatch.errors import UserError
 from anybatch_guide.built import DIST, Asset, read_page, with_transport
-from anybatch_guide.guard import LOOPBACK_NAMES, Admission, App, Guard
+from anybatch_guide.door import Door, serve_app
+from anybatch_guide.guard import Admission, App, Guard
 from anybatch_guide.limits import Limits
 from anybatch_guide.runs import Failure, RefusedError, Runs
 from anybatch_guide.stream import Stream
@@ -37,7 +33,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _MAX_SETTINGS: Final = 32
 _MAX_WORD: Final = 64
-_EXIT_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +76,16 @@ def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, admission: A
         Route("/api/runs/{run_id}", _cancel(runs), methods=["DELETE"]),
         Route("/api/runs/{run_id}/{do}", _steer(runs), methods=["POST"]),
         # Last, since it matches every path.
-        Route("/{path:path}", _files(page), methods=["GET"]),
+        Route("/{path:path}", serve_files(page), methods=["GET"]),
     ]
-    errors: dict[Any, Any] = {HTTPException: _http_error, RefusedError: _refused}
+    errors: dict[Any, Any] = {HTTPException: tell_http_error, RefusedError: _refused}
     app = Starlette(routes=routes, lifespan=worker, exception_handlers=errors)
     # Starlette would make the address of a redirect from the Host header.
     app.router.redirect_slashes = False
     return Guard(app, admission, limits)
 
 
-def _files(page: Mapping[str, Asset]) -> Handler:
+def serve_files(page: Mapping[str, Asset]) -> Handler:
     """Serve the files of the page; a path is looked up in a list and never joined to a folder."""
     html = with_transport(page["index.html"].content.decode(), "live").encode()
     files = {**page, "index.html": Asset(html, page["index.html"].media_type)}
@@ -212,7 +207,8 @@ async def _refused(_request: Request, error: RefusedError) -> Response:
     return JSONResponse(failure if error.run is None else {**failure, "id": error.run}, error.status)
 
 
-async def _http_error(_request: Request, error: HTTPException) -> Response:
+async def tell_http_error(_request: Request, error: HTTPException) -> Response:
+    """Answer an error of HTTP as JSON."""
     word = HTTPStatus(error.status_code).name.lower()
     return JSONResponse({"code": word, "message": error.detail}, error.status_code, headers=error.headers)
 
@@ -228,65 +224,11 @@ async def serve(serving: Serving, on_listening: Callable[[str, str], None]) -> N
         UserError: there is no page, or the address cannot be listened at.
     """
     page = read_page(serving.page)
-    sockets = _listen(serving)
-    # Read from the socket, since port 0 asks for any that is free.
-    port = sockets[0].getsockname()[1]
-    names = LOOPBACK_NAMES | serving.names | ({serving.host} - {"0.0.0.0", "::"})  # noqa: S104 (taken out, not bound)
-    admission = Admission(port=port, hosts=names, once=secrets.token_urlsafe())
     stream = Stream(serving.limits, time.monotonic)
     runs = Runs(stream, serving.limits, time.monotonic, command=serving.worker, keep=serving.keep)
-    app = make_app(page, runs, stream, admission, serving.limits)
-    server = uvicorn.Server(_config(app, serving.limits))
-    shown = f"[{serving.host}]" if ":" in serving.host else serving.host
-    on_listening(f"http://{shown}:{port}/?k={admission.secret}", f"http://{shown}:{port}/?k={admission.once}")
-    ending = asyncio.create_task(_close_when(server, stream))
-    try:
-        await server.serve(sockets=sockets)
-    finally:
-        # A server that fails by itself leaves this task waiting for a signal.
-        ending.cancel()
+    door = Door(host=serving.host, port=serving.port, names=serving.names, limits=serving.limits)
 
+    def app_for(admission: Admission) -> App:
+        return make_app(page, runs, stream, admission, serving.limits)
 
-async def _close_when(server: uvicorn.Server, stream: Stream) -> None:
-    """Close the stream once the server wants to end: it waits for its responses, and a stream has no end."""
-    while not server.should_exit:  # noqa: ASYNC110 (set by a signal handler of the server, which looks as often itself)
-        await asyncio.sleep(_EXIT_SECONDS)
-    stream.close()
-
-
-def _config(app: App, limits: Limits) -> uvicorn.Config:
-    """Return how uvicorn serves: HTTP/1.1 only, no word about itself, and no line about any request."""
-    return uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="on",
-        loop="asyncio",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        # No proxy is expected in front, so such headers would only be a client's claims.
-        proxy_headers=False,
-        limit_concurrency=limits.num_connections,
-        timeout_graceful_shutdown=5,
-        # Bounds the headers of a request, which the guard sees only when they are complete.
-        h11_max_incomplete_event_size=16 * 2**10,
-    )
-
-
-def _listen(serving: Serving) -> list[socket.socket]:
-    """Return what listens: at 127.0.0.1 also at ::1, so that no other program can be localhost on this port."""
-    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
-    try:
-        sockets = [socket.create_server((serving.host, serving.port), family=family)]
-    except OSError as error:
-        message = (
-            f"nothing can listen at {serving.host}, port {serving.port}: {error.strerror}. "
-            "Name another --port, or leave it out for one that is free."
-        )
-        raise UserError(message) from error
-    if serving.host == "127.0.0.1":
-        with contextlib.suppress(OSError):  # a machine without IPv6
-            sockets.append(socket.create_server(("::1", sockets[0].getsockname()[1]), family=socket.AF_INET6))
-    return sockets
+    await serve_app(app_for, door, stream.close, on_listening)

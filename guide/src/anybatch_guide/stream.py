@@ -176,21 +176,21 @@ class Stream:
             if scope["method"] == "HEAD":
                 await send({"type": "http.response.body", "body": b""})
                 return
-            await _until_first(_gone(receive), self._feed(reader, send))
+            await until_first(gone(receive), self._feed(reader, send))
 
     async def _feed(self, reader: Reader, send: Send) -> None:
         """Send what there is, and then whatever comes, at most so many messages with lines in a second."""
         first_status = self._ring.last  # what stands in the ring until here is older than the status sent first
-        await _send_text(send, _message("status", self._status))
+        await send_text(send, message("status", self._status))
         while True:
             # Cleared before looking, so that what comes meanwhile sets it again.
             reader.news.clear()
             text, has_lines = self._next(reader, first_status)
             if text:
-                await _send_text(send, text)
+                await send_text(send, text)
                 await asyncio.sleep(has_lines / self._limits.messages_per_second)
             elif self._is_closed:
-                await send({"type": "http.response.body", "body": _message("close", "{}").encode()})
+                await send({"type": "http.response.body", "body": message("close", "{}").encode()})
                 return
             else:
                 await self._wait(reader, send)
@@ -201,7 +201,7 @@ class Stream:
                 await reader.news.wait()
         except TimeoutError:
             # A comment, which readers ignore, keeps a silent connection open.
-            await _send_text(send, ": beat\n\n")
+            await send_text(send, ": beat\n\n")
 
     def _next(self, reader: Reader, first_status: int) -> tuple[str, bool]:
         """Return messages that bring a reader further, and whether the last of them holds lines."""
@@ -222,13 +222,13 @@ class Stream:
                 lines.append(entry.text)
                 num_bytes += len(entry.text)
             elif entry.event != "status" or entry.number > first_status:
-                texts.append(_message(entry.event, entry.text, self._id(entry.number)))
+                texts.append(message(entry.event, entry.text, self._id(entry.number)))
             if num_bytes > self._limits.message_bytes:
                 break
         if lines:
             # Put together as text, since the lines are JSON already.
             data = f'{{"run":{json.dumps(run)},"dropped":{num_dropped},"lines":[{",".join(lines)}]}}'
-            texts.append(_message("lines", data, self._id(reader.seen)))
+            texts.append(message("lines", data, self._id(reader.seen)))
         return "".join(texts), bool(lines)
 
     def _id(self, number: int) -> str:
@@ -255,7 +255,7 @@ class Stream:
             reader.news.set()
 
 
-async def _until_first(*ways: Awaitable[None]) -> None:
+async def until_first(*ways: Awaitable[None]) -> None:
     """Wait until one of them ends, and end the others."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
@@ -269,16 +269,18 @@ async def _until_first(*ways: Awaitable[None]) -> None:
         task.result()
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
+    """Wait until the other side has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _send_text(send: Send, text: str) -> None:
+async def send_text(send: Send, text: str) -> None:
+    """Send a part of a response that goes on."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
-def _message(event: str, data: str, number: str | None = None) -> str:
+def message(event: str, data: str, number: str | None = None) -> str:
     """Return a server-sent event; JSON as written here has no line breaks."""
     head = f"event: {event}\n" if number is None else f"event: {event}\nid: {number}\n"
     return f"{head}data: {data}\n\n"

@@ -24,7 +24,9 @@ const TOOLS = ["@fontsource/stix-two-math", "katex", "shiki", "subset-font", "sv
 const folder = resolve(process.argv[2] ?? join(ROOT, "guide/src/anybatch_guide/dist"));
 const work = mkdtempSync(join(tmpdir(), "anybatch-page-"));
 try {
-  const { script, style } = await builtScript();
+  const { script, style } = await builtScript("src/main.ts", [...settings.preprocess, proseOnce()]);
+  // drawn in the browser only, so it brings all its prose along
+  const watch = await builtScript("src/watch/main.ts", settings.preprocess);
   const all = recordings();
   const { render } = await import(pathToFileURL(await builtRenderer()).href);
   const { body, used } = render(all);
@@ -33,7 +35,11 @@ try {
   files.set("app.js", script);
   files.set("app.css", style);
   files.set("math.woff2", await mathFont());
-  files.set("index.html", page(body, recordingElements(all, used)));
+  files.set("index.html", page("index.html", body, recordingElements(all, used)));
+  files.set("watch/index.html", page("watch.html", "", ""));
+  files.set("watch/app.js", watch.script);
+  files.set("watch/app.css", watch.style);
+  files.set("watch/math.woff2", files.get("math.woff2") ?? "");
   for (const [name, text] of all) files.set(`rec/${name}.json`, text);
   files.set("BUILD.json", account(files));
   write(files);
@@ -41,10 +47,14 @@ try {
   rmSync(work, { recursive: true });
 }
 
-/** The script that brings the page to life, and the style sheet. */
-async function builtScript() {
+/**
+ * The script that brings a page to life, and its style sheet.
+ * @param {string} entry
+ * @param {import("svelte/compiler").PreprocessorGroup[]} preprocess
+ */
+async function builtScript(entry, preprocess) {
   const built = await build({
-    ...common([...settings.preprocess, proseOnce()]),
+    ...common(preprocess),
     build: {
       write: false,
       target: "es2022",
@@ -53,7 +63,7 @@ async function builtScript() {
       assetsInlineLimit: 0,
       cssCodeSplit: false,
       // no module: a page that is opened from a disk may load plain scripts only
-      rolldownOptions: { input: join(WEB, "src/main.ts"), output: { format: "iife", entryFileNames: "app.js", assetFileNames: "app.[ext]" } },
+      rolldownOptions: { input: join(WEB, entry), output: { format: "iife", entryFileNames: "app.js", assetFileNames: "app.[ext]" } },
     },
   });
   const outputs = [built].flat().flatMap((one) => ("output" in one ? one.output : []));
@@ -99,11 +109,12 @@ function common(preprocess) {
 }
 
 /**
+ * @param {string} source
  * @param {string} body
  * @param {string} data
  */
-function page(body, data) {
-  return readFileSync(join(WEB, "index.html"), "utf8")
+function page(source, body, data) {
+  return readFileSync(join(WEB, source), "utf8")
     .replace(/<!--note:.*?-->\n/s, "")
     .replace(/<script type="module".*<\/script>/, "")
     .replace("<!--assets-->", '<link rel="stylesheet" href="app.css">\n<script defer src="app.js"></script>')
@@ -134,6 +145,6 @@ function account(files) {
  */
 function write(files) {
   rmSync(folder, { recursive: true, force: true });
-  mkdirSync(join(folder, "rec"), { recursive: true });
+  for (const part of ["rec", "watch"]) mkdirSync(join(folder, part), { recursive: true });
   for (const [name, bytes] of files) writeFileSync(join(folder, name), bytes);
 }

@@ -41,6 +41,8 @@ VERBS = (
     Verb("scale", "Why are N ranks not N times as fast, and what should I change?"),
     Verb("advise", "Which effective batch size is worth it here, and does accumulating pay?"),
     Verb("spikes", "Has a run left its course, and where?"),
+    Verb("trace", "What did each rank do, and when?"),
+    Verb("watch", "How are my runs doing, now and beside each other?", extra="guide"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
     Verb("demo", "What does it do, in a minute?"),
     Verb("guide", "What happens in a step, and what changes if I do it otherwise?", extra="guide"),

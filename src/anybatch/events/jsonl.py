@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import torch
 
@@ -33,9 +33,10 @@ from anybatch.core.records import (
 )
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import UserError
-from anybatch.events.schema import SCHEMA_VERSION
+from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_line, decoded_object
 
-JsonLine = dict[str, Any]
+__all__ = ["JsonLine", "JsonlLines", "JsonlLog", "line_of", "read_jsonl"]
+
 _LINE_START = b'{"version":'
 _BLOCK_BYTES = 1 << 16
 
@@ -171,7 +172,7 @@ class JsonlLines:
                 # A run may be writing this very line; the next pass will find it finished.
                 if not text.endswith(b"\n"):
                     return
-                line = _decoded(text)
+                line = decoded_line(text)
                 if line is None:
                     self.num_skipped += 1
                 else:
@@ -252,7 +253,7 @@ def _resume(file: BinaryIO, path: Path) -> int:
         file.truncate(end - len(unfinished))
     if not full:
         return 0
-    last = _decoded_object(full.rpartition(b"\n")[2])
+    last = decoded_object(full.rpartition(b"\n")[2])
     if last is None or not isinstance(last.get("sequence"), int):
         message = f"the last line of {path} is not a line of a log. Move the file away, or choose another path."
         raise UserError(message)
@@ -294,17 +295,3 @@ def _read(tensor: torch.Tensor) -> float | str | None:
 
 def _encoded(line: JsonLine) -> bytes:
     return json.dumps(line, default=_read, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
-def _decoded(text: bytes) -> JsonLine | None:
-    """Return a line of a version that is known; None for anything else."""
-    line = _decoded_object(text)
-    return line if line is not None and line.get("version") == SCHEMA_VERSION else None
-
-
-def _decoded_object(text: bytes) -> JsonLine | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, not even text, or made to hurt
-        return None
-    return value if isinstance(value, dict) else None

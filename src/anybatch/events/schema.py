@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from anybatch.core.records import Record
+from anybatch.events.log_lines import SCHEMA_VERSION
 
-SCHEMA_VERSION = 1
+__all__ = ["SCHEMA_PATH", "SCHEMA_VERSION", "json_schema", "schema_text", "write_schema"]
+
 SCHEMA_PATH = Path(__file__).with_name("schema.json")
 
 Schema = dict[str, Any]

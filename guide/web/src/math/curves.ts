@@ -30,6 +30,20 @@ export function nearestAt(curve: Curve, place: number): number | undefined {
   return value !== undefined && Number.isFinite(value) ? value : undefined;
 }
 
+/** The number of a curve at its point nearest to a place, if it has one there; its points stand in order. */
+export function closestTo(curve: Curve, place: number): number | undefined {
+  let [from, to] = [0, curve.x.length];
+  while (from < to) {
+    const middle = (from + to) >> 1;
+    if ((curve.x[middle] ?? place) < place) from = middle + 1;
+    else to = middle;
+  }
+  const apart = (at: number) => Math.abs((curve.x[at] ?? Infinity) - place);
+  const outside = place > (curve.x.at(-1) ?? -Infinity) || place < (curve.x[0] ?? Infinity);
+  const value = outside ? undefined : curve.y[from > 0 && apart(from - 1) <= apart(from) ? from - 1 : from];
+  return value !== undefined && Number.isFinite(value) ? value : undefined;
+}
+
 /** A little air above and below, and zero where it is near. */
 export function spread([least, most]: readonly [number, number], log: boolean): [number, number] {
   if (log) {

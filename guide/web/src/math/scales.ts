@@ -38,7 +38,7 @@ export function ticks([least, most]: readonly [number, number], count: number): 
   const first = Math.ceil(least / step - 1e-9);
   const last = Math.floor(most / step + 1e-9);
   const digits = Math.max(0, -Math.floor(Math.log10(step)));
-  return Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toFixed(digits)));
+  return [...new Set(Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toFixed(Math.min(100, digits)))))];
 }
 
 /** Powers of ten within a domain, at most `count` of them; where there are fewer than two, also 2 and 5 times those. */

@@ -1,0 +1,90 @@
+"""`anybatch watch [RUNS...]`: the page of one's own runs, served or written into a file."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from anybatch.cli.parser import Parser
+from anybatch.cli.status import Status
+from anybatch.cli.train_request import RUNS
+from anybatch.errors import UserError
+from anybatch_guide.built import DIST, Asset, read_page
+from anybatch_guide.command import open_browser, port
+from anybatch_guide.watch.watching import Watching, encoded
+
+PAGE: Final = DIST / "watch"
+_DESCRIPTION = (
+    "Show runs in a browser, live, from their logs: how batches are cut, losses beside each other and whether they are "
+    "the same, memory, what each rank does, diagnoses. Nothing leaves the machine, and nothing of a run is changed."
+)
+_EPILOG = (
+    "A run on another machine is watched by a copy of its log that grows: "
+    "ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl. docs/watch.md has more."
+)
+
+
+def run(words: Sequence[str]) -> int:
+    """Serve or write the page that a command line asks for; return the exit status.
+
+    Raises:
+        UserError: what was named is no run, or nothing can listen there.
+    """
+    given = make_parser().parse(words)
+    watching = Watching(given.runs or _own_runs())
+    if watching.num_left_out:
+        sys.stdout.write(f"watch  the first {len(watching.runs)} runs; {watching.num_left_out} more are left out\n")
+    page = read_page(given.page or PAGE)
+    if given.export is not None:
+        return _export(page, watching, given.export)
+    from anybatch_guide.door import Door  # noqa: PLC0415 (its packages take a while, and --help none)
+    from anybatch_guide.watch.server import serve  # noqa: PLC0415 (the same)
+
+    def show_address(address: str, once: str) -> None:
+        sys.stdout.write(f"watch  {address}\n       for this machine and whoever has the address; Ctrl-C ends it\n")
+        sys.stdout.flush()
+        if not given.no_browser:
+            open_browser(once)
+
+    # Ctrl-C arrives here as an exception or as a server that has returned, by where in its loop it found the server.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(page, watching, Door(port=given.port), show_address))
+    sys.stdout.write("watch  ended\n")
+    return Status.DONE
+
+
+def make_parser() -> Parser:
+    """Return the parser of this verb."""
+    parser = Parser("watch", _DESCRIPTION, epilog=_EPILOG)
+    add = parser.add_argument
+    add(
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help=f"folder of a run, log, or folder of runs; others are compared with the first (default: {RUNS})",
+    )
+    add("--export", type=Path, metavar="FILE", help="write one page that opens from a disk, and serve nothing")
+    add("--port", type=port, default=0, metavar="N", help="to listen at (default: one that is free)")
+    add("--no-browser", action="store_true", help="print the address, and open nothing")
+    add("--page", type=Path, metavar="FOLDER", help="another build of the page (default: the one in the package)")
+    return parser
+
+
+def _own_runs() -> list[Path]:
+    if RUNS.is_dir():
+        return [RUNS]
+    message = f"there is no folder {RUNS} here. Name the folder of a run, or its log: anybatch watch FOLDER"
+    raise UserError(message)
+
+
+def _export(page: dict[str, Asset], watching: Watching, file: Path) -> int:
+    from anybatch_guide.export import single_file, write_page  # noqa: PLC0415 (not needed to serve)
+
+    views = encoded({"runs": watching.read_all()})
+    with_runs = {**page, "rec/watch.json": Asset(views.encode(), "application/json")}
+    write_page(single_file(with_runs), file)
+    sys.stdout.write(f"wrote {file}\n")
+    return Status.DONE

@@ -1,0 +1,89 @@
+"""Fields of a line of a log, taken for what they should be and no larger; anything else is as if it were not there.
+
+A log may come from another machine and from anybody. Its texts are cut, and lose what moves other text about on a
+screen; its numbers are numbers, and whole ones are small enough for a page to read exactly.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+Line = Mapping[str, Any]
+MOST_TEXT: Final = 2000
+MOST_NAME: Final = 80
+MOST_ENTRIES: Final = 32
+_MOST_WHOLE: Final = 2**53
+_MOST_SECONDS: Final = 1e15
+# Control characters, and those that turn the direction of the text around them.
+_UNSEEN: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+_WORDS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def whole(line: Line, name: str) -> int | None:
+    """Return a whole number from 0 on."""
+    value = line.get(name)
+    return value if type(value) is int and 0 <= value < _MOST_WHOLE else None
+
+
+def number(line: Line, name: str) -> float | None:
+    """Return a number; those that JSON lacks are words in a log."""
+    return _number(line.get(name))
+
+
+def time_of(line: Line) -> float | None:
+    """Return the time of a line, in seconds on a clock whose zero means nothing."""
+    found = number(line, "time_seconds")
+    return found if found is not None and abs(found) < _MOST_SECONDS else None
+
+
+def text(line: Line, name: str, most: int = MOST_TEXT) -> str | None:
+    """Return a text that can be shown."""
+    value = line.get(name)
+    return shown(value, most) if isinstance(value, str) else None
+
+
+def shown(value: str, most: int = MOST_NAME) -> str:
+    """Return a text as it can be shown: without what is unseen, and no longer than it may be."""
+    cut = value if len(value) <= most else value[: most - 1] + "…"
+    return _UNSEEN.sub("\ufffd", cut)
+
+
+def numbers(line: Line, name: str) -> dict[str, float]:
+    """Return a mapping of names to numbers, without what are none."""
+    found = ((key, _number(value)) for key, value in _entries(line, name))
+    return {key: value for key, value in found if value is not None}
+
+
+def wholes(line: Line, name: str) -> dict[str, int]:
+    """Return a mapping of names to whole numbers from 0 on, without what are none."""
+    return {key: value for key, value in _entries(line, name) if type(value) is int and 0 <= value < _MOST_WHOLE}
+
+
+def texts(line: Line, name: str) -> dict[str, str]:
+    """Return a mapping of names to texts, without what are none."""
+    return {key: shown(value, MOST_TEXT) for key, value in _entries(line, name) if isinstance(value, str)}
+
+
+def first_number(line: Line, name: str) -> float | None:
+    """Return the first of a list of numbers."""
+    value = line.get(name)
+    return _number(value[0]) if isinstance(value, list) and value else None
+
+
+def _entries(line: Line, name: str) -> list[tuple[str, Any]]:
+    value = line.get(name)
+    return [(shown(key), item) for key, item in list(value.items())[:MOST_ENTRIES]] if isinstance(value, dict) else []
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, str):
+        return _WORDS.get(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None

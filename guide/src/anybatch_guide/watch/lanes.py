@@ -1,0 +1,113 @@
+"""The latest steps of a run as lanes, one per rank, and where their time went."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from anybatch.events.log_lines import decoded_line
+from anybatch.events.log_spans import Span, clock_shifts, spans_of
+from anybatch_guide.watch.fields import shown, time_of, whole
+from anybatch_guide.watch.rank_log import SpanLines
+
+MOST_LANES: Final = 16
+MOST_SPANS: Final = 400
+_PARTS: Final = {"load": "load", "reduce": "reduce", "clip": "update", "update": "update"}
+
+
+def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
+    """Return the latest step that all ranks have logged, as spans, and the parts of the latest steps.
+
+    Times are of the host: on an accelerator, work that runs behind it shows where the host waits for it. What a rank
+    waits in "reduce" is communication that nothing hides, and waiting for the rank that comes last; the smallest such
+    wait of a step is taken as communication, the rest as waiting for others.
+
+    Args:
+        ranks: number of a rank to what it logged of its latest steps.
+    """
+    some = dict(sorted(ranks.items())[:MOST_LANES])
+    common = sorted(set.intersection(*({one.step for one in steps} for steps in some.values()))) if some else []
+    if not common:
+        return None
+    ends = [{one.step: one.seconds for one in steps} for steps in some.values()]
+    shifts = clock_shifts(ends)
+    spans = {rank: {one.step: _spans(one) for one in steps if one.step in common} for rank, steps in some.items()}
+    if not any(spans[rank][common[-1]] for rank in some):
+        return None
+    latest = [
+        span for rank, shift in zip(some, shifts, strict=True) for span in _drawn(rank, spans[rank][common[-1]], shift)
+    ]
+    begin = min((span["from"] for span in latest), default=0.0)
+    return {
+        "step": common[-1],
+        "ranks": list(some),
+        "num_left_out": len(ranks) - len(some),
+        "shifted": [rank for rank, shift in zip(some, shifts, strict=True) if shift],
+        "spans": [
+            {**span, "from": _micros(span["from"] - begin), "to": _micros(span["to"] - begin)} for span in latest
+        ],
+        "num_steps": len(common),
+        "parts": _parts_of(spans, common),
+    }
+
+
+def _spans(one: SpanLines) -> list[Span]:
+    lines = (line for line in map(decoded_line, one.lines) if line is not None and time_of(line) is not None)
+    return list(spans_of(lines))
+
+
+def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any]]:
+    """Return spans as the page draws them: phases but the one around the micro-batches, these, and reductions."""
+    found: list[dict[str, Any]] = []
+    for span in spans:
+        kind = "collective" if span.kind == "reduction" else _part(span)
+        if kind is None:
+            continue
+        name = shown(span.name)
+        details = {"samples": whole(span.details, "num_samples"), "bytes": whole(span.details, "num_bytes")}
+        found.append(
+            {
+                "rank": rank,
+                "kind": kind,
+                "name": name,
+                "from": span.begin_seconds + shift,
+                "to": span.end_seconds + shift,
+                **details,
+            }
+        )
+    # The longest are drawn: what is left out would not be seen.
+    return sorted(found, key=lambda one: one["from"] - one["to"])[:MOST_SPANS]
+
+
+def _parts_of(spans: Mapping[int, Mapping[int, Sequence[Span]]], common: Sequence[int]) -> list[dict[str, Any]]:
+    """Return, for each rank, the median seconds of the parts of a step."""
+    waits = {step: min(_seconds(of_rank[step], "reduce") for of_rank in spans.values()) for step in common}
+    rows = []
+    for rank, of_rank in spans.items():
+        median = {
+            name: statistics.median(_seconds(of_rank[step], name) for step in common)
+            for name in ("load", "compute", "update")
+        }
+        others = statistics.median(_seconds(of_rank[step], "reduce") - waits[step] for step in common)
+        exposed = statistics.median(waits.values())
+        whole_seconds = statistics.median(_whole(of_rank[step]) for step in common)
+        seconds = {**median, "exposed": exposed, "others": others, "step": whole_seconds}
+        rows.append({"rank": rank, **{name: _micros(value) for name, value in seconds.items()}})
+    return rows
+
+
+def _seconds(spans: Sequence[Span], part: str) -> float:
+    return sum((span.end_seconds - span.begin_seconds for span in spans if _part(span) == part), 0.0)
+
+
+def _part(span: Span) -> str | None:
+    return "compute" if span.kind == "micro_batch" else _PARTS.get(span.name) if span.kind == "phase" else None
+
+
+def _whole(spans: Sequence[Span]) -> float:
+    return max((span.end_seconds for span in spans), default=0.0) - min(
+        (span.begin_seconds for span in spans), default=0.0
+    )
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds, 6)

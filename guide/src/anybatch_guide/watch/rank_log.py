@@ -1,0 +1,243 @@
+"""The log of one rank, as far as it was read: what the page shows of it, in bounded memory."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from anybatch.events.log_lines import LogTail, decoded_line
+from anybatch_guide.watch.curve import CLIPPED, SKIPPED, Curve, Step
+from anybatch_guide.watch.fields import Line, first_number, number, numbers, text, texts, time_of, whole, wholes
+
+MOST_SPAN_LINES: Final = 4000
+NUM_STEPS_OF_SPANS: Final = 8
+MOST_ENTRIES: Final = 200
+_MOST_SECONDS: Final = 1e9
+_NAN: Final = float("nan")
+# Lines of spans are nearly all of a log, and only those of its latest steps are looked at.
+_SPAN: Final = re.compile(
+    rb'\{"version":1,"sequence":\d{1,16},"time_seconds":-?[\d.]{1,24},"kind":"(?:phase|micro_batch|reduction)",'
+)
+_PEAK: Final = re.compile(rb'"peak_bytes":(\d{1,16})\b')
+_MEMORY: Final = re.compile(rb'\{"version":1,"sequence":\d{1,16},"time_seconds":-?[\d.]{1,24},"kind":"memory",')
+_FACTS: Final = ("geometry", "strategy", "precision", "device", "dtype")
+_SIZES: Final = (
+    "rank",
+    "world_size",
+    "effective_batch_size",
+    "micro_batch_size",
+    "seed",
+    "num_parameters",
+    "gradient_bytes",
+)
+
+Entry = dict[str, Any]
+
+
+def _entries() -> deque[Entry]:
+    return deque(maxlen=MOST_ENTRIES)
+
+
+@dataclass(slots=True)
+class SpanLines:
+    """What a rank logged of one step, undecoded, until somebody looks.
+
+    Attributes:
+        step: its number.
+        seconds: when it was over, on the clock of the log.
+        lines: of its spans.
+    """
+
+    step: int
+    seconds: float
+    lines: list[bytes]
+
+
+@dataclass(slots=True)
+class Told:
+    """What a log has told since its beginning.
+
+    Attributes:
+        facts: of the latest start.
+        curve: of the steps.
+        geometry: how the batch was cut, and from which step on.
+        diagnoses: what the user should know.
+        evaluations: of the model.
+        checkpoints: written and read.
+        end: the last record of a run that is over.
+        memory: the latest line about memory.
+        largest_peak: of all of them.
+        num_diagnoses: those that are no longer kept included.
+        latest: the steps whose spans are kept.
+        num_skipped: lines that are none of a log.
+    """
+
+    facts: Entry = field(default_factory=dict)
+    curve: Curve = field(default_factory=Curve)
+    geometry: deque[Entry] = field(default_factory=_entries)
+    diagnoses: deque[Entry] = field(default_factory=_entries)
+    evaluations: deque[Entry] = field(default_factory=_entries)
+    checkpoints: deque[Entry] = field(default_factory=_entries)
+    end: Entry | None = None
+    memory: bytes = b""
+    largest_peak: int = 0
+    num_diagnoses: int = 0
+    latest: deque[SpanLines] = field(default_factory=lambda: deque(maxlen=NUM_STEPS_OF_SPANS))
+    num_skipped: int = 0
+
+
+class RankLog:
+    """Reads the log of one rank as it grows.
+
+    Attributes:
+        tail: the file.
+        told: what it has told so far.
+        trouble: why it cannot be read; None if it can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Remember the path; nothing is opened."""
+        self.tail = LogTail(path)
+        self.trouble: str | None = None
+        self._begin()
+
+    def read(self, most_bytes: int) -> bool:
+        """Take what has come, at most so many bytes, and return whether anything is other than before."""
+        tail, trouble = self.tail, self.trouble
+        generation, before = tail.generation, (tail.generation, tail.offset, tail.num_too_long)
+        try:
+            lines = tail.read(most_bytes)
+        except OSError as error:
+            self.trouble = error.strerror or "it cannot be read"
+            return self.trouble != trouble
+        self.trouble = None
+        if tail.generation != generation:
+            self._begin()
+        is_span = _SPAN.match
+        for line in lines:
+            # Nearly all lines end here, so this one is not a call.
+            if not is_span(line):
+                self._take(line)
+            elif len(self._spans) < MOST_SPAN_LINES:
+                self._spans.append(line)
+        return trouble is not None or (tail.generation, tail.offset, tail.num_too_long) != before
+
+    def _begin(self) -> None:
+        self.told = Told()
+        self._spans: list[bytes] = []
+        self._clock_begin: float | None = None
+        self._seconds_before = self._seconds = 0.0
+
+    def _take(self, text_: bytes) -> None:
+        if _MEMORY.match(text_) and (peak := _PEAK.search(text_)):
+            self.told.memory = text_
+            self.told.largest_peak = max(self.told.largest_peak, int(peak.group(1)))
+            return
+        line = decoded_line(text_)
+        now = None if line is None else time_of(line)
+        if line is None or now is None:
+            self.told.num_skipped += 1
+            return
+        take = self._TAKERS.get(str(line.get("kind")))
+        if take is not None:
+            if self._clock_begin is None or line["kind"] == "start":
+                # The clock of another process: its zero means nothing.
+                self._seconds_before, self._clock_begin = min(self._seconds, _MOST_SECONDS), now
+            passed = min(max(0.0, now - self._clock_begin), _MOST_SECONDS)
+            self._seconds = max(self._seconds, self._seconds_before + passed)
+            take(self, line, now)
+
+    def _start(self, line: Line, _now: float) -> None:
+        first = whole(line, "first_step") or 0
+        told = self.told
+        told.curve.undo_from(first)
+        told.end = None
+        told.facts = {
+            **{name: text(line, name, 200) for name in _FACTS},
+            **{name: whole(line, name) for name in _SIZES},
+            "versions": texts(line, "versions"),
+            "decisions": texts(line, "decisions"),
+        }
+        told.evaluations = deque((one for one in told.evaluations if one["step"] <= first), maxlen=MOST_ENTRIES)
+        why = "the run begins" if first == 0 else "the run goes on from a checkpoint"
+        told.geometry.append({"step": first, "text": told.facts["geometry"] or "not told", "why": why})
+        self._spans = []
+
+    def _step(self, line: Line, now: float) -> None:
+        step, samples = whole(line, "step"), whole(line, "num_samples")
+        if step is None:
+            self.told.num_skipped += 1
+            return
+        losses = [_NAN if value is None else value for value in (number(line, "loss"), number(line, "gradient_norm"))]
+        rate = first_number(line, "learning_rates")
+        self.told.curve.add(
+            Step(
+                step=step,
+                samples=min(samples or 0, 2**40),
+                seconds=self._seconds,
+                loss=losses[0],
+                norm=losses[1],
+                rate=_NAN if rate is None else rate,
+                flags=CLIPPED * (line.get("clipped") is True) + SKIPPED * (line.get("skipped") is True),
+            )
+        )
+        self.told.latest.append(SpanLines(step, now, self._spans))
+        self._spans = []
+
+    def _evaluate(self, line: Line, _now: float) -> None:
+        self.told.evaluations.append(
+            {
+                "step": whole(line, "step") or 0,
+                "samples": whole(line, "num_samples"),
+                "metrics": numbers(line, "metrics"),
+            }
+        )
+
+    def _checkpoint(self, line: Line, _now: float) -> None:
+        names = {"event": text(line, "event", 20), "path": text(line, "path", 400), "message": text(line, "message")}
+        self.told.checkpoints.append({"step": whole(line, "step"), "bytes": whole(line, "num_bytes"), **names})
+
+    def _diagnosis(self, line: Line, _now: float) -> None:
+        level = line.get("level") if line.get("level") in ("info", "warning", "error") else "info"
+        self.told.num_diagnoses += 1
+        told = {name: text(line, name) for name in ("code", "message", "remedy")}
+        self.told.diagnoses.append({"rank": whole(line, "rank"), "step": whole(line, "step"), "level": level, **told})
+
+    def _out_of_memory(self, line: Line, _now: float) -> None:
+        step, after = whole(line, "step") or 0, whole(line, "micro_batch_size_after")
+        before = whole(line, "micro_batch_size_before")
+        size = f"micro-batches of at most {after} instead of {before}" if after else f"micro-batches of {before}"
+        self.told.geometry.append({"step": step, "text": size, "why": "memory ran out, and the step was repeated"})
+        self._spans = []
+
+    def _memory(self, line: Line, _now: float) -> None:
+        """Take a line about memory that is written otherwise than ours."""
+        self.told.largest_peak = max(self.told.largest_peak, whole(line, "peak_bytes") or 0)
+
+    def _end(self, line: Line, _now: float) -> None:
+        status = line.get("status") if line.get("status") in ("completed", "stopped", "failed") else "stopped"
+        self.told.end = {"status": status, "message": text(line, "message"), "steps": whole(line, "num_steps")}
+
+    _TAKERS: Final[Mapping[str, Callable[["RankLog", Line, float], None]]] = {
+        "start": _start,
+        "step": _step,
+        "evaluate": _evaluate,
+        "checkpoint": _checkpoint,
+        "diagnosis": _diagnosis,
+        "out_of_memory": _out_of_memory,
+        "memory": _memory,
+        "end": _end,
+    }
+
+
+def memory_of(log: RankLog) -> Entry | None:
+    """Return the memory of a rank's device after its latest step; None if the log does not say."""
+    line = decoded_line(log.told.memory) if log.told.memory else None
+    if line is None:
+        return None
+    sizes = {
+        name: whole(line, name) for name in ("step", "allocated_bytes", "reserved_bytes", "peak_bytes", "limit_bytes")
+    }
+    return {**sizes, "categories": wholes(line, "category_bytes"), "largest_peak_bytes": log.told.largest_peak}

@@ -1,0 +1,192 @@
+"""A run: the logs of its ranks, and what the page shows of it."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from anybatch.errors import UserError
+from anybatch_guide.watch.fields import shown
+from anybatch_guide.watch.lanes import lanes_of
+from anybatch_guide.watch.rank_log import RankLog, memory_of
+from anybatch_guide.watch.repeat import command_of
+from anybatch_guide.watch.sketch import LEAST_BYTES, sketched
+from anybatch_guide.watch.verdict import Verdict
+
+LOG_NAME: Final = "events.jsonl"
+MOST_RANKS: Final = 64
+MOST_RUNS: Final = 32
+_RANK: Final = re.compile(r"-rank-(\d{1,6})$")
+_RECENT_SECONDS: Final = 10.0
+
+
+class RunLog:
+    """One run, read as it grows.
+
+    Args:
+        path: of the lead rank's log.
+        name: by which the page calls it.
+
+    Attributes:
+        version: counts what has changed; 0 while nothing was read.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.version = 0
+        self._logs = {0: RankLog(path)}
+        self._sketch: dict[str, Any] | None = None
+        self._is_sketched = False
+
+    @property
+    def lead(self) -> RankLog:
+        """The log that tells the steps."""
+        return self._logs[0]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read."""
+        return any(log.tail.is_behind for log in self._logs.values())
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes that were read, and bytes that there are."""
+        tails = [log.tail for log in self._logs.values()]
+        return sum(tail.offset for tail in tails), sum(tail.size for tail in tails)
+
+    def find_ranks(self) -> None:
+        """Look for logs of other ranks beside the lead rank's: they come when the ranks do."""
+        for log in sorted(self.path.parent.glob(f"{_escaped(self.path.stem)}-rank-*{self.path.suffix}")):
+            match = _RANK.search(log.stem)
+            if match and len(self._logs) < MOST_RANKS:
+                self._logs.setdefault(int(match.group(1)), RankLog(log))
+
+    def read(self, most_bytes: int) -> bool:
+        """Take what has come, at most so many bytes of each rank, and return whether anything has changed."""
+        changed = [log.read(most_bytes) for log in self._logs.values()]
+        # A pass that ends inside a very long line has moved on all the same.
+        self.version += any(changed)
+        return any(changed)
+
+    def view(self, verdict: Verdict, clock: Callable[[], float] = time.time) -> dict[str, Any]:
+        """Return what the page shows of the run, with numbers and texts that JSON and a page can take.
+
+        Args:
+            verdict: of the run beside the reference.
+            clock: seconds since 1970.
+        """
+        told, last = self.lead.told, self.lead.told.curve.last
+        read, size = self.num_bytes
+        logs = self._logs.items()
+        problem = next((log.trouble for _, log in logs if log.trouble), None)
+        return {
+            "name": self.name,
+            "path": shown(str(self.path), 400),
+            "state": told.end["status"] if told.end else ("open" if self.version else "unread"),
+            "message": told.end["message"] if told.end else problem,
+            "written": round(max(log.tail.written_seconds for _, log in logs), 1),
+            "looked": round(clock(), 1),
+            "read": read,
+            "size": size,
+            "facts": told.facts,
+            "num_logs": len(self._logs),
+            "last": None
+            if last is None
+            else {
+                "step": last.step,
+                "samples": told.curve.num_samples,
+                "seconds": last.seconds,
+                "loss": _number(last.loss),
+            },
+            "speed": self._speed(),
+            "stride": told.curve.stride,
+            "counts": {"clipped": told.curve.num_clipped, "skipped": told.curve.num_skipped},
+            "curves": told.curve.points(),
+            "sketch": self._sketched(),
+            "geometry": list(told.geometry),
+            "evaluations": [
+                {**one, "metrics": {name: _number(value) for name, value in one["metrics"].items()}}
+                for one in told.evaluations
+            ],
+            "checkpoints": list(told.checkpoints),
+            "num_diagnoses": sum(log.told.num_diagnoses for _, log in logs),
+            "diagnoses": [one for _, log in sorted(logs) for one in log.told.diagnoses],
+            "memory": [{"rank": rank, **memory} for rank, log in sorted(logs) if (memory := memory_of(log))],
+            "lanes": lanes_of({rank: log.told.latest for rank, log in logs}),
+            "num_skipped": sum(log.told.num_skipped + log.tail.num_too_long for _, log in logs),
+            "verdict": {
+                **{name: getattr(verdict, name) for name in ("word", "step", "num_steps", "tolerance", "reasons")},
+                "difference": None if verdict.difference is None else min(verdict.difference, 1e300),
+            },
+            **command_of(self.path.with_name("run.json"), self.path.parent),
+        }
+
+    def _sketched(self) -> dict[str, Any] | None:
+        """Return the shape of a long log while most of it was not read yet."""
+        tail = self.lead.tail
+        if tail.size < LEAST_BYTES or tail.offset > 0.9 * tail.size:
+            self._sketch = None
+        elif not self._is_sketched:
+            self._sketch, self._is_sketched = sketched(tail.path, tail.size), True
+        return self._sketch
+
+    def _speed(self) -> float | str | None:
+        """Return samples per second of the last seconds."""
+        curve = self.lead.told.curve
+        if len(curve.steps) < 2:  # noqa: PLR2004 (a span has two ends)
+            return None
+        at = len(curve.steps) - 2
+        while at and curve.seconds[-1] - curve.seconds[at] < _RECENT_SECONDS:
+            at -= 1
+        seconds = curve.seconds[-1] - curve.seconds[at]
+        return _number((curve.samples[-1] - curve.samples[at]) / seconds) if seconds > 0 else None
+
+
+def found_runs(paths: list[Path]) -> list[RunLog]:
+    """Return the runs that were named: logs, folders of runs, or folders of those, the newest runs first in these.
+
+    Raises:
+        UserError: one of them is nothing of that kind.
+    """
+    logs: dict[Path, None] = {}
+    for path in paths:
+        found = list(_logs_of(path))
+        if not found:
+            message = f"{path} is no log, no folder of a run, and no folder of such folders: {LOG_NAME} is missing."
+            raise UserError(message)
+        logs.update(dict.fromkeys(found))
+    return [RunLog(path, name) for path, name in zip(logs, _names(list(logs)), strict=True)]
+
+
+def _logs_of(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif (path / LOG_NAME).is_file():
+        yield path / LOG_NAME
+    elif path.is_dir():
+        yield from sorted(path.glob(f"*/{LOG_NAME}"), key=lambda log: -log.stat().st_mtime)
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Return a name for each log, no two the same: of its folder, or of the file if that says more."""
+    names: list[str] = []
+    for path in paths:
+        own = path.resolve().parent.name if path.name == LOG_NAME else path.name
+        name = shown(own or path.name)
+        same = sum(one == name or one.startswith(f"{name} (") for one in names)
+        names.append(f"{name} ({same + 1})" if same else name)
+    return names
+
+
+def _number(value: float) -> float | str:
+    """Return a number as JSON takes it, or the word for it."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _escaped(stem: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", stem)

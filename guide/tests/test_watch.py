@@ -1,0 +1,501 @@
+"""What `anybatch watch` reads out of logs: as they grow, in bounded memory, whatever they hold."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli.status import Status
+from anybatch.errors import UserError
+from anybatch_guide.limits import Limits
+from anybatch_guide.watch import command, curve, sketch
+from anybatch_guide.watch.curve import CLIPPED, MOST_BUCKETS, SKIPPED, Curve, Step
+from anybatch_guide.watch.fields import MOST_TEXT, shown
+from anybatch_guide.watch.lanes import lanes_of
+from anybatch_guide.watch.rank_log import SpanLines
+from anybatch_guide.watch.repeat import command_of
+from anybatch_guide.watch.server import Shown
+from anybatch_guide.watch.sketch import NUM_PLACES, sketched
+from anybatch_guide.watch.verdict import compare
+from anybatch_guide.watch.watching import Watching, encoded
+from guide.tests.hostile_logs import hostile_logs, line, span, start, step
+from guide.tests.served import Served
+from tests.faults import sees
+
+KILLED = """
+import sys, time
+from anybatch.core.records import StepRecord
+from anybatch.events.jsonl import JsonlLog
+log = JsonlLog(sys.argv[1])
+for step in range(10**9):
+    log.observe(StepRecord(rank=0, step=step, epoch=0, sample_offset=0, num_samples=8, num_micro_batches=1, loss=1.0,
+        losses={}, counts={}, gradient_norm=None, clipped=None, learning_rates=(), skipped=False))
+    if step == 50:
+        print("far enough", flush=True)
+"""
+
+
+def made(number: int, loss: float, flags: int = 0) -> Step:
+    """Return a step of 8 samples that takes a second."""
+    return Step(step=number, samples=8, seconds=number + 1.0, loss=loss, norm=1.0, rate=0.1, flags=flags)
+
+
+def curve_of(losses: list[float], first: int = 0) -> Curve:
+    """Return the curve of some losses."""
+    made_of = Curve()
+    for number, loss in enumerate(losses, start=first):
+        made_of.add(made(number, loss))
+    return made_of
+
+
+def written(folder: Path, content: bytes) -> Path:
+    """Write the log of a run, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_bytes(content)
+    return folder
+
+
+def view_of(*folders: Path, at: int = 0) -> dict[str, object]:
+    """Return what the page shows of a run, as it arrives there."""
+    return dict(json.loads(encoded(Watching(list(folders)).read_all()[at])))
+
+
+def texts(value: object) -> Iterator[str]:
+    """Yield every text in a view, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (key, *texts(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts(item)
+
+
+@sees(
+    "watch: a piece is drawn by its first and last loss",
+    "guide/src/anybatch_guide/watch/curve.py",
+    "piece.index(min(finite)), piece.index(max(finite))",
+    "0, len(piece) - 1",
+)
+def test_no_jump_is_lost() -> None:
+    """However many steps there are, each piece is drawn by its least and largest loss, at the steps that had them."""
+    rng = random.Random(0)
+    losses = [rng.random() for _ in range(10_000)]
+    losses[7_777], losses[4_444] = 90.0, -90.0
+    points = curve_of(losses).points()["loss"]
+
+    assert len(points["step"]) <= 2 * MOST_BUCKETS
+    assert (max(points["value"]), min(points["value"])) == (90.0, -90.0)
+    for number, value in zip(points["step"], points["value"], strict=True):
+        assert value == pytest.approx(losses[number], rel=1e-6)
+    assert points["samples"] == [8 * (number + 1) for number in points["step"]]
+    assert points["step"] == sorted(points["step"])
+
+
+def test_few_steps_are_drawn_as_they_are() -> None:
+    """A run of fewer steps than pieces loses none."""
+    losses = [float(number % 7) for number in range(100)]
+
+    assert curve_of(losses).points()["loss"]["value"] == losses
+
+
+def test_losses_that_are_no_numbers_leave_gaps() -> None:
+    """NaN and infinity are gaps in the drawing, in short runs and within long ones, and hide no other loss."""
+    losses = [1.0, float("nan"), 3.0, float("inf")]
+
+    assert curve_of(losses).points()["loss"]["value"] == [1.0, None, 3.0, None]
+    long = curve_of([*losses, *[2.0] * 4_000]).points()["loss"]["value"]
+    assert (min(long), max(long)) == (1.0, 3.0)
+
+
+@sees(
+    "watch: steps that were undone stay",
+    "guide/src/anybatch_guide/watch/curve.py",
+    "at = bisect.bisect_left(self.steps, first_step)",
+    "at = len(self.steps)",
+)
+def test_a_resumed_run_is_the_run_that_went_through() -> None:
+    """Steps that a resumed run makes again replace the first ones: losses, samples and counts are as if made once."""
+    torn, through = Curve(), Curve()
+    for number in range(30):
+        flags = CLIPPED if number % 3 else SKIPPED
+        through.add(made(number, 1.0 / (number + 1), flags=flags))
+        if number < 20:
+            torn.add(made(number, 1.0 / (number + 1), flags=flags))
+    torn.undo_from(11)
+    for number in range(11, 30):
+        torn.add(made(number, 1.0 / (number + 1), flags=CLIPPED if number % 3 else SKIPPED))
+
+    assert dataclasses.asdict(torn) == dataclasses.asdict(through)
+
+
+def test_a_long_run_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its bound a curve keeps every second step, and then every fourth, from its beginning to its end."""
+    monkeypatch.setattr(curve, "MOST_STEPS", 100)
+    long = curve_of([float(number) for number in range(1_000)])
+
+    assert long.stride == 16
+    assert list(long.steps) == list(range(0, 1_000, 16))
+    assert list(long.losses) == [float(number) for number in long.steps]
+    assert long.last is not None
+    assert (long.last.step, long.num_samples) == (999, 8_000)
+
+
+FACTS = {"effective_batch_size": 8, "seed": 0, "num_parameters": 10, "precision": "fp32", "dtype": "float32"}
+
+
+@sees(
+    "watch: drift is never seen",
+    "guide/src/anybatch_guide/watch/verdict.py",
+    "if beyond is None and apart > tolerance:",
+    "if beyond is None and apart > 1e9:",
+)
+@pytest.mark.parametrize(
+    ("change", "facts", "word", "at"),
+    [
+        ({}, {}, "same", None),
+        ({5: 1e-6}, {}, "same", None),
+        ({5: 1e-3}, {}, "drifted", 5),
+        ({5: float("nan")}, {}, "drifted", 5),
+        ({5: 1e-3}, {"precision": "bf16"}, "same", None),
+        ({5: 1e-6}, {"dtype": "float64", "precision": "float64"}, "same", None),
+        ({0: 1e-3}, {}, "another", 0),
+        ({}, {"seed": 1}, "another", None),
+        ({}, {"effective_batch_size": 16}, "another", None),
+        ({}, {"num_parameters": 11}, "another", None),
+        ({}, {"strategy": "ddp"}, "same", None),
+    ],
+)
+def test_verdicts(change: dict[int, float], facts: dict[str, object], word: str, at: int | None) -> None:
+    """Runs are the same up to the rounding of their format, have drifted since the first step beyond, or are others."""
+    losses = [2.0 / (number + 1) for number in range(20)]
+    other = [loss * (1 + change.get(number, 0.0)) for number, loss in enumerate(losses)]
+    found = compare(FACTS, curve_of(losses), {**FACTS, **facts}, curve_of(other))
+
+    assert (found.word, found.step, found.num_steps) == (word, at, 20)
+    assert bool(found.reasons) == (word == "another")
+
+
+def test_verdict_of_runs_without_a_common_step() -> None:
+    """Nothing is said of runs that have no step in common, and a run is compared over the steps that both have."""
+    assert compare(FACTS, curve_of([1.0, 2.0]), FACTS, curve_of([3.0], first=2)).word == "unknown"
+    assert compare(FACTS, curve_of([1.0, 2.0, 3.0]), FACTS, curve_of([2.0, 3.0], first=1)).num_steps == 2
+
+
+@sees(
+    "watch: waiting for others counts as communication",
+    "guide/src/anybatch_guide/watch/lanes.py",
+    'others = statistics.median(_seconds(of_rank[step], "reduce") - waits[step] for step in common)',
+    'others = statistics.median(_seconds(of_rank[step], "reduce") for step in common)',
+)
+def test_lanes_say_who_waits() -> None:
+    """Of two ranks that wait 1 and 5 seconds for a sum, 1 is communication and 4 is waiting for the other rank."""
+    ranks = {}
+    for rank, wait in ((0, 1.0), (1, 5.0)):
+        lines = [
+            span("begin", 10.0 - wait, 3, "reduce"),
+            span("end", 10.0, 3, "reduce"),
+            span("begin", 1.0, 3),
+            span("end", 1.5, 3),
+        ]
+        ranks[rank] = [SpanLines(3, 10.0, lines)]
+    lanes = lanes_of(ranks)
+
+    assert lanes is not None
+    assert [(part["load"], part["exposed"], part["others"]) for part in lanes["parts"]] == [
+        (0.5, 1.0, 0.0),
+        (0.5, 1.0, 4.0),
+    ]
+    assert min(one["from"] for one in lanes["spans"]) == 0.0
+
+
+def test_a_log_of_two_stretches(tmp_path: Path) -> None:
+    """Geometry, its change by memory, evaluations, checkpoints, diagnoses and the end are told as the log has them."""
+    content = b"".join((
+        start(), step(0), step(1, 0.5, 3.0, clipped=True),
+        line("out_of_memory", step=2, micro_batch_size_before=4, micro_batch_size_after=2),
+        step(2, 0.4, 4.0), line("evaluate", step=3, num_samples=5, metrics={"accuracy": 0.75}),
+        start(first_step=2, geometry="other", time_seconds=900.0), step(2, 0.3, 901.0),
+        line("checkpoint", step=3, event="saved", path="there", num_bytes=7, message=None, seconds=901.5),
+        line("diagnosis", rank=0, step=2, level="warning", code="spike", message="high", remedy="lower", seconds=902.0),
+        line("end", status="failed", num_steps=3, message="gone", digest=None, seconds=903.0),
+    ))  # fmt: skip
+    view = view_of(written(tmp_path / "run", content))
+
+    assert view["curves"]["loss"]["value"] == [1.0, 0.5, 0.3]  # type: ignore[index]
+    assert view["curves"]["loss"]["seconds"] == [1.0, 2.0, 4.0]  # type: ignore[index]
+    assert [one["text"] for one in view["geometry"]] == [  # type: ignore[attr-defined]
+        "8 samples = 1 rank x 2 micro-batches x 4",
+        "micro-batches of at most 2 instead of 4",
+        "other",
+    ]
+    assert (view["state"], view["message"], view["counts"]) == ("failed", "gone", {"clipped": 1, "skipped": 0})
+    assert view["evaluations"] == []  # it was undone
+    assert view["checkpoints"][0]["path"] == "there"  # type: ignore[index]
+    assert view["diagnoses"][0]["remedy"] == "lower"  # type: ignore[index]
+
+
+@sees(
+    "watch: an unfinished line is taken",
+    "src/anybatch/events/log_lines.py",
+    'end = block.rfind(b"\\n") + 1\n',
+    "end = len(block)\n",
+)
+def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
+    """Written in pieces of any length, a log gives what it gives as a whole, and half a line is never looked at."""
+    content = start() + b"".join(step(number, number / 3, 2.0 + number) for number in range(40))
+    whole = view_of(written(tmp_path / "whole", content))
+    (tmp_path / "pieces").mkdir()
+    watching, rng, at = Watching([written(tmp_path / "pieces", b"")]), random.Random(0), 0
+    while at < len(content):
+        size = rng.randint(1, 400)
+        with (tmp_path / "pieces" / "events.jsonl").open("ab") as file:
+            file.write(content[at : at + size])
+        at += size
+        watching.look()
+    pieces = json.loads(encoded(watching.read_all()[0]))
+
+    for name in ("curves", "last", "facts", "counts", "num_skipped", "state"):
+        assert pieces[name] == whole[name], name
+
+
+def test_another_log_in_its_place(tmp_path: Path) -> None:
+    """A log that is replaced by another one is read from its beginning, also if that one is longer."""
+    folder = written(tmp_path / "run", start() + step(0) + step(1, seconds=3.0))
+    watching = Watching([folder])
+    watching.read_all()
+    written(folder, start(seed=7) + b"".join(step(number, 5.0) for number in range(9)))
+    (view,) = watching.read_all()
+
+    assert view["facts"]["seed"] == 7
+    assert view["curves"]["loss"]["value"] == [5.0] * 9
+
+
+def test_only_what_has_changed_is_told(tmp_path: Path) -> None:
+    """A look tells the runs that have grown, and those whose verdict is another one since the reference has."""
+    one, other = (written(tmp_path / name, start() + step(0)) for name in ("one", "other"))
+    watching = Watching([one, other])
+
+    assert watching.look().keys() == {0, 1}
+    assert watching.look().keys() == set()
+    with (other / "events.jsonl").open("ab") as file:
+        file.write(step(1, 2.0))
+    assert watching.look().keys() == {1}
+    with (one / "events.jsonl").open("ab") as file:
+        file.write(step(1, 3.0))
+    told = watching.look()
+    assert json.loads(told[1])["verdict"]["word"] == "drifted"
+
+
+def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While most of a long log was not read, steps from all over it are drawn, each with its own loss and time."""
+    monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
+    log = written(tmp_path / "run", start() + b"".join(step(n, n / 7, 2.0 + n) for n in range(3_000))) / "events.jsonl"
+    found = sketched(log, log.stat().st_size)
+
+    assert found is not None
+    steps = found["step"]
+    assert len(steps) == NUM_PLACES
+    assert steps[0] < 15
+    assert steps[-1] > 2_970
+    assert found["value"] == [pytest.approx(n / 7, rel=1e-6) for n in steps]
+    assert found["samples"] == [8 * (n + 1) for n in steps]
+    assert found["seconds"] == [n - steps[0] for n in steps]
+
+
+@sees(
+    "watch: a torn log is sketched",
+    "guide/src/anybatch_guide/watch/sketch.py",
+    "if len(found) < NUM_PLACES // 4 or not is_in_order:",
+    "if len(found) < NUM_PLACES // 4:",
+)
+def test_a_log_that_went_back_is_not_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a log in which steps were made again, or on another clock, a few steps do not tell the shape."""
+    monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
+    again = [step(n, 1.0, 2.0 + n) for n in range(900)] + [step(n, 1.0, 5_000.0 + n) for n in range(500, 900)]
+    clock = [step(n, 1.0, 9_000.0 + n) for n in range(900)] + [step(n, 1.0, 1.0 + n) for n in range(900, 1_800)]
+    for name, lines in (("again", again), ("clock", clock), ("few", [step(0)])):
+        log = written(tmp_path / name, start() + b"".join(lines)) / "events.jsonl"
+        assert sketched(log, log.stat().st_size) is None, name
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_run_without_an_end(tmp_path: Path) -> None:
+    """The log of a process that was killed while it wrote shows every whole line, and no end."""
+    process = subprocess.Popen(  # noqa: S603 (a fixed program)
+        [sys.executable, "-c", KILLED, str(tmp_path / "events.jsonl")], stdout=subprocess.PIPE, env=os.environ
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        watching = Watching([tmp_path])
+        watching.look()
+        process.send_signal(signal.SIGKILL)
+    whole_lines = (tmp_path / "events.jsonl").read_bytes().count(b"\n")
+    (view,) = watching.read_all()
+
+    assert view["state"] == "open"
+    assert view["num_skipped"] == 0
+    assert view["last"]["step"] == whole_lines - 1 >= 50
+
+
+@pytest.mark.parametrize(("name", "content"), [pytest.param(*one, id=one[0]) for one in hostile_logs()])
+def test_hostile_logs_are_data(tmp_path: Path, name: str, content: bytes) -> None:
+    """What anybody may have written becomes a view that is JSON and small, with texts that are short and harmless."""
+    folder = written(tmp_path / name.replace("/", " "), content)
+    view = Watching([folder]).read_all()[0]
+    text = encoded(view)
+
+    assert len(text) < 700_000
+    assert view["last"] is not None, "the good step in it is read"
+    for one in texts(json.loads(text)):
+        assert len(one) <= MOST_TEXT
+        assert shown(one, MOST_TEXT) == one
+
+
+@sees(
+    "watch: texts keep what turns direction",
+    "guide/src/anybatch_guide/watch/fields.py",
+    'return _UNSEEN.sub("\\ufffd", cut)',
+    "return cut",
+)
+def test_texts_lose_what_is_unseen() -> None:
+    """Control characters and those that turn direction are replaced, line breaks stay, and a long text is cut."""
+    assert shown("a\u202eb\x1b[2J\ud800", 100) == "a\ufffdb\ufffd[2J\ufffd"
+    assert shown("a\nb\tc", 100) == "a\nb\tc"
+    assert shown("a" * 100, 10) == "a" * 9 + "…"
+
+
+SETTINGS = {
+    "effective_batch_size": 8,
+    "micro_batch_size": "auto",
+    "steps": 5,
+    "learning_rate": 0.1,
+    "strategy": "auto",
+    "seed": 3,
+}
+
+
+def header(folder: Path, recipe: object = "digits", **settings: object) -> Path:
+    """Write what a run was asked for."""
+    content = {
+        "origin": {"recipe": recipe, "ranks": 2},
+        "stretches": [{"first_step": 0, "settings": {**SETTINGS, **settings}}],
+    }
+    (folder / "run.json").write_text(json.dumps(content))
+    return folder / "run.json"
+
+
+def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
+    """What `run.json` keeps of the request becomes the words that ask for it again, which the parser takes."""
+    from anybatch.cli.train import read  # noqa: PLC0415 (the parser of another verb)
+
+    told = command_of(header(tmp_path), tmp_path)["command"]
+    assert told == (
+        "anybatch train digits --ranks 2 --effective-batch-size 8 --micro-batch-size auto --steps 5 "
+        "--learning-rate 0.1 --seed 3"
+    )
+    assert read(told.split()[2:]).choices["effective_batch_size"] == 8
+
+
+def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
+    """What a shell would take apart is quoted; an option, what is unprintable or no word gives no command."""
+    told = command_of(header(tmp_path, recipe="a.py; rm -rf ~ $(x)"), tmp_path)["command"]
+    assert "'a.py; rm -rf ~ $(x)'" in told
+    hostile: tuple[object, ...] = ("--out=/", "a\nrm", "a\x1b[2J", "a" * 10_000, ["a"], None, {})
+    for recipe in hostile:
+        assert command_of(header(tmp_path, recipe=recipe), tmp_path)["command"] is None
+    assert command_of(header(tmp_path, seed=["--out"]), tmp_path)["command"] is None
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    assert command_of(tmp_path / "run.json", tmp_path)["command"] is None
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path without a log, and no path where there are no runs, are said; a pipe is not waited for."""
+    with pytest.raises(UserError, match=r"events\.jsonl is missing"):
+        Watching([tmp_path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no folder runs here"):
+        command.run(["--no-browser"])
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "events.jsonl")
+        with pytest.raises(UserError, match="missing"):
+            Watching([tmp_path])
+
+
+def test_a_folder_of_runs_and_their_names(tmp_path: Path) -> None:
+    """Runs of a folder come newest first, each with a name of its own, whatever their folders are called."""
+    for number, name in enumerate(("a/x", "a/y", "b/x", "b/<b>\u202e")):
+        folder = written(tmp_path / name, start())
+        os.utime(folder / "events.jsonl", (number, number))
+
+    names = [run.name for run in Watching([tmp_path / "a", tmp_path / "b"]).runs]
+    assert names == ["y", "x", "<b>\ufffd", "x (2)"]
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file is written, which holds the runs as data that ends no element, and asks for nothing."""
+    run, page = written(tmp_path / "run", next(iter(hostile_logs()))[1]), tmp_path / "page.html"
+
+    assert command.run([str(run), "--export", str(page)]) == Status.DONE
+    html = page.read_text(encoding="utf-8")
+    assert capsys.readouterr().out == f"wrote {page}\n"
+    assert "<img src=x" not in html
+    assert r"\u003cimg src=x" in html
+    assert "connect-src 'none'" in html
+
+
+@pytest.mark.slow
+def test_the_door_is_the_guides(tmp_path: Path) -> None:
+    """Without the secret, from another page, by another name, or to change something, nobody gets in."""
+    serve = ("import sys; from anybatch_guide.watch.command import run; run(sys.argv[1:])", "--no-browser")
+    with Served(tmp_path, command=(sys.executable, "-c", *serve, str(written(tmp_path / "run", start())))) as server:
+        asked = {
+            "page": server.ask("GET", "/"),
+            "stream without secret": server.ask("GET", "/api/watch", headers={"Cookie": ""}),
+            "another page": server.ask("GET", "/api/watch", headers={"Sec-Fetch-Site": "cross-site"}),
+            "another name": server.ask("GET", "/api/watch", headers={"Host": "evil.example"}),
+            "a change": server.ask("POST", "/api/watch", {}),
+            "a log": server.ask("GET", "/run/events.jsonl"),
+            "the guide's runs": server.ask("GET", "/api/state"),
+        }
+    found = {name: answer.status for name, answer in asked.items()}
+
+    assert list(found.values()) == [200, 403, 403, 421, 405, 404, 404], found
+    assert "default-src 'none'" in asked["page"].headers["content-security-policy"]
+    assert server.said[0].endswith("watch  ended\n")
+    assert server.said[1] == ""
+
+
+def test_what_ends_the_reading_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while logs are read asks the server to end, and is there to be raised, instead of a page that stands."""
+    watching, signals = Watching([written(tmp_path / "run", start())]), list[int]()
+    monkeypatch.setattr(signal, "raise_signal", signals.append)
+
+    def fail() -> dict[int, str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(watching, "look", fail)
+    shown_runs = Shown(watching, Limits())
+    asyncio.run(shown_runs.keep_looking())
+
+    assert signals == [signal.SIGINT]
+    assert isinstance(shown_runs.failure, ZeroDivisionError)
+
+
+def test_runs_that_are_left_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of more runs than are shown, the first are, and the number of the others is printed."""
+    for number in range(35):
+        written(tmp_path / "runs" / str(number), start())
+    command.run([str(tmp_path / "runs"), "--export", str(tmp_path / "page.html")])
+
+    assert capsys.readouterr().out.startswith("watch  the first 32 runs; 3 more are left out\n")

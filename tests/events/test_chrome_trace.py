@@ -1,0 +1,172 @@
+"""`anybatch trace`: the spans of a log as events that Perfetto reads, at the times that the log has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch.cli.main import main
+from anybatch.cli.status import Status
+from anybatch.core.records import EndRecord, PhaseRecord, ReductionRecord, StartRecord, StepRecord
+from anybatch.errors import UserError
+from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
+from anybatch.events.jsonl import JsonlLog
+from anybatch.events.log_spans import clock_shifts
+from tests.faults import sees
+
+
+def log(path: Path, rank: int, *, zero: float = 100.0, steps: int = 3) -> None:
+    """Write the log of a rank: in each second a step, whose phase and reduction overlap."""
+    times = iter(
+        [zero] + [zero + step + part for step in range(steps) for part in (0.1, 0.2, 0.5, 0.6, 0.9)] + [zero + steps]
+    )
+    with JsonlLog(path, clock=lambda: next(times)) as observer:
+        sizes: dict[str, Any] = {
+            "effective_batch_size": 8,
+            "micro_batch_size": 4,
+            "num_parameters": 1,
+            "gradient_bytes": 4,
+            "seed": 0,
+        }
+        words: dict[str, Any] = {
+            "geometry": "",
+            "strategy": "ddp",
+            "precision": "fp32",
+            "device": "cpu",
+            "dtype": "float32",
+        }
+        observer.observe(
+            StartRecord(rank=rank, world_size=2, first_step=0, versions={}, decisions={}, **sizes, **words)
+        )
+        for step in range(steps):
+            phase: dict[str, Any] = {"rank": rank, "step": step, "name": "reduce", "position": None}
+            sum_: dict[str, Any] = {
+                "rank": rank,
+                "step": step,
+                "bucket": 0,
+                "collective": "all_reduce",
+                "payload": "gradients",
+            }
+            size: dict[str, Any] = {"num_bytes": 4, "dtype": "float32"}
+            observer.observe(PhaseRecord(event="begin", **phase))
+            observer.observe(ReductionRecord(event="begin", **sum_, **size))
+            observer.observe(PhaseRecord(event="end", **phase))
+            observer.observe(ReductionRecord(event="end", **sum_, **size))
+            observer.observe(StepRecord(
+                rank=rank, step=step, epoch=0, sample_offset=0, num_samples=8, num_micro_batches=1, loss=float("nan"),
+                losses={}, counts={}, gradient_norm=2.0, clipped=None, learning_rates=(), skipped=False,
+            ))  # fmt: skip
+        observer.observe(EndRecord(rank=rank, status="completed", num_steps=steps, message=None, digest=None))
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace, read by a parser that takes no constants that JSON lacks."""
+
+    def refuse(word: str) -> float:
+        raise AssertionError(word)
+
+    return list(json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)["traceEvents"])
+
+
+@sees(
+    "trace: seconds are written as milliseconds",
+    "src/anybatch/events/chrome_trace.py",
+    "round(seconds * 1e6, 3)",
+    "round(seconds * 1e3, 3)",
+)
+def test_spans_stand_where_the_log_has_them(tmp_path: Path) -> None:
+    """Each phase is one slice, each reduction one asynchronous pair, in microseconds from the first line of the log."""
+    log(tmp_path / "events.jsonl", 0)
+    log(tmp_path / "events-rank-1.jsonl", 1)
+    report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
+    found = events(tmp_path / "trace.json")
+
+    assert (report.num_ranks, report.num_steps, report.num_events, report.shifted) == (2, 3, len(found), ())
+    for rank in (0, 1):
+        own = [one for one in found if one["pid"] == rank]
+        slices = [(one["name"], one["args"]["step"], one["ts"], one["dur"]) for one in own if one["ph"] == "X"]
+        assert slices == [("reduce", step, pytest.approx(step * 1e6 + 1e5), 4e5) for step in range(3)]
+        sums = [(one["ph"], one["ts"]) for one in own if one["ph"] in "be"]
+        assert sums == [pair for step in range(3) for pair in (("b", step * 1e6 + 2e5), ("e", step * 1e6 + 6e5))]
+        assert {one["id"] for one in own if one["ph"] == "b"} == {one["id"] for one in own if one["ph"] == "e"}
+        assert {one["args"]["name"] for one in own if one["ph"] == "M" and one["name"] == "process_name"} == {
+            f"rank {rank}"
+        }
+        assert [one["name"] for one in own if one["ph"] == "i"] == ["start", "end"]
+    assert min(one["ts"] for one in found if "ts" in one) == 0
+
+
+@sees(
+    "trace: clocks of other machines stand",
+    "src/anybatch/events/log_spans.py",
+    "shifts.append(shift if abs(shift) > longest else 0.0)",
+    "shifts.append(0.0)",
+)
+def test_ranks_of_other_machines_stand_beside_each_other(tmp_path: Path) -> None:
+    """A rank whose clock has another zero is shifted so that its steps end where rank 0's do, and this is told."""
+    log(tmp_path / "events.jsonl", 0)
+    log(tmp_path / "events-rank-1.jsonl", 1, zero=77_000.0)
+    report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
+    starts = {
+        rank: [one["ts"] for one in events(tmp_path / "trace.json") if one["pid"] == rank and one["ph"] == "X"]
+        for rank in (0, 1)
+    }
+
+    assert report.shifted == (1,)
+    assert starts[1] == pytest.approx(starts[0])
+
+
+def test_ranks_of_one_machine_keep_their_times() -> None:
+    """Ends that differ by less than a step takes are of one clock, and are left as they are."""
+    assert clock_shifts([{0: 1.0, 1: 2.0}, {0: 1.2, 1: 2.3}]) == [0.0, 0.0]
+    assert clock_shifts([{0: 1.0, 1: 2.0}, {0: 51.0, 1: 52.0}, {}]) == [0.0, -50.0, 0.0]
+
+
+def test_some_steps(tmp_path: Path) -> None:
+    """Only what belongs to the wanted steps is written, from the first of them on."""
+    log(tmp_path / "events.jsonl", 0, steps=9)
+    report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json", first_step=3, last_step=4)
+    found = [one for one in events(tmp_path / "trace.json") if one["ph"] == "X"]
+
+    assert report.num_steps == 2
+    assert [(one["args"]["step"], one["ts"]) for one in found] == [(3, 0.0), (4, pytest.approx(1e6))]
+
+
+def test_a_run_that_went_on_after_a_restart_of_its_machine(tmp_path: Path) -> None:
+    """After a start on a clock that stands further back, time goes on from where it was."""
+    for zero in (5_000.0, 10.0):
+        log(tmp_path / "events.jsonl", 0, zero=zero)
+    write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
+    times = [one["ts"] for one in events(tmp_path / "trace.json") if one["ph"] == "X"]
+
+    assert times == sorted(times)
+    assert times[3] == pytest.approx(3e6 + 1e5)
+
+
+def test_hostile_lines_are_left_out(tmp_path: Path) -> None:
+    """Lines without a time, with numbers that JSON lacks, or that are none, are counted; the trace is JSON."""
+    path = tmp_path / "events.jsonl"
+    log(path, 0)
+    with path.open("ab") as file:
+        file.write(b'nothing\n{"version":1,"kind":"step","step":1}\n{"version":1,"time_seconds":1e999,"kind":"end"}\n')
+        file.write(b'{"version":1,"time_seconds":104,"kind":"diagnosis","step":1,"message":NaN}\n')
+        file.write(b'{"version":1,"time_seconds":104,"kind":"phase","event":"end","step":1,"name":[1],"position":{}}\n')
+    report = write_chrome_trace(rank_logs(path), tmp_path / "trace.json")
+
+    assert report.num_skipped == 3
+    assert len(events(tmp_path / "trace.json")) == report.num_events
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`anybatch trace RUN` writes the trace beside the log, and says what is in it; without a step it says so."""
+    log(tmp_path / "events.jsonl", 0)
+    assert main(["trace", str(tmp_path)]) == Status.DONE
+    assert (
+        capsys.readouterr().out
+        == f"wrote {tmp_path / 'trace.json'}: 3 steps, 1 rank, {len(events(tmp_path / 'trace.json'))} events\n"
+    )
+    with pytest.raises(UserError, match="no finished step from 7 on"):
+        write_chrome_trace(rank_logs(tmp_path), tmp_path / "other.json", first_step=7)
+    assert not (tmp_path / "other.json").exists()
+    assert main(["trace", str(tmp_path / "none")]) == Status.USAGE
