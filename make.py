@@ -120,7 +120,7 @@ def run_fast_tests(arguments: Sequence[str]) -> int:
     refuse(arguments)
     setup()
     keep_what_is_compiled()
-    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", "not slow and not ranks"])
+    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", "not slow and not ranks and not published"])
 
 
 def keep_what_is_compiled() -> None:

@@ -123,6 +123,7 @@ def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
     assert all(finding.found != finding.expected and finding.change for finding in report.findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", loops.RIGHT_ON_RANKS)
 def test_right_loops_on_ranks_are_exact(loop: Loop) -> None:
     """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
@@ -132,6 +133,7 @@ def test_right_loops_on_ranks_are_exact(loop: Loop) -> None:
     assert {sample for window in report.windows for sample in window.found} == set(range(31))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG_ON_RANKS.items())
 def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str]) -> None:
     """What goes wrong between ranks is found by its name, and nothing else is."""
