@@ -120,7 +120,8 @@ def run_fast_tests(arguments: Sequence[str]) -> int:
     refuse(arguments)
     setup()
     keep_what_is_compiled()
-    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", "not slow and not ranks and not published"])
+    fast = "not slow and not ranks and not published"
+    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", fast])
 
 
 def keep_what_is_compiled() -> None:
