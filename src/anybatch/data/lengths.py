@@ -34,6 +34,7 @@ class KnownLengths:
         )
         self._longest = collate.longest if isinstance(collate, (Padded, Packed)) else None
         self._dataset = dataset
+        self._all: list[int] | None = None
         self._known: dict[int, int] = {}
         self._of_sample = _function_of(lengths)
         told = _of_all(lengths, dataset)
@@ -43,7 +44,7 @@ class KnownLengths:
                     f"lengths has {len(told):,} entries, and the data set {len(dataset):,} samples. Give one each."
                 )
                 raise DataError(message)
-            self._known = dict(enumerate(map(_checked, told)))
+            self._all = list(map(_checked, told))
 
     def of(self, sample_ids: Sequence[int], samples: Sequence[Any] | None = None) -> SampleLengths:
         """Return the lengths of some samples.
@@ -54,12 +55,13 @@ class KnownLengths:
         """
         if samples is not None:
             tokens = [_checked(self._of_sample(sample)) for sample in samples]
+        elif self._all is not None:
+            tokens = [self._all[one] for one in sample_ids]
         else:
-            known = self._known
-            missing = [one for one in sample_ids if one not in known]
+            missing = [one for one in sample_ids if one not in self._known]
             if missing:
                 self._load(missing)
-            tokens = [known[one] for one in sample_ids]
+            tokens = [self._known[one] for one in sample_ids]
         if self._longest is not None:
             tokens = [min(length, self._longest) for length in tokens]
         return SampleLengths(tokens=tokens, packed=self._packed, multiple_of=self._multiple_of, shapes=self._shapes)
