@@ -300,6 +300,13 @@ def test_few_shapes_give_the_same_gradient() -> None:
     assert seen <= set(SHAPES)
 
 
+@pytest.mark.parametrize("wrong", [{"shapes": ((0, 4),)}, {"shapes": ((4, 8),), "multiple_of": 8}])
+def test_shapes_are_checked(wrong: Any) -> None:
+    """Rows and tokens are whole numbers, and only one thing says what is padded to."""
+    with pytest.raises(DataError):
+        Padded(**wrong)
+
+
 @pytest.mark.parametrize("collate", [Packed(), Padded(shapes=SHAPES)])
 def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> None:
     """Packed or filled up, a micro-batch has other rows than samples, and a mean over samples would be wrong."""
@@ -312,3 +319,36 @@ def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> N
         pytest.raises(LossError, match="another number"),
     ):
         engine.step(next(iter(batches)))
+
+
+@sees(
+    "a resumed run measures its budget again",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    'fixed = saved.get("fixed_tokens")',
+    "fixed = None",
+)
+def test_what_a_micro_batch_costs_is_measured_once(tmp_path: Any) -> None:
+    """Timed on the first batch, told, kept in checkpoints; the trial runs leave no trace in what is trained."""
+    dataset = Sentences([200, 190, 180, 2] * 16)
+    batches = ab.batches(dataset, effective_batch_size=64, epochs=2, lengths=dataset.lengths, collate=Padded())
+
+    def large() -> Language:
+        model = Language()
+        model.positions = torch.nn.Embedding(20_000, 8).double()  # as many parameters as make a step worth timing
+        return model
+
+    with engine_of(large(), 1_600, check_loss=False) as engine:
+        measured = engine.gradients(next(iter(batches)))
+        engine.step(next(iter(batches)))
+        said = engine.decisions["micro_batch_size"]
+        engine.save(tmp_path / "saved")
+    assert "a micro-batch, measured:" in said
+    number = said.partition("; ")[2].partition(" ")[0]
+    with engine_of(large(), 1_600, check_loss=False) as engine:
+        engine.load(tmp_path / "saved")
+        assert f"a micro-batch costs {number}, as in the checkpoint" in engine.decisions["micro_batch_size"]
+    model = large()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = ab.token_budget(1_600, fixed_tokens=10)
+    with ab.Engine(model, optimizer, DECLARED, micro_batch_size=budget, check_loss=False) as engine:
+        assert relative_error(engine.gradients(next(iter(batches))), measured) <= TOLERANCE

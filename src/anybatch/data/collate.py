@@ -62,6 +62,12 @@ class Padded:
         checked_int("multiple_of", self.multiple_of, error=DataError)
         if self.longest is not None:
             checked_int("longest", self.longest, error=DataError)
+        for rows, tokens in self.shapes:
+            checked_int("rows of a shape", rows, error=DataError)
+            checked_int("tokens of a shape", tokens, error=DataError)
+        if self.shapes and self.multiple_of > 1:
+            message = f"multiple_of={self.multiple_of} and shapes both say what is padded to. Give one of them."
+            raise DataError(message)
 
     def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
         """Collate.
@@ -73,7 +79,7 @@ class Padded:
         lengths = [_length(row, names, number) for number, row in enumerate(rows)]
         longest = ceil_div(max(lengths), self.multiple_of) * self.multiple_of
         if self.shapes:
-            num_rows, longest = shape_for(self.shapes, len(rows), longest)
+            num_rows, longest = shape_for(self.shapes, len(rows), max(lengths))
             rows, lengths = _filled_up(rows, lengths, num_rows, self._fills(names))
         fills, fields = self._fills(names), {}
         for name in names:
