@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -271,8 +272,12 @@ def test_a_cut_into_few_shapes_is_the_cheapest(lengths: list[int]) -> None:
     assert found == pytest.approx(min(sum(map(cost, parts)) for parts in partitions(lengths)))
 
 
-def test_a_sample_without_a_shape_is_refused() -> None:
-    """With the shapes there are."""
-    lengths = SampleLengths(tokens=[21], shapes=((1, 20),))
-    with pytest.raises(BatchSizeError, match="no shape of"):
+@pytest.mark.parametrize(
+    ("tokens", "shapes", "match"),
+    [(21, ((1, 20),), r"no shape of .* has room for 1 x 21"), (15, ((4, 20),), r"no shape of .* within 40 tokens")],
+)
+def test_a_sample_without_a_shape_is_refused(tokens: int, shapes: Any, match: str) -> None:
+    """With the shapes there are, and with the cap where one that has room is beyond it."""
+    lengths = SampleLengths(tokens=[tokens], shapes=shapes)
+    with pytest.raises(BatchSizeError, match=match):
         plan_by_length(lengths, 1, Cut(), token_budget(40))

@@ -319,7 +319,11 @@ def _shaped_cut(lengths: SampleLengths, budget: TokenBudget, cap: int, fixed: fl
         longest = lengths.tokens[order[end - 1]]
         with_room = [shape for shape in shapes if shape[1] >= longest]
         if not with_room:
-            shape_for(shapes, 1, longest)  # says so
+            message = (
+                f"no shape of {list(lengths.shapes)} has room for a sample of {longest:,} tokens within {cap:,} tokens "
+                "a micro-batch. Add one of a single row, or raise the budget."
+            )
+            raise BatchSizeError(message)
         least, begin = min((best[max(0, end - shape[0])] + costs[shape], max(0, end - shape[0])) for shape in with_room)
         best.append(least)
         begins.append(begin)
