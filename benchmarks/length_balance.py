@@ -7,8 +7,9 @@ The data and the model of `variable_length.py`, log-normal lengths, two ranks (g
 - `ab.token_budget` as it is: dealt by cost.
 
 The spread is the slowest rank's cost over the mean of both, by the cost model, over 1,000 batches on 2, 8 and 64 ranks.
+Last comes what finding the cut itself takes: the median of seven effective batches of each size.
 
-    python benchmarks/length_balance.py [--out benchmarks/results/NAME.md]
+    python benchmarks/length_balance.py [--rounds 0] [--out benchmarks/results/NAME.md]
 """
 
 import random
@@ -67,6 +68,17 @@ def spread(plan: Callable[..., BatchPlan], world_size: int) -> float:
     return statistics.median(found)
 
 
+def seconds_of_cut(num_samples: int, num_ranks: int, *, packed: bool) -> float:
+    """Return the median time of planning an effective batch of so many samples."""
+    budget, draw, seconds = ab.token_budget(variable_length.CAP, fixed_tokens=FIXED), random.Random(0), []  # noqa: S311
+    for _ in range(7):
+        tokens = [min(512, max(2, variable_length.log_normal(draw))) for _ in range(num_samples)]
+        begun = time.perf_counter()
+        plan_by_length(SampleLengths(tokens=tokens, packed=packed), num_ranks, Cut(), budget)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
 def seconds_of_steps(rounds: int) -> dict[str, list[float]]:
     """Run on every rank: return the seconds of each way's steps."""
     torch.set_num_threads(1)
@@ -119,17 +131,25 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
-    with RankPool(NUM_RANKS, timeout_seconds=900) as pool:
-        seconds = pool.run(seconds_of_steps, given.rounds)[0]
-    best = seconds["a budget, dealt by cost"]
-    lines = ["| cut | seconds a step | times dealt by cost | quartiles |", "|---|--:|--:|---|"]
+    lines, seconds = [], {}
+    if given.rounds:
+        with RankPool(NUM_RANKS, timeout_seconds=900) as pool:
+            seconds = pool.run(seconds_of_steps, given.rounds)[0]
+        lines += ["| cut | seconds a step | times dealt by cost | quartiles |", "|---|--:|--:|---|"]
     for name, own in seconds.items():
+        best = seconds["a budget, dealt by cost"]
         low, middle, high = statistics.quantiles([a / b for a, b in zip(own, best, strict=True)], n=4)
         lines.append(f"| {name} | {statistics.median(own):.3f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
     lines += ["", "| slowest rank over the mean, on ranks | 2 | 8 | 64 |", "|---|--:|--:|--:|"]
     for name, plan in (("equally many samples", by_halves), ("dealt by cost", plan_by_length)):
         cells = " | ".join(f"{spread(plan, ranks):.3f}" for ranks in (2, 8, 64))
         lines.append(f"| {name} | {cells} |")
+    lines += ["", "| finding the cut of samples | on 1 rank | on 8 ranks | packed, on 8 ranks |", "|--:|--:|--:|--:|"]
+    for num_samples in (256, 1_024, 4_096, 16_384):
+        times = [
+            seconds_of_cut(num_samples, ranks, packed=packed) for ranks, packed in ((1, False), (8, False), (8, True))
+        ]
+        lines.append(f"| {num_samples:,} | " + " | ".join(f"{one * 1e3:.2g} ms" for one in times) + " |")
     report.publish(
         lines,
         title="Work of ranks on samples of different lengths",
