@@ -25,6 +25,8 @@ with needed_for("Telling dropout layers from others"):
 
 _TRAINABLE = attrgetter("requires_grad")
 _VALUES = operator.methodcaller("values")
+_ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"
+_SEEING_HOOKS = "Seeing hooks that would run in every micro-batch"
 
 __all__ = [
     "DropoutBase",
@@ -127,7 +129,10 @@ class TrainableParts:
 
     def __init__(self, modules: nn.Module) -> None:
         with needed_for("Seeing that parameters have been frozen or replaced"):
-            self._tables = [table for module in modules.modules() for table in (module._parameters, module._modules)]
+            tables = [table for module in modules.modules() for table in (module._parameters, module._modules)]
+        self._tables = list(filter(None, tables))
+        # Most are empty: leaves have no modules, activations no parameters. To see that they still are is cheaper.
+        self._empty_tables = [table for table in tables if not table]
         self._parts = self._now()
         self._parameters = [one for one in self._parts if isinstance(one, Tensor)]
         self._trainable = list(map(_TRAINABLE, self._parameters))
@@ -142,7 +147,8 @@ class TrainableParts:
         """Whether every module and parameter is in its place, and requires a gradient as it did."""
         now = self._now()
         return (
-            len(now) == len(self._parts)
+            not any(self._empty_tables)
+            and len(now) == len(self._parts)
             and all(map(operator.is_, now, self._parts))
             and list(map(_TRAINABLE, self._parameters)) == self._trainable
         )
@@ -170,7 +176,19 @@ def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable
     Raises:
         UnsupportedTorchError: tensors keep them elsewhere.
     """
-    return _hooks(parameters, "_post_accumulate_grad_hooks", "Seeing hooks that would run in every micro-batch")
+    return _hooks(parameters, _ACCUMULATION_HOOKS, _SEEING_HOOKS)
+
+
+def num_accumulation_hooks(parameters: Sequence[Tensor]) -> int:
+    """Return how many `accumulation_hooks` lists, at a tenth of its cost.
+
+    Raises:
+        UnsupportedTorchError: tensors keep them elsewhere.
+    """
+    try:
+        return sum(map(len, filter(None, map(attrgetter(_ACCUMULATION_HOOKS), parameters))))
+    except AttributeError as missing:
+        raise lacking(_SEEING_HOOKS, missing) from missing
 
 
 def _hooks(parameters: Sequence[Tensor], table: str, purpose: str) -> list[tuple[int, Callable[[Tensor], Any]]]:

@@ -18,6 +18,7 @@ from anybatch.engine.torch_internals import (
     DropoutBase,
     TrainableParts,
     accumulation_hooks,
+    num_accumulation_hooks,
     tensor_hooks,
     without_tensor_hooks,
 )
@@ -66,6 +67,7 @@ class StepGuard:
         self._hooks: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
         self._looks_left = 0
         self._steps_left = _NUM_STEPS
+        self._num_accumulation_hooks = 0
         self._refuse_hooks()
 
     @contextmanager
@@ -159,6 +161,10 @@ class StepGuard:
         raise ParameterError(message)
 
     def _refuse_hooks(self) -> None:
+        # Strategies have one on every parameter, so that all are looked at only where their number has changed.
+        num_hooks = num_accumulation_hooks(self._parameters)
+        if num_hooks == self._num_accumulation_hooks:
+            return
         for number, hook in accumulation_hooks(self._parameters):
             if not getattr(hook, "__module__", "").startswith("anybatch."):
                 message = (
@@ -168,6 +174,7 @@ class StepGuard:
                     "parameter.register_hook, which the engine runs once per step, or optimizer.register_step_pre_hook."
                 )
                 raise ParameterError(message)
+        self._num_accumulation_hooks = num_hooks
 
     def _warn_of_evaluation_mode(self) -> None:
         # A root alone: parts of a model may be in evaluation mode on purpose, such as a frozen trunk.
