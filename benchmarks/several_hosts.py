@@ -7,7 +7,7 @@ epoch is among the steps that led to them. srun is that of a SLURM that is start
 slurmd slurm-client munge, and cgroups of version 1); Ray's workers run on this machine itself (`anybatch[ray]`).
 Then elastic runs of torchrun lose a host within a step, by a signal or by its cable, and another gets one.
 
-    python benchmarks/several_hosts.py [--out benchmarks/results/NAME.md]
+    python benchmarks/several_hosts.py [--only "comes later" --hosts 3] [--out benchmarks/results/NAME.md]
 """
 
 import contextlib
@@ -268,7 +268,10 @@ def round_trip(num_words: int = 200, **switch: float) -> float:
 
 def main() -> None:
     """Run everything, and print the table."""
-    out = report.parser(__doc__).parse_args().out
+    parser = report.parser(__doc__)
+    parser.add_argument("--only", default="", help="launchers with these words in their name")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3])
+    given = parser.parse_args()
     trips = round_trip(), round_trip(held_back=True), round_trip(latency=LATENCY)
     switch = (
         f"A word and its answer take {trips[0]:.2f} ms over the kernel's bridge, {trips[1]:.2f} ms through the process "
@@ -291,12 +294,13 @@ def main() -> None:
         "torchrun, elastic; one vanishes within a step": (a_host_vanishes, LONG, ""),
         "torchrun, elastic; the last one comes later": (a_host_comes, LONGEST, ""),
     }
+    launchers = {name: one for name, one in launchers.items() if given.only in name}
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(KeyboardInterrupt):
-        reference = {epochs: Path(root, f"one-host-{epochs}") for epochs in (SHORT, LONG, LONGEST)}
+        reference = {epochs: Path(root, f"one-host-{epochs}") for _, epochs, _ in launchers.values()}
         for epochs, folder in reference.items():
             train(job(), folder, Choices(micro_batch_size=1, epochs=epochs), world=World(), stop=lambda: False)
         for name, (what, epochs, reason) in launchers.items():
-            for num_hosts in (2, 3):
+            for num_hosts in given.hosts:
                 if reason:
                     lines.append(f"| {name} | {num_hosts} | not run: {reason} | | |")
                     continue
@@ -310,7 +314,7 @@ def main() -> None:
         title="Several hosts: launchers, and hosts that go and come",
         command="python benchmarks/several_hosts.py",
         setting=f"{torch.get_num_threads()} threads, network namespaces, {RATE} per cable",
-        out=out,
+        out=given.out,
     )
 
 
