@@ -2,9 +2,10 @@
 
 `digits` runs for 30 epochs on 1 and 2 ranks, in micro-batches of 4, 16 and 256, and every loss is compared with that of
 1 rank and one micro-batch. In float32 rounding grows over the steps of a training run, so the same job is also run in
-float64. `text` runs for its 200 steps.
+float64. `text` runs for its 200 steps. `finetune` runs in float64 for 40 steps, cut into micro-batches of 8 in arrival
+order, by length at 2,048 tokens, and packed at 2,048 tokens; each twice, in turns.
 
-    python benchmarks/same_curve.py [--out benchmarks/results/NAME.md]
+    python benchmarks/same_curve.py [--only finetune] [--out benchmarks/results/NAME.md]
 """
 
 import dataclasses
@@ -20,8 +21,14 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.recipes.digits import Network, accuracy, digits, loss
+from anybatch.recipes.finetune import finetune
 
 FIRST_STEPS = 6
+CUTS = {
+    "padded, 8 samples in arrival order": ("padded", "--micro-batch-size", "8"),
+    "padded, 2,048 tokens by length": ("padded", "--micro-batch-tokens", "2048"),
+    "packed, 2,048 tokens": ("packed", "--micro-batch-tokens", "2048"),
+}
 
 
 def double() -> ab.Job:
@@ -45,6 +52,22 @@ def double() -> ab.Job:
     )
 
 
+def padded() -> ab.Job:
+    """Return the job of `finetune` in float64."""
+    return in_double(finetune())
+
+
+def packed() -> ab.Job:
+    """Return the same, packed."""
+    return in_double(finetune(layout="packed"))
+
+
+def in_double(job: ab.Job) -> ab.Job:
+    """Return the job with a model in float64."""
+    make = job.model
+    return dataclasses.replace(job, model=lambda: make().double())
+
+
 @dataclass(frozen=True)
 class Curve:
     """What a run's log says."""
@@ -61,7 +84,7 @@ class Curve:
 
 def train(root: Path, recipe: str, *options: str) -> Curve:
     """Run `anybatch train` in a process of its own."""
-    folder = root / "-".join([recipe.rpartition(":")[2], *options])
+    folder = Path(tempfile.mkdtemp(dir=root)) / "run"
     command = [sys.executable, "-m", "anybatch", "train", recipe, "--out", str(folder), *options]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -72,8 +95,8 @@ def train(root: Path, recipe: str, *options: str) -> Curve:
     )
 
 
-def rows(root: Path) -> list[str]:
-    """Run everything and return the tables' rows."""
+def digits_rows(root: Path) -> list[str]:
+    """Return the table of `digits`."""
     differences = f"largest difference, first {FIRST_STEPS} steps | all steps"
     table = [
         f"| `digits` in | ranks | micro-batch | held-out accuracy | {differences} | samples/s |",
@@ -90,22 +113,52 @@ def rows(root: Path) -> list[str]:
                 speed = curve.samples_per_second
                 table.append(f"| {name} | {ranks} | {size} | {right} | {first:.1e} | {every:.1e} | {speed} |")
                 print(table[-1], flush=True)
+    return table
+
+
+def text_rows(root: Path) -> list[str]:
+    """Return the table of `text`."""
     curve = train(root, "text")
-    table += ["", "| recipe | steps | validation, bits per byte | samples/s (128 bytes each) |", "|---|--:|--:|--:|"]
+    table = ["| recipe | steps | validation, bits per byte | samples/s (128 bytes each) |", "|---|--:|--:|--:|"]
     bits = curve.metrics["bits_per_byte"]
     return [*table, f"| `text` | {len(curve.losses)} | {bits:.3f} | {curve.samples_per_second} |"]
 
 
+def finetune_rows(root: Path) -> list[str]:
+    """Return the table of `finetune`."""
+    options = ("--steps", "40", "--ranks", "1")
+    turns = [
+        {name: train(root, f"{Path(__file__)}:{layout}", *cut, *options) for name, (layout, *cut) in CUTS.items()}
+        for _ in range(2)
+    ]
+    plain = next(iter(turns[0].values()))
+    table = [
+        "| `finetune` | first loss | last loss | largest difference, all steps | samples/s | again |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, curve in turns[0].items():
+        losses = f"{curve.losses[0]:.6f} | {curve.losses[-1]:.6f}"
+        speeds = " | ".join(turn[name].samples_per_second for turn in turns)
+        table.append(f"| {name} | {losses} | {curve.distance(plain):.1e} | {speeds} |")
+    return table
+
+
+RECIPES = {"digits": digits_rows, "text": text_rows, "finetune": finetune_rows}
+
+
 def main() -> None:
     """Print the tables, and write them to a file if asked."""
-    out = report.parser(__doc__).parse_args().out
+    parser = report.parser(__doc__)
+    parser.add_argument("--only", choices=RECIPES, nargs="+", default=list(RECIPES))
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
+        tables = [[*RECIPES[name](Path(root)), ""] for name in given.only]
         report.publish(
-            rows(Path(root)),
+            [line for table in tables for line in table][:-1],
             title="The recipes: one loss curve on any cut and any number of ranks",
             command="python benchmarks/same_curve.py",
-            setting="effective batch size 256, 180 steps; differences are relative to 1 rank with one micro-batch",
-            out=out,
+            setting="differences are relative to the first row; `digits` takes 256 samples a step, 180 steps",
+            out=given.out,
         )
 
 

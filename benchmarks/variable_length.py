@@ -7,20 +7,26 @@ tokens of a micro-batch at most, padding included. The ways:
 - sorted: the same, of samples that were sorted by length within the batch;
 - transformers' `BatchRebalanceSampler` (`train_sampling_strategy="batch_rebalance"`), which is given a number of
   micro-batches: 8, as a user of micro-batches of 8 has them, and the fewest with which none is above the cap;
+- accelerate and Lightning Fabric, where they are installed: their loops over a DataLoader, 8 samples as they arrive;
 - `ab.token_budget`, padded; and packed into rows without padding, at 4,096 tokens and at 1,024.
 
 Those of the budget run in the engine, planning included; the others in the loop one writes by hand, which divides by
 the number of targets of the whole batch. Ways take turns step by step, each on the same batches. Figures are medians:
-of the seconds, of the ratio to the padded budget's neighbouring step, and of the padding in what was computed.
+of the seconds, of the ratio to the padded budget's neighbouring step, and of the padding in what was computed. Under
+each table stands the bound: what the padded budget's step would cost, by the cost model that was measured, without any
+padding and in the fewest micro-batches.
 
     python benchmarks/variable_length.py [--out benchmarks/results/NAME.md]
 """
 
+import importlib
+import importlib.util
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,7 +34,7 @@ import report
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import anybatch as ab
@@ -159,12 +165,86 @@ class ByHand:
         self._optimizer.zero_grad()
 
 
+class ByPeer:
+    """A peer's loop over a DataLoader of 8 samples as they arrive; the loss is divided by the number of micro-batches.
+
+    Attributes:
+        waste: the padding of each batch.
+    """
+
+    def __init__(self, dataset: Texts) -> None:
+        self.waste: list[float] = []
+        self._dataset = dataset
+        self._model: Any = network()
+        self._optimizer: Any = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._loader: Any = DataLoader(dataset, batch_size=8, collate_fn=Padded())
+
+    def rows(self) -> Iterator[Any]:
+        """Yield micro-batches, epoch after epoch."""
+        while True:
+            yield from self._loader
+
+    def note_waste(self, ids: Sequence[int]) -> None:
+        """Keep the padding of this batch."""
+        lengths = [self._dataset.lengths[one] for one in ids]
+        self.waste.append(padding(lengths, in_order(range(len(lengths)))))
+
+
+class ByAccelerate(ByPeer):
+    """accelerate's own loop."""
+
+    def __init__(self, dataset: Texts) -> None:
+        super().__init__(dataset)
+        accelerate = importlib.import_module("accelerate")
+        self._accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=SIZE // 8)
+        prepared = self._accelerator.prepare(self._model, self._optimizer, self._loader)
+        self._model, self._optimizer, self._loader = prepared
+        self._rows = self.rows()
+
+    def step(self, ids: Sequence[int]) -> None:
+        """Train on the next samples, which are these."""
+        self.note_waste(ids)
+        for batch in itertools.islice(self._rows, SIZE // 8):
+            with self._accelerator.accumulate(self._model):
+                self._accelerator.backward(loss(self._model, batch))
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+
+
+class ByFabric(ByPeer):
+    """Lightning's loop, as Fabric writes it."""
+
+    def __init__(self, dataset: Texts) -> None:
+        super().__init__(dataset)
+        self._fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+        self._model, self._optimizer = self._fabric.setup(self._model, self._optimizer)
+        self._loader = self._fabric.setup_dataloaders(self._loader)
+        self._rows = self.rows()
+
+    def step(self, ids: Sequence[int]) -> None:
+        """Train on the next samples, which are these."""
+        self.note_waste(ids)
+        for number, batch in enumerate(itertools.islice(self._rows, SIZE // 8)):
+            is_last = number == SIZE // 8 - 1
+            with nullcontext() if is_last else self._fabric.no_backward_sync(self._model):
+                self._fabric.backward(loss(self._model, batch) / (SIZE // 8))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+PEERS = {
+    "accelerate, 8 samples": ("accelerate", ByAccelerate),
+    "Lightning Fabric, 8 samples": ("lightning", ByFabric),
+}
+
+
 class ByEngine:
     """The engine with a budget."""
 
     def __init__(self, dataset: Texts, collate: Padded | Packed, cap: int = CAP) -> None:
         self.waste: list[float] = []
         self._lengths = dataset.lengths
+        self.bounds: list[float] = []
         model = network()
         self._engine = ab.Engine(
             model,
@@ -191,7 +271,12 @@ class ByEngine:
         assert list(batch.sample_ids) == list(ids)
         plan = self._engine.step(batch).plan
         cut = [list(plan.positions(unit)) for unit in plan.units]
-        self.waste.append(0.0 if self._packs else padding([self._lengths[one] for one in ids], cut))
+        lengths = [self._lengths[one] for one in ids]
+        self.waste.append(0.0 if self._packs else padding(lengths, cut))
+        fixed = float(self.measured.partition("; ")[2].partition(" tokens")[0].replace(",", ""))
+        padded = sum(len(unit) * max(lengths[place] for place in unit) for unit in cut)
+        fewest = -(-sum(lengths) // CAP)
+        self.bounds.append((sum(lengths) + fixed * fewest) / (padded + fixed * len(cut)))
 
     @property
     def measured(self) -> str:
@@ -208,9 +293,10 @@ def steps_of_epochs(num_samples: int) -> Iterator[range]:
 def measure(kind: str, rounds: int) -> list[str]:
     """Return the rows of one kind of lengths."""
     draw = random.Random(0)  # noqa: S311 (lengths)
-    make = partial(KINDS[kind], draw)
-    dataset = Texts([min(LONGEST, max(2, make())) for _ in range(NUM_BATCHES * SIZE)])
-    ways: dict[str, ByHand | ByEngine] = {name: ByHand(dataset, cut) for name, cut in CUTS.items()}
+    length = partial(KINDS[kind], draw)
+    dataset = Texts([min(LONGEST, max(2, length())) for _ in range(NUM_BATCHES * SIZE)])
+    ways: dict[str, ByHand | ByPeer | ByEngine] = {name: ByHand(dataset, cut) for name, cut in CUTS.items()}
+    ways |= {name: make(dataset) for name, (package, make) in PEERS.items() if importlib.util.find_spec(package)}
     budget = ByEngine(dataset, Padded())
     packed = Packed(boundaries=True)
     ways |= {
@@ -235,6 +321,7 @@ def measure(kind: str, rounds: int) -> list[str]:
             f"| {kind} | {name} | {statistics.median(seconds[name]):.3f} | {middle:.2f} | {low:.2f} to {high:.2f} "
             f"| {statistics.median(way.waste):.0%} |"
         )
+    rows.append(f"| {kind} | bound, by the cost model | | {statistics.median(budget.bounds):.2f} | | 0% |")
     print("\n".join([*rows, f"{kind}: {budget.measured}"]), flush=True)
     return rows
 
