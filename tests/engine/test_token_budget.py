@@ -1,5 +1,6 @@
 """An engine that cuts by length: the same gradient on any number of ranks, padded and packed; a run that resumes."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 import anybatch as ab
 from anybatch.core.token_budget import SampleLengths
 from anybatch.data import Packed, Padded
+from anybatch.engine.micro_batch_size import sizes
+from anybatch.engine.micro_batch_size.token_costs import TokenCosts
 from anybatch.errors import BatchSizeError, CompositionError, DataError, DoesNotFitError, LossError
 from anybatch.metrics import OverWholeSet
 from anybatch.norms import Ghost
@@ -192,7 +195,7 @@ def test_a_checkpoint_keeps_the_budget(tmp_path: Any) -> None:
         assert "20 tokens at most, as in the checkpoint" in engine.decisions["micro_batch_size"]
     with engine_of(Language(), 80, check_loss=False) as engine:
         engine.load(tmp_path / "saved")
-        assert engine.decisions["resumed with changes"] == "micro_batch_tokens 40 -> 80"
+        assert engine.decisions["resumed with changes"] == "budget_tokens 40 -> 80, micro_batch_tokens 40 -> 80"
 
 
 def test_a_single_token_sample_cannot_be_smaller() -> None:
@@ -319,6 +322,30 @@ def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> N
         pytest.raises(LossError, match="another number"),
     ):
         engine.step(next(iter(batches)))
+
+
+@sees(
+    "a resumed run cuts as before under another budget",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    'if saved.get("budget_tokens") == tokens:',
+    "if True:",
+)
+def test_a_size_that_was_found_holds_under_its_budget_only(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run cuts where the first one found tokens to be cheapest, unless another budget is named."""
+    monkeypatch.setattr(sizes, "WORTH_TIMING", 0)
+    found = TokenCosts(fixed_tokens=3.0, cut_at=20, words="found")
+    monkeypatch.setattr(sizes, "measured_costs", lambda *_: found)
+    dataset = Sentences([10, 9, 8, 2] * 4)
+    batches = ab.batches(dataset, effective_batch_size=16, epochs=2, lengths=dataset.lengths, collate=Padded())
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with ab.Engine(Language(), optimizer, DECLARED, micro_batch_size=ab.token_budget(80)) as engine:
+        plan = engine.step(next(iter(batches))).plan
+        assert max(map(len, (plan.positions(unit) for unit in plan.units))) <= 20 // 2
+        engine.save(tmp_path / "saved")
+    for tokens, cut_at in ((80, 20), (160, 160)):
+        with ab.Engine(Language(), optimizer, DECLARED, micro_batch_size=ab.token_budget(tokens)) as engine:
+            engine.load(tmp_path / "saved")
+            assert f"cut at {cut_at}; a micro-batch costs 3" in engine.decisions["micro_batch_size"]
 
 
 @sees(

@@ -18,7 +18,8 @@ class Sizes:
         effective_batch_size: samples of one optimizer step over all ranks; None means "as many as a batch brings".
         micro_batch_size: most samples of one forward and backward; None means "the rank share in equal parts".
         accumulation_steps: micro-batches per rank and step; None means "as many as it takes".
-        micro_batch_tokens: most tokens of one forward and backward, where batches are cut by length; None where not.
+        budget_tokens: most tokens of one forward and backward that the user allows, where batches are cut by length.
+        micro_batch_tokens: the same as they are cut now: fewer where memory has run out, or where it is faster.
         fixed_tokens: what a micro-batch then costs beside its tokens, in tokens; None where it is still to be found.
     """
 
@@ -26,6 +27,7 @@ class Sizes:
     effective_batch_size: int | None
     micro_batch_size: int | None
     accumulation_steps: int | None
+    budget_tokens: int | None = None
     micro_batch_tokens: int | None = None
     fixed_tokens: float | None = None
 

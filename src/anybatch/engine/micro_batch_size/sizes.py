@@ -105,7 +105,9 @@ class RunSizes:
         )
         if self._budget is not None:
             tokens, fixed = self._budget.tokens, self._budget.fixed_tokens
-            self.sizes = dataclasses.replace(self.sizes, micro_batch_tokens=tokens, fixed_tokens=fixed)
+            self.sizes = dataclasses.replace(
+                self.sizes, budget_tokens=tokens, micro_batch_tokens=tokens, fixed_tokens=fixed
+            )
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
         if self._budget is not None:
             self.searches = self._budget.fixed_tokens is None
@@ -192,7 +194,11 @@ class RunSizes:
         self.searches = False
         if self._budget is not None:
             costs = self._measured(batch, self._budget, trial)
-            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=costs.fixed_tokens)
+            self.sizes = dataclasses.replace(
+                self.sizes,
+                fixed_tokens=costs.fixed_tokens,
+                micro_batch_tokens=costs.cut_at or self.sizes.micro_batch_tokens,
+            )
             return FoundSize(None, f"{self._budget.tokens:,} tokens at most; {costs.words}")
         found = self._found(batch, trial, position)
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=found.size)
@@ -205,9 +211,13 @@ class RunSizes:
         self.searches = False
         if self._budget is not None:
             fixed = saved.get("fixed_tokens")
-            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed)
+            tokens = self._budget.tokens
+            if saved.get("budget_tokens") == tokens:
+                tokens = saved.get("micro_batch_tokens") or tokens
+            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=tokens)
             return (
-                f"{self._budget.tokens:,} tokens at most; a micro-batch costs {fixed or 0:,.0f}, as in the checkpoint"
+                f"{self._budget.tokens:,} tokens at most, cut at {tokens:,}; a micro-batch costs {fixed or 0:,.0f}, "
+                "as in the checkpoint"
             )
         size = saved["micro_batch_size"]
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=size)

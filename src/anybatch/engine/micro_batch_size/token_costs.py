@@ -1,8 +1,9 @@
-"""What a micro-batch costs beside its tokens, measured on the first batch: the one number cuts by length need."""
+"""What a micro-batch costs beside its tokens, and at which size a token costs least, measured on the first batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch, copied
@@ -10,6 +11,9 @@ from anybatch.engine.micro_batch_size.trial_run import TrialRuns
 
 _TIMES = 4  # the first warms up, of the others the shortest counts
 _FEWEST_TIMES_TOKENS = 4  # two sizes that are less far apart than this tell nothing
+_SEVERAL = 8  # a part of the budget: small enough for a token to cost what it costs beside few others
+_PARTS = (2, 4, 8)
+_WORTH_LESS_TOKENS = 0.95  # smaller micro-batches are taken where a token costs at most this part of what it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +22,28 @@ class TokenCosts:
 
     Attributes:
         fixed_tokens: what a micro-batch costs beside its tokens, in tokens.
+        cut_at: most tokens of a micro-batch in which a token costs least; None: as many as the budget has.
         words: the same with where it comes from.
     """
 
     fixed_tokens: float
+    cut_at: int | None = None
     words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Positions in the effective batch of micro-batches to time.
+
+    Attributes:
+        small: the shortest sample.
+        several: so many of the shortest ones that they hold about an eighth of the large one's tokens.
+        large: the micro-batch of the cut that holds most tokens, and beginnings of it, each half of the one before.
+    """
+
+    small: Sequence[int]
+    several: Sequence[int]
+    large: Sequence[Sequence[int]]
 
 
 def assumed(reason: str) -> TokenCosts:
@@ -32,47 +53,51 @@ def assumed(reason: str) -> TokenCosts:
     )
 
 
-def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Return where the samples of a small and of a large micro-batch stand; None where a batch has no two such.
-
-    The small one is the shortest sample, the large one the micro-batch of the cut that holds most tokens.
-    """
+def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None:
+    """Return micro-batches to time; None where a batch has no two that differ enough in size."""
     laid_out = lengths.laid_out
     plan = plan_by_length(lengths, 1, Cut(), budget)
     if not plan.units:
         return None
 
-    def tokens(positions: Sequence[int]) -> int:
-        of_samples = [laid_out[place] for place in positions]
-        return sum(of_samples) if lengths.packed else len(of_samples) * max(of_samples)
+    def tokens(positions: Sequence[int]) -> float:
+        return _tokens([laid_out[place] for place in positions], lengths)
 
     large = max((plan.positions(unit) for unit in plan.units), key=tokens)
-    small = [min(range(len(laid_out)), key=laid_out.__getitem__)]
+    shortest = sorted(range(len(laid_out)), key=laid_out.__getitem__)
+    small = shortest[:1]
     if len(large) < 2 or tokens(large) < _FEWEST_TIMES_TOKENS * max(1, tokens(small)):  # noqa: PLR2004 (sizes tell them apart)
         return None
-    return small, large
+    num_several = next(n for n in range(1, len(shortest) + 1) if tokens(shortest[:n]) * _SEVERAL >= tokens(large))
+    # In few shapes a smaller cap could leave a sample without one.
+    parts = () if lengths.shapes else (part for part in _PARTS if part <= len(large))
+    return Pieces(small, shortest[:num_several], [large, *(large[: ceil_div(len(large), part)] for part in parts)])
 
 
 def measured_costs(
     runs: Callable[[Callable[[int, int], Sequence[Batch]], int], TrialRuns],
     load: Callable[[Sequence[int]], Batch],
-    pieces: tuple[Sequence[int], Sequence[int]],
+    pieces: Pieces,
     lengths: SampleLengths,
     budget: TokenBudget,
 ) -> TokenCosts:
-    """Time a small and a large micro-batch, and return where the line through both begins.
+    """Time small and large micro-batches, and return where the line through the small ones begins.
+
+    Through the small ones, since it decides which of these are joined; a large one, whose activations leave the
+    processor's caches, may take longer for a token, and then micro-batches of that size are not made.
 
     Args:
         runs: function (pieces, number of samples) -> what runs them.
         load: function (positions) -> these samples, collated.
-        pieces: the positions of both.
+        pieces: the positions of all.
         lengths: of the batch's samples.
         budget: what a sample costs.
     """
     laid_out = lengths.laid_out
     seconds: list[float] = []
     tokens: list[float] = []
-    for positions in pieces:
+    timed = [pieces.small, pieces.several, *pieces.large]
+    for positions in timed:
         batch = load(positions)
         trial = runs(lambda _size, _most, batch=batch: [copied(batch)], len(positions))  # type: ignore[misc]  # bound now
         times = []
@@ -82,11 +107,23 @@ def measured_costs(
                 return assumed(f"a micro-batch could not be timed ({result.error or result.outcome})")
             times.append(result.seconds[0])
         seconds.append(min(times[1:]))
-        of_samples = [budget.cost(laid_out[place]) for place in positions]
-        tokens.append(sum(of_samples) if lengths.packed else len(of_samples) * max(of_samples))
-    per_token = (seconds[1] - seconds[0]) / (tokens[1] - tokens[0])
+        tokens.append(_tokens([budget.cost(laid_out[place]) for place in positions], lengths))
+    second = 1 if tokens[1] >= _FEWEST_TIMES_TOKENS * tokens[0] else 2
+    per_token = (seconds[second] - seconds[0]) / (tokens[second] - tokens[0])
     if per_token <= 0:
-        return assumed(f"{tokens[0]:,.0f} tokens took as long as {tokens[1]:,.0f}")
+        return assumed(f"{tokens[0]:,.0f} tokens took as long as {tokens[second]:,.0f}")
     fixed = min(max(0.0, seconds[0] / per_token - tokens[0]), float(budget.tokens))
     words = f"{fixed:,.0f} tokens a micro-batch, measured: {seconds[0] * 1e3:.3g} ms for {tokens[0]:,.0f} tokens, "
-    return TokenCosts(fixed_tokens=fixed, words=f"{words}{seconds[1] * 1e3:.3g} ms for {tokens[1]:,.0f}")
+    words += f"{seconds[second] * 1e3:.3g} ms for {tokens[second]:,.0f}"
+    cheapest = min(range(2, len(timed)), key=lambda number: seconds[number] / tokens[number])
+    cheaper = seconds[cheapest] / tokens[cheapest] / (seconds[2] / tokens[2])
+    if cheaper > _WORTH_LESS_TOKENS:
+        return TokenCosts(fixed_tokens=fixed, words=words)
+    cut_at = ceil_div(budget.tokens * len(pieces.large[cheapest - 2]), len(pieces.large[0]))
+    words += f"; cut at {cut_at:,}, as a token then takes {1 - cheaper:.0%} less"
+    return TokenCosts(fixed_tokens=fixed, cut_at=cut_at, words=words)
+
+
+def _tokens(of_samples: Sequence[float], lengths: SampleLengths) -> float:
+    """Return what samples hold, or cost, in one micro-batch."""
+    return sum(of_samples) if lengths.packed else len(of_samples) * max(of_samples)

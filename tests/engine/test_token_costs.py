@@ -1,0 +1,78 @@
+"""What a micro-batch costs beside its tokens, and the size at which a token costs least, from times that are known."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+import anybatch as ab
+from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths
+from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs, pieces_to_time
+from anybatch.engine.micro_batch_size.trial_run import TrialResult
+from tests.faults import sees
+
+LENGTHS = SampleLengths(tokens=[10, 12, 14, 20, 40] * 4 + [500] * 8)
+BUDGET = ab.token_budget(4_096)
+
+
+class Timed:
+    """In the place of trial runs: times of micro-batches by a formula."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def run(self, size: int, most: int) -> TrialResult:
+        """Return the time."""
+        del size, most
+        return TrialResult("ran", (self._seconds,))
+
+
+def costs(seconds: Callable[[int], float], lengths: SampleLengths = LENGTHS) -> TokenCosts:
+    """Return what is measured where a micro-batch of so many padded tokens takes so long."""
+    pieces = pieces_to_time(lengths, BUDGET)
+    assert pieces is not None
+
+    def runs(make: Callable[[int, int], Sequence[Any]], num_samples: int) -> Any:
+        (positions,) = make(num_samples, 1)
+        assert len(positions) == num_samples
+        return Timed(seconds(len(positions) * max(lengths.tokens[place] for place in positions)))
+
+    return measured_costs(runs, list, pieces, lengths, BUDGET)
+
+
+@sees(
+    "the line goes through the smallest and the largest micro-batch",
+    "src/anybatch/engine/micro_batch_size/token_costs.py",
+    "second = 1 if tokens[1]",
+    "second = 2 if tokens[1]",
+)
+def test_the_fixed_cost_is_that_of_small_micro_batches() -> None:
+    """A micro-batch costs 36 tokens beside its own, also where tokens of large ones take half as long again."""
+    linear = costs(lambda tokens: 0.001 * (36 + tokens))
+    assert linear.fixed_tokens == pytest.approx(36)
+    assert linear.cut_at is None
+    dear = costs(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0)))
+    assert dear.fixed_tokens == pytest.approx(36)
+
+
+def test_smaller_micro_batches_are_made_where_their_tokens_are_cheaper() -> None:
+    """Cut at half of the budget where whole ones take half as long again for a token, and not for three percent."""
+    found = costs(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0)))
+    assert found.cut_at == 2_048
+    assert "cut at 2,048" in found.words
+    assert costs(lambda tokens: 0.001 * (36 + tokens * (1.03 if tokens > 3_000 else 1.0))).cut_at is None
+
+
+def test_few_shapes_are_not_cut_smaller() -> None:
+    """A smaller cap could leave a sample without a shape."""
+    lengths = SampleLengths(tokens=LENGTHS.tokens, shapes=((64, 64), (8, 512)))
+    pieces = pieces_to_time(lengths, BUDGET)
+    assert pieces is not None
+    assert len(pieces.large) == 1
+
+
+def test_times_that_tell_nothing_are_not_taken() -> None:
+    """Where more tokens take no longer, what is assumed elsewhere is assumed, and the reason is told."""
+    found = costs(lambda _: 0.01)
+    assert found.fixed_tokens == FIXED_TOKENS
+    assert "took as long as" in found.words
