@@ -1,0 +1,39 @@
+/** 64 samples as a square that comes apart: micro-batches are blocks of neighbours, and move away from each other. */
+
+export const SIDE = 8;
+const CELL = 17;
+const PITCH = 19;
+const APART = 5;
+
+export interface Cell {
+  x: number;
+  y: number;
+  /** The micro-batch that it belongs to. */
+  part: number;
+}
+
+/** How many cells a block has across and down: 16 samples are 4 × 4, 8 are 4 × 2. */
+export function blockOf(samples: number): { across: number; down: number } {
+  const power = Math.round(Math.log2(samples));
+  return { across: 2 ** Math.ceil(power / 2), down: 2 ** Math.floor(power / 2) };
+}
+
+/** The cells of 64 samples in micro-batches of a power of two, centred in a square of `room`. */
+export function cells(samples: number, room = 190): Cell[] {
+  const { across, down } = blockOf(samples);
+  const extent = (block: number) => SIDE * PITCH - (PITCH - CELL) + (SIDE / block - 1) * APART;
+  const [left, top] = [(room - extent(across)) / 2, (room - extent(down)) / 2];
+  return Array.from({ length: SIDE * SIDE }, (_, sample) => {
+    const [column, row] = [everySecondBit(sample), everySecondBit(sample >> 1)];
+    return {
+      x: left + column * PITCH + Math.floor(column / across) * APART,
+      y: top + row * PITCH + Math.floor(row / down) * APART,
+      part: Math.floor(sample / samples),
+    };
+  });
+}
+
+/** Bits 0, 2 and 4: along them, any power of two of neighbours is a block (Morton's order). */
+function everySecondBit(number: number): number {
+  return (number & 1) | ((number >> 1) & 2) | ((number >> 2) & 4);
+}
