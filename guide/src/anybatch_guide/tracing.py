@@ -65,21 +65,25 @@ class LineTrace:
     Args:
         sources: the files.
         repeats: how often one line is noted at most; how many were left out stands with the next that is noted.
+        vectors: whether all numbers of the model and its gradient are noted too: for small models.
 
     Attributes:
         numbers: of each noted line, the number of its file in `sources` and its own.
         skipped: how many lines ran unnoted just before it.
         values: of each noted line, what the variables hold after it: micro_batches (backwards since the last update),
             updates, loss, loss_sum, gradient_norm; a name is missing while there is none.
+        states: of each noted line, weights and gradient after it, if these are noted.
         printed: what the program has printed after it, in characters.
         output: all that it printed.
     """
 
     sources: Sequence[TracedFile]
     repeats: int = 6
+    vectors: bool = False
     numbers: list[tuple[int, int]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     values: list[dict[str, float]] = field(default_factory=list)
+    states: list[dict[str, list[float]]] = field(default_factory=list)
     printed: list[int] = field(default_factory=list)
     output: io.StringIO = field(default_factory=io.StringIO)
     _texts: list[list[str]] = field(default_factory=list)
@@ -137,6 +141,7 @@ class LineTrace:
         self.numbers.append(place)
         self.skipped.append(self._unnoted)
         self.values.append({})
+        self.states.append({})
         self.printed.append(0)
         self._unnoted = 0
 
@@ -155,6 +160,8 @@ class LineTrace:
         if self.values and not self._unnoted:
             # A copy, since later lines change the values.
             self.values[-1] = dict(self._now)
+            if self.vectors and self._model is not None:
+                self.states[-1] = state_of(self._model())
             self.printed[-1] = self.output.tell()
 
     def _look(self, names: Mapping[str, Any]) -> None:
@@ -174,6 +181,19 @@ class LineTrace:
             loss = next((names[name] for name in kept if name in names), None)
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                 self._now[shown] = float(loss.detach())
+
+
+def state_of(model: nn.Module | None) -> dict[str, list[float]]:
+    """Return weights and gradient of a model as numbers in a row; a gradient that was cleared is missing."""
+    parameters = [] if model is None else list(model.parameters())
+    found = {"weights": [parameter.detach() for parameter in parameters]}
+    if parameters and all(parameter.grad is not None for parameter in parameters):
+        found["gradients"] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return {
+        name: [float(f"{value:.4g}") for value in torch.cat([tensor.flatten() for tensor in tensors]).tolist()]
+        for name, tensors in found.items()
+        if tensors
+    }
 
 
 def columns(lines: LineTrace) -> dict[str, Any]:
@@ -197,12 +217,23 @@ def columns(lines: LineTrace) -> dict[str, Any]:
         "file_of": [] if not any(files) else files,
         "skipped": [[index, count] for index, count in enumerate(lines.skipped) if count],
         "values": changes,
+        **({"vectors": _changes(lines.states)} if lines.vectors else {}),
         "printed": _steps(lines.printed),
         "output": lines.output.getvalue(),
     }
 
 
-def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6) -> dict[str, Any]:
+def _changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[Any]]]:
+    """Return of weights and gradient only where they change: [index of the line, numbers or None]."""
+    found: dict[str, list[list[Any]]] = {"weights": [], "gradients": []}
+    for index, state in enumerate(states):
+        for name, changes in found.items():
+            if not changes or changes[-1][1] != state.get(name):
+                changes.append([index, state.get(name)])
+    return found
+
+
+def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6, vectors: bool = False) -> dict[str, Any]:
     """Return the trace of the first of these files, run as a program in a process of its own.
 
     Python 3.11 has been seen to spin for ever in a traced call of a function that ran often before the trace began.
@@ -214,15 +245,18 @@ def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6) -> dict[st
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_serve_program, args=(tuple(sources),), kwargs={"answer": theirs, "repeats": repeats}, daemon=True
+        target=_serve_program,
+        args=(tuple(sources),),
+        kwargs={"answer": theirs, "repeats": repeats, "vectors": vectors},
+        daemon=True,
     )
     return _answered([process], ours, theirs, sources[0].name)
 
 
-def _serve_program(sources: Sequence[TracedFile], *, answer: Connection, repeats: int) -> None:
+def _serve_program(sources: Sequence[TracedFile], *, answer: Connection, repeats: int, vectors: bool) -> None:
     torch.set_num_threads(1)
     path = str(sources[0].path)
-    with LineTrace(sources, repeats) as lines:
+    with LineTrace(sources, repeats, vectors) as lines:
         runpy.run_path(path, run_name="__main__")
     answer.send(columns(lines))
 

@@ -31,6 +31,11 @@ export function explain(from: From): string {
   }
 }
 
+/** The same in a list of many: where each recording was made is told once, at the end of the page. */
+export function briefly(from: From): string {
+  return from.kind === "recorded" ? `Recorded as ${from.name}.` : explain(from);
+}
+
 /** Device, versions, day, commit and command of data. */
 export function where(made: Made): string {
   const versions = Object.entries(made.versions).map(([name, version]) => `${name} ${version}`);
@@ -40,5 +45,5 @@ export function where(made: Made): string {
 
 /** The same origins once, in the order in which they were first seen. */
 export function distinct(origins: From[]): From[] {
-  return [...new Map(origins.map((from) => [explain(from), from])).values()];
+  return [...new Map(origins.map((from) => [briefly(from), from])).values()];
 }

@@ -9,7 +9,6 @@ export function restored<S extends Shape>(section: string, shape: S, fallback: V
       const asked = parse(location.hash);
       if (asked.section !== section || asked.values.size === 0) return;
       apply(read(shape, asked.values, fallback));
-      document.getElementById(section)?.scrollIntoView();
     };
     take();
     addEventListener("hashchange", take);

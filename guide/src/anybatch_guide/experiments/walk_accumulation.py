@@ -1,0 +1,20 @@
+"""The full loop: the lines of the usual loop as they ran, with its gradient and weights after each."""
+
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.listings import listing
+from anybatch_guide.tracing import trace_program
+
+
+def run(emit: Emit) -> Data:
+    """Return the trace of the program, with every number of its small network."""
+    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
+    return trace_program([listing("accumulation.py")], repeats=100, vectors=True)
+
+
+EXPERIMENT = Experiment(
+    name="walk_accumulation",
+    question="What does each line of the usual loop do to gradient and weights?",
+    run=run,
+    seconds=10,
+    tolerance=1e-6,
+)
