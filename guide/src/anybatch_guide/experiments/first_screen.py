@@ -46,7 +46,7 @@ def way(size: int, emit: Emit, *, done: int) -> dict[str, Any]:
 
 
 def last(data: Mapping[str, Any]) -> float | None:
-    """Return the relative difference of the parameters to those of the native batch after the last step that has one."""
+    """Return how far the parameters are from the native batch's, relatively, after the last step that has one."""
     return next((one for one in reversed(data["relative_differences"]) if one is not None), None)
 
 

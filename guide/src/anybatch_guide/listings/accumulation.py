@@ -11,6 +11,7 @@ from anybatch_guide.listings.plain import spirals
 
 
 def train(model: nn.Module, optimizer: Optimizer, loader: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Update the weights after every fourth micro-batch."""
     accumulation_steps = 4
 
     optimizer.zero_grad()
