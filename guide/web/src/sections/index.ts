@@ -7,6 +7,7 @@ import EngineLog from "./EngineLog.svelte";
 import Exercises from "./Exercises.svelte";
 import FullLoop from "./FullLoop.svelte";
 import GpuMemory from "./GpuMemory.svelte";
+import GradientCopy from "./GradientCopy.svelte";
 import Mathematics from "./Mathematics.svelte";
 import MemoryComparison from "./MemoryComparison.svelte";
 import OneBatch from "./OneBatch.svelte";
@@ -60,7 +61,12 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     ],
   },
   { id: "mathematics", title: "Why the sum is exact", component: Mathematics },
-  { id: "memory", title: "What it saves, and what it costs", component: MemoryComparison },
+  {
+    id: "memory",
+    title: "What it saves, and what it costs",
+    component: MemoryComparison,
+    deeper: [{ id: "copy", title: "The price, to the byte: one copy of the gradients", component: GradientCopy }],
+  },
   {
     id: "claims",
     title: "What is true of it, and what is only said",

@@ -10,7 +10,7 @@ export interface ClaimNumber {
 
 export interface ClaimData {
   claim: string;
-  side: "advantage" | "limitation" | "recipe";
+  side: "advantage" | "limitation" | "recipe" | "batch_size" | "devices";
   title: string;
   said: string;
   sources: string[];

@@ -1,0 +1,64 @@
+/** The usual loop as it ran, moment by moment: what a line does, and what gradient and weights are then. */
+import type { Trace } from "./trace";
+
+export type Phase = "forward" | "backward" | "accumulate" | "update" | "clear" | "";
+
+export interface VectorTrace extends Trace {
+  vectors: Record<"weights" | "gradients", [number, number[] | null][]>;
+}
+
+export interface Moment {
+  line: number;
+  phase: Phase;
+  /** Micro-batches in the gradient, of so many; updates made. */
+  added: number;
+  updates: number;
+  /** The gradient of this micro-batch alone, while it is computed and added. */
+  own: number[] | null;
+  gradient: number[] | null;
+  weights: number[];
+  /** Weights before the update, while there is one. */
+  before: number[] | null;
+}
+
+/** What a line of the program does. */
+export function phaseOf(text: string): Phase {
+  if (text.includes(".backward(")) return "backward";
+  if (text.includes("optimizer.step(")) return "update";
+  if (text.includes("zero_grad(")) return "clear";
+  if (text.includes("model(inputs") || /\bloss\s*=/.test(text)) return "forward";
+  return "";
+}
+
+/** The value at a line, where only changes are noted. */
+function atLine<Value>(changes: readonly [number, Value][], index: number): Value | null {
+  return changes.findLast(([at]) => at <= index)?.[1] ?? null;
+}
+
+/** The lines between `first` and `last`, in the order in which they ran; a backward is two moments, since it computes and adds. */
+export function momentsOf(trace: VectorTrace, first: number, last: number): Moment[] {
+  const text = (trace.files[0]?.text ?? "").split("\n");
+  const { weights, gradients } = trace.vectors;
+  return trace.lines.flatMap((line, index): Moment[] => {
+    if (line < first || line > last) return [];
+    const phase = phaseOf(text[line - 1] ?? "");
+    const [gradient, earlier] = [atLine(gradients, index), atLine(gradients, index - 1)];
+    const moved = phase === "update" ? atLine(weights, index - 1) : null;
+    const moment: Moment = {
+      line,
+      phase,
+      added: gradient === null ? 0 : (atLine(trace.values["micro_batches"] ?? [], phase === "update" ? index - 1 : index) ?? 0),
+      updates: atLine(trace.values["updates"] ?? [], index) ?? 0,
+      own: null,
+      gradient,
+      weights: atLine(weights, index) ?? [],
+      before: moved,
+    };
+    if (phase !== "backward" || gradient === null) return [moment];
+    const own = gradient.map((value, at) => value - (earlier?.[at] ?? 0));
+    return [
+      { ...moment, own, gradient: earlier, added: moment.added - 1 },
+      { ...moment, own, phase: "accumulate" },
+    ];
+  });
+}
