@@ -123,7 +123,7 @@ def scroll_through(page: Page) -> None:
     """Bring every part of the page into view once."""
     page.evaluate("""async () => {
         for (let place = 0; place < document.body.scrollHeight; place += innerHeight) {
-            scrollTo(0, place);
+            scrollTo({top: place, behavior: "instant"});
             await new Promise(requestAnimationFrame);
         }
     }""")
