@@ -20,12 +20,12 @@ from anybatch_guide.setting import (
 
 NUM_SURFACES = 5
 TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "digits": {"steps": 40, "adamw": 0.003, "sgd": 0.1, "norm": "none", "classes": 10},
-    "spirals": {"steps": 200, "adamw": 0.02, "sgd": 0.5, "norm": "none", "classes": 2},
-    "shapes": {"steps": 40, "adamw": 0.003, "sgd": 0.1, "norm": "batch", "classes": 4},
-    "text": {"steps": 30, "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
+    "digits": {"steps": 40, "optimizer": "sgd", "adamw": 0.003, "sgd": 0.1, "norm": "none", "classes": 10},
+    "spirals": {"steps": 200, "optimizer": "adamw", "adamw": 0.02, "sgd": 0.5, "norm": "none", "classes": 2},
+    "shapes": {"steps": 40, "optimizer": "adamw", "adamw": 0.003, "sgd": 0.1, "norm": "batch", "classes": 4},
+    "text": {"steps": 30, "optimizer": "adamw", "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
 }
-"""The defaults of a task: steps, learning rate by optimizer, norm; and its number of classes."""
+"""The defaults of a task: steps, optimizer, learning rate by optimizer, norm; and its number of classes."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
@@ -33,11 +33,12 @@ def task_setting(
     task: str,
     micro: int,
     accumulation: int,
-    optimizer: OptimizerName = "adamw",
+    optimizer: OptimizerName | None = None,
     **more: Any,  # noqa: ANN401 (values of any field)
 ) -> PlaygroundSetting:
     """Return a setting with a task's defaults."""
     defaults = TASK_DEFAULTS[task]
+    optimizer = optimizer or defaults["optimizer"]
     fields = {"norm": defaults["norm"], "steps": defaults["steps"], "learning_rate": defaults[optimizer], **more}
     return PlaygroundSetting(
         task=task,  # type: ignore[arg-type]
@@ -123,6 +124,7 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
         "losses": rounded(data["losses"], 5),
         "gradient_norms": rounded(data["gradient_norms"], 4),
         "learning_rates": rounded(data["learning_rates"], 4),
+        "first_gradient_difference": rounded([data["first_gradient_difference"]], 3)[0],
         "relative_differences": rounded(data["relative_differences"], 3),
         "peak": data["peak"],
         "samples_per_second": rounded([data["samples_per_second"]], 3)[0],
@@ -169,5 +171,5 @@ def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: flo
     )
 
 
-NOISY = ("samples_per_second", "relative_differences", "digest", "surfaces")
+NOISY = ("samples_per_second", "first_gradient_difference", "relative_differences", "digest", "surfaces")
 """Fields that depend on the machine: times, rounding errors, and what rounding changes."""

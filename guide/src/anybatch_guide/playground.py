@@ -1,13 +1,14 @@
 """The playground: a run of the engine, or of a loop with a mistake in it, streamed to the page as it goes on."""
 
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
@@ -22,8 +23,8 @@ from anybatch_guide.loop_watch import LoopWatch
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.programs import as_command, as_python
 from anybatch_guide.run_metrics import RunMetrics
-from anybatch_guide.setting import PlaygroundSetting, SettingError, parse_setting
-from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
+from anybatch_guide.setting import MistakeName, PlaygroundSetting, SettingError, parse_setting
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
 
 __all__ = ["PlaygroundSetting", "SettingError", "as_command", "as_python", "parse_setting", "run", "warm"]
 
@@ -47,13 +48,15 @@ def run(setting: PlaygroundSetting, emit: Emit, *, clock: Callable[[], float] = 
     ```
 
     A reference run goes beside it, on the native batch: the same engine, without accumulation. After each step the
-    event `guide.match` has the relative difference of the two runs' parameters. A loss that is not finite ends the run
-    as failed, which is a result like any other.
+    event `guide.match` has the relative difference of the two runs' parameters, and after the first one
+    `guide.first_gradient` that of their first gradients: rounding may grow to any difference of parameters, but the
+    first gradients are the same, or this is another training. A loss that is not finite ends the run as failed, which
+    is a result like any other.
 
     Args:
         setting: what to do.
         emit: receives the events: the engine's records, and kinds of the guide's own (`guide.match`, `guide.memory`,
-            `guide.surface`).
+            `guide.first_gradient`, `guide.surface`).
         clock: monotonic time in seconds.
 
     Returns:
@@ -64,7 +67,10 @@ def run(setting: PlaygroundSetting, emit: Emit, *, clock: Callable[[], float] = 
         model, optimizer, scheduler = make(setting, task)
         reference = reference_run(setting, task)
         lines = RecordLines(emit, clock)
-        metrics = RunMetrics(setting, task, model=model, reference=reference, lines=lines, clock=clock)
+        first = first_gradient_difference(setting, task)
+        metrics = RunMetrics(
+            setting, task, model=model, reference=reference, first_difference=first, lines=lines, clock=clock
+        )
         run_steps = _run_engine if not setting.mistake else _run_loop
         try:
             run_steps(setting, task, metrics, (model, optimizer, scheduler))
@@ -131,6 +137,56 @@ def engine_of(
     )
 
 
+def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask) -> float | None:
+    """Return |first gradient - that of the native batch| / |that|; None where one of them is not finite.
+
+    Both are what a step of SGD with a learning rate of 1 subtracts from the first parameters, so whatever a mistake
+    does to the gradient, or to the rate, on its way there counts.
+    """
+    native, own = (_first_step(setting, task, size, mistake) for size, mistake in _two_ways(setting))
+    difference = float((own - native).norm() / native.norm())
+    return difference if math.isfinite(difference) else None
+
+
+def _two_ways(setting: PlaygroundSetting) -> tuple[tuple[int, MistakeName], tuple[int, MistakeName]]:
+    """Return micro-batch size and mistake of the native batch, and of the setting."""
+    return (setting.effective_batch_size, ""), (setting.micro_batch_size, setting.mistake)
+
+
+def _first_step(
+    setting: PlaygroundSetting, task: PlaygroundTask, micro_batch_size: int, mistake: MistakeName
+) -> Tensor:
+    """Return by how much the first step moves the parameters, as one row of numbers."""
+    model = make(setting, task)[0]
+    before = flat(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = LinearLR(optimizer, 1.0, FINAL_FACTOR, total_iters=setting.steps)
+    if mistake:
+        loader = MicroBatches(task.rows, micro_batch_size, setting.seed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose
+            loop_of(mistake)(
+                model,
+                list(itertools.islice(loader, setting.accumulation_steps)),
+                optimizer=optimizer,
+                scheduler=scheduler,
+                criterion=cross_entropy,
+                accumulation_steps=setting.accumulation_steps,
+                max_norm=MAX_NORM if mistake == "clip_each" else float("inf"),
+            )
+    else:
+        engine = engine_of(setting, task, (model, optimizer, scheduler), micro_batch_size=micro_batch_size)
+        with engine, suppress(NonFiniteError):
+            engine.step(next(iter(batches_of(setting, task))))
+    return before - flat(model)
+
+
+@torch.no_grad()
+def flat(model: nn.Module) -> Tensor:
+    """Return a copy of all parameters as one row of numbers in float64."""
+    return torch.cat([parameter.flatten() for parameter in model.parameters()]).double()
+
+
 def reference_run(setting: PlaygroundSetting, task: PlaygroundTask) -> "ReferenceRun":
     """Return the run of the same setting without accumulation, before its first step."""
     parts = make(setting, task)
@@ -155,9 +211,8 @@ class ReferenceRun:
             # One batch, or none where the data is at its end.
             for batch in itertools.islice(self._data, 1):
                 self._engine.step(batch)
-        own = torch.cat([parameter.flatten() for parameter in self._model.parameters()]).double()
-        other = torch.cat([parameter.flatten() for parameter in model.parameters()]).double()
-        return float((other - own).norm() / own.norm())
+        own = flat(self._model)
+        return float((flat(model) - own).norm() / own.norm())
 
     def close(self) -> None:
         """Drop the reference to the model."""

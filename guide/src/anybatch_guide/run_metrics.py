@@ -36,6 +36,7 @@ class RunMetrics:
         task: its data, network and loss.
         model: the network that is trained.
         reference: a run without accumulation to compare with; it makes one step after each step of this run.
+        first_difference: relative difference of the two runs' first gradients.
         lines: streams records and metrics to the page.
         clock: monotonic time in seconds, for the throughput.
     """
@@ -47,12 +48,14 @@ class RunMetrics:
         *,
         model: nn.Module,
         reference: "ReferenceRun",
+        first_difference: float | None,
         lines: RecordLines,
         clock: Callable[[], float],
     ) -> None:
         self.measured_step = min(1, setting.steps - 1)  # the first one also makes the optimizer's state
         self._setting, self._task, self._model = setting, task, model
         self._reference: ReferenceRun | None = reference
+        self._first_difference = first_difference
         self._lines, self._clock = lines, clock
         self._steps: list[StepRecord] = []
         self._differences: list[float | None] = []
@@ -90,6 +93,8 @@ class RunMetrics:
 
     def after_step(self, step: int) -> None:
         """Step the reference run and stream the difference of the parameters; now and then stream the surface."""
+        if step == 0:
+            self._lines.emit("first_gradient", relative_difference=self._first_difference)
         difference = self._compare()
         self._differences.append(difference)
         self._lines.emit("match", step=step, relative_difference=difference)
@@ -109,6 +114,7 @@ class RunMetrics:
                 None if step.gradient_norm is None else finite(float(step.gradient_norm)) for step in steps
             ],
             "learning_rates": [float(step.learning_rates[0]) for step in steps],
+            "first_gradient_difference": self._first_difference,
             "relative_differences": self._differences,
             "peak_bytes": sum(self._peak.values()),
             "peak": dict(self._peak),

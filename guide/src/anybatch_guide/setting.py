@@ -47,7 +47,7 @@ class PlaygroundSetting:
         norm: normalization layers of the network of `shapes`; "none" for other tasks.
         micro_batch_size: samples of one forward and backward.
         accumulation_steps: micro-batches of one optimizer step.
-        optimizer: "sgd" without momentum, or "adamw".
+        optimizer: "sgd" without momentum, or "adamw", whose steps hide a gradient that is too large by a factor.
         learning_rate: of the first step; it decays linearly to a tenth.
         steps: optimizer steps.
         seed: of the initial parameters and the order of samples.
@@ -62,8 +62,8 @@ class PlaygroundSetting:
     norm: Norm = "none"
     micro_batch_size: int = 16
     accumulation_steps: int = 4
-    optimizer: OptimizerName = "adamw"
-    learning_rate: float = 0.003
+    optimizer: OptimizerName = "sgd"
+    learning_rate: float = 0.1
     steps: int = 40
     seed: int = 0
     precision: Precision = "fp32"
