@@ -19,6 +19,7 @@ from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.programs import templates
 from anybatch_guide.setting import MistakeName
 from anybatch_guide.tasks.digits import network
+from tests.faults import sees
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
 
@@ -212,3 +213,41 @@ def test_a_run_leaves_no_trace() -> None:
         assert math.isfinite(data["samples_per_second"])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "least", "most"),
+    [
+        ({}, 0.0, 1e-5),
+        ({"mistake": "no_division"}, 2.999, 3.001),
+        ({"mistake": "zero_each"}, 0.1, 1.0),
+        ({"task": "shapes", "norm": "batch"}, 0.02, 1.0),
+        ({"task": "shapes", "norm": "group"}, 0.0, 1e-5),
+    ],
+)
+@sees(
+    "the first gradient is compared at parameters that have moved",
+    "guide/src/anybatch_guide/playground.py",
+    "    return before - flat(model)",
+    "    return before * 1.001 - flat(model)",
+)
+def test_a_run_is_judged_by_its_first_gradient(changes: Mapping[str, Any], least: float, most: float) -> None:
+    """A right cut has the native batch's first gradient; four parts not divided have four times as much of it."""
+    data, lines = played(**changes, steps=1)
+    (told,) = of_kind(lines, "guide.first_gradient")
+
+    assert least <= data["first_gradient_difference"] <= most
+    assert told["relative_difference"] == data["first_gradient_difference"]
+
+
+def test_adam_hides_what_sgd_shows() -> None:
+    """Without the division, the losses of SGD go astray in four steps, and those of AdamW hardly move."""
+
+    def apart(optimizer: str, rate: float) -> float:
+        right, wrong = (
+            played(optimizer=optimizer, learning_rate=rate, mistake=mistake, steps=4)[0]["losses"][-1]
+            for mistake in ("", "no_division")
+        )
+        return abs(wrong - right) / right
+
+    assert apart("adamw", 0.003) < 0.01 < 0.1 < apart("sgd", 0.1)

@@ -3,7 +3,9 @@ import { readFileSync } from "node:fs";
 import { expect, test } from "vitest";
 
 import { parse, read, write } from "../src/data/address";
-import { addressShape, commandLine, fromAddress, Growing, inFive, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
+import { NO_NEWS, newsOf } from "../src/data/news";
+import { keepPins, keptPins } from "../src/data/pins";
+import { addressShape, commandLine, foretold, fromAddress, Growing, inFive, judgement, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
 import type { Line, Setting } from "../src/data/types";
 import { pieces, shape } from "../src/sections/claims/claims";
 
@@ -74,4 +76,50 @@ test("a claim's text is words and numbers", () => {
   expect(pieces("from {a} to {b}.")).toEqual([{ words: "from " }, { name: "a" }, { words: " to " }, { name: "b" }, { words: "." }]);
   expect(shape({ label: "", unit: "x", value: "Infinity" }).value).toBe(Infinity);
   expect(shape({ label: "", unit: "bytes", value: 5 })).toEqual({ value: 5, unit: "bytes" });
+});
+
+test("memory is foretold from runs that were recorded, within two hundredths", () => {
+  const { data } = JSON.parse(readFileSync(new URL("../recordings/first_screen.json", import.meta.url), "utf-8")) as { data: { ways: { micro: number; steps: number; peak: Record<string, number> }[] } };
+  const runs = data.ways.map(({ micro, steps, peak }): Run => ({ ...first, setting: { ...usual, optimizer: "sgd", micro_batch_size: micro, accumulation_steps: steps }, peak }));
+  const without = (size: number) => runs.filter(({ setting }) => setting.micro_batch_size !== size && setting.accumulation_steps > 1);
+  for (const size of [2, 4, 8]) {
+    const truth = runs.find(({ setting }) => setting.micro_batch_size === size) as Run;
+    const found = foretold(truth.setting, without(size)) ?? 0;
+    expect(Math.abs(found - total(truth.peak)) / total(truth.peak)).toBeLessThan(0.02);
+  }
+  expect(foretold({ ...usual, task: "text" }, runs)).toBeNull();
+});
+
+test("a run is judged by its first gradient, and says why it is another one", () => {
+  const judged = (setting: Partial<Setting>, gradient: number | null, last: number | null) =>
+    judgement({ ...first, setting: { ...usual, ...setting }, first_gradient_difference: gradient, relative_differences: last === null ? [] : [last] });
+  expect(judged({}, 1e-7, 1e-6).kind).toBe("same");
+  expect(judged({}, 1e-7, 0.3)).toMatchObject({ kind: "drift", words: expect.stringContaining("rounding") as string });
+  expect(judged({ mistake: "no_division" }, 3, 0.01)).toMatchObject({ kind: "other", words: expect.stringContaining("not divided") as string });
+  expect(judged({ task: "shapes", norm: "batch" }, 0.1, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("BatchNorm") as string });
+  expect(judged({ mistake: "drop_tail" }, 1e-7, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("left out") as string });
+  expect(judged({ precision: "bf16" }, 1e-2, 1e-2).kind).toBe("same");
+  expect(judged({}, null, null).kind).toBe("none");
+});
+
+test("pins survive, and what is no run does not", () => {
+  const kept = new Map<string, string>();
+  const store = { getItem: (name: string) => kept.get(name) ?? null, setItem: (name: string, text: string) => void kept.set(name, text) };
+  const pin = { run: first, from: { kind: "recorded", name: "playground_opening" } as const };
+  expect(keptPins(store)).toEqual([]);
+  keepPins([pin], store);
+  expect(keptPins(store)).toEqual([pin]);
+  for (const text of ["{", "{}", "[null, 1, {\"run\": {}}]"]) {
+    store.setItem("anybatch-pins", text);
+    expect(keptPins(store)).toEqual([]);
+  }
+});
+
+test("news of a run are of that run alone, and one thing of one is no progress", () => {
+  const step = (number: number): Line => ({ kind: "step", step: number, loss: 0.5 });
+  let news = newsOf(NO_NEWS, "a", [step(3)]);
+  expect(news).toMatchObject({ run: "a", step: 4, loss: 0.5 });
+  news = newsOf(news, "b", [{ kind: "guide.progress", done: 1, of: 40, what: "rounds" }]);
+  expect(news).toEqual({ run: "b", step: null, loss: null, progress: "rounds, 1 of 40", part: 1 / 40 });
+  expect(newsOf(news, "b", [{ kind: "guide.progress", done: 0, of: 1, what: "lines" }])).toMatchObject({ progress: "lines", part: null });
 });

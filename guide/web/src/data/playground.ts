@@ -11,6 +11,8 @@ export interface Run {
   gradient_norms: (number | null)[];
   learning_rates: (number | null)[];
   relative_differences: (number | null)[];
+  /** How far its first gradient is from that of the native batch, relatively; null before it is told. */
+  first_gradient_difference: number | null;
   /** Bytes at the highest moment of the step that was looked at, by what they hold. */
   peak: Record<string, number>;
   samples_per_second: number | null;
@@ -20,6 +22,7 @@ export interface Run {
 
 export interface Beginning {
   steps: number;
+  optimizer: Setting["optimizer"];
   adamw: number;
   sgd: number;
   norm: Setting["norm"];
@@ -97,7 +100,7 @@ export function refusal(setting: Setting, opening: Opening): string | null {
 /** The setting with what its task begins with, where the task is another one. */
 export function withTask(setting: Setting, task: Setting["task"], opening: Opening): Setting {
   const own = opening.beginnings[task];
-  return { ...setting, task, norm: own.norm, steps: own.steps, learning_rate: own[setting.optimizer] };
+  return { ...setting, task, norm: own.norm, steps: own.steps, optimizer: own.optimizer, learning_rate: own[own.optimizer] };
 }
 
 export function same(one: Setting, other: Setting): boolean {
@@ -117,6 +120,52 @@ export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Set
     return sum;
   };
   return runs.filter((run) => run.setting.task === wish.task).reduce<Run | undefined>((best, run) => (best === undefined || far(run) < far(best) ? run : best), undefined);
+}
+
+/** Peak memory of a setting before it runs: on the line between recorded runs of the same task and optimizer; null without two of them. */
+export function foretold(setting: Setting, runs: readonly Run[]): number | null {
+  const alike = ({ setting: of, peak }: Run) =>
+    of.task === setting.task && of.optimizer === setting.optimizer && of.norm === setting.norm && of.mistake === "" && of.precision === setting.precision &&
+    of.accumulation_steps > 1 === setting.accumulation_steps > 1 && total(peak) > 0;
+  const known = new Map(runs.filter(alike).map((run) => [run.setting.micro_batch_size, total(run.peak)]));
+  const sizes = [...known.keys()].sort((a, b) => a - b);
+  if (sizes.length < 2) return null;
+  const above = Math.min(sizes.length - 1, Math.max(1, sizes.findIndex((size) => size >= setting.micro_batch_size) < 0 ? sizes.length - 1 : sizes.findIndex((size) => size >= setting.micro_batch_size)));
+  const [low, high] = [sizes[above - 1] as number, sizes[above] as number];
+  const [from, to] = [known.get(low) ?? 0, known.get(high) ?? 0];
+  return from + ((setting.micro_batch_size - low) / (high - low)) * (to - from);
+}
+
+export interface Judgement {
+  kind: "none" | "same" | "drift" | "other";
+  words: string;
+}
+
+const REASONS: Record<Setting["mistake"], string> = {
+  "": "",
+  no_division: "the parts are added up and not divided",
+  zero_each: "only the last micro-batch is left of it",
+  clip_each: "what came early is clipped again and again",
+  schedule_each: "the learning rate has fallen meanwhile",
+  drop_tail: "samples at the end are left out",
+  mean_of_means: "micro-batches that count differently count the same",
+};
+const LATER = "the first gradient is right; the mistake comes where a batch does not come out even";
+
+/** What a run is, beside the native batch: judged by its first gradient, since rounding may grow to any difference later. */
+export function judgement(run: Run): Judgement {
+  const { mistake, precision, norm } = run.setting;
+  const rounding = precision === "bf16" ? 5e-2 : 1e-4;
+  const first = run.first_gradient_difference;
+  const last = run.relative_differences.findLast((value) => value !== null) ?? null;
+  if (first === null && last === null) return { kind: "none", words: "nothing to compare yet" };
+  if (first !== null && first >= rounding) {
+    const why = [REASONS[mistake], norm === "batch" ? "BatchNorm takes its mean over each micro-batch, not over the batch" : ""].filter((one) => one !== "").join("; and ");
+    return { kind: "other", words: `another training${why ? `: ${why}` : ""}` };
+  }
+  if (last === null || last < rounding) return { kind: "same", words: precision === "bf16" ? "the same, up to the rounding of bfloat16" : "the same, up to rounding" };
+  if (mistake === "drop_tail" || mistake === "mean_of_means") return { kind: "other", words: `${LATER}: ${REASONS[mistake]}` };
+  return { kind: "drift", words: "the same first gradient; training has made the rounding after it larger" };
 }
 
 /** The program that does what a setting does: the template with its names filled. */
@@ -172,6 +221,7 @@ export class Growing {
       gradient_norms: [],
       learning_rates: [],
       relative_differences: [],
+      first_gradient_difference: null,
       peak: {},
       samples_per_second: null,
       digest: null,
@@ -203,6 +253,9 @@ export class Growing {
         this.#time(line);
         break;
       }
+      case "guide.first_gradient":
+        run.first_gradient_difference = finite(line["relative_difference"]);
+        break;
       case "guide.match":
         run.relative_differences.push(finite(line["relative_difference"]));
         break;
