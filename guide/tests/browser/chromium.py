@@ -127,3 +127,12 @@ def scroll_through(page: Page) -> None:
             await new Promise(requestAnimationFrame);
         }
     }""")
+
+
+def unfold(page: Page) -> None:
+    """Open every fold, and have what is not on the screen drawn too."""
+    page.evaluate("""async () => {
+        document.querySelectorAll('main details').forEach(fold => fold.open = true);
+        document.querySelectorAll('main section').forEach(part => part.style.contentVisibility = 'visible');
+        for (let frame = 0; frame < 3; frame += 1) await new Promise(requestAnimationFrame);
+    }""")

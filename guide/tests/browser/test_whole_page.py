@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 
-from guide.tests.browser.chromium import AXE, DESKTOP, ORPHANS, PHONE, SMALL, opened, scroll_through
+from guide.tests.browser.chromium import AXE, DESKTOP, ORPHANS, PHONE, SMALL, opened, scroll_through, unfold
 
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {**DESKTOP, "color_scheme": "light"},
@@ -77,7 +77,7 @@ def test_it_is_accessible(browser: Browser, address: str, look: str) -> None:
         pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
     with opened(browser, address, **LOOKS[look]) as watched:
         page = watched.page
-        page.evaluate("document.querySelectorAll('main details').forEach(fold => fold.open = true)")
+        unfold(page)
         page.evaluate(AXE.read_text(encoding="utf-8"))
 
         assert page.evaluate(AXE_RUN) == []
@@ -100,7 +100,7 @@ def test_every_number_says_where_it_is_from(browser: Browser, address: str) -> N
     """Each digit in the text stands in an element with `data-from`; code and equations may hold others."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
-        page.evaluate("document.querySelectorAll('main details').forEach(fold => fold.open = true)")
+        unfold(page)
         main = page.locator("main")
         kinds = page.evaluate("[...new Set([...document.querySelectorAll('[data-from]')].map(e => e.dataset.from))]")
 
@@ -160,3 +160,72 @@ def test_a_number_that_is_touched_tells_its_origin(browser: Browser, address: st
         expect(page.locator("[popover]:popover-open")).to_have_text(title)
         page.keyboard.press("Escape")
         expect(page.locator("[popover]:popover-open")).to_have_count(0)
+
+
+@pytest.mark.parametrize("part", ["playground", "planner", "walk"])
+def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
+    """An address with settings comes to its part, with the folds around it open, and not to the top of the page."""
+    with opened(browser, f"{address}#{part}?v=1&micro=4", **DESKTOP) as watched:
+        place = watched.page.locator(f"#{part}")
+        expect(place).to_be_in_viewport()
+        watched.page.wait_for_timeout(300)
+
+        assert -2 <= place.evaluate("part => part.getBoundingClientRect().top") <= 60
+        assert place.evaluate("part => part.tagName !== 'DETAILS' || part.open")
+
+
+def test_formulas_fit_on_a_phone(browser: Browser, address: str) -> None:
+    """No equation of the chapters is wider than its place on a phone."""
+    with opened(browser, address, **PHONE) as watched:
+        unfold(watched.page)
+        wide = watched.page.evaluate("""() => [...document.querySelectorAll('main .equation')]
+            .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)""")
+
+        assert wide == []
+
+
+def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:
+    """At the top of the page, chapters further down are skipped, and folds are closed."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        drawn = page.evaluate("""() => [...document.querySelectorAll('main section')]
+            .filter(part => part.querySelector('h2').checkVisibility({contentVisibilityAuto: true})).length""")
+
+        assert drawn < page.locator("main section").count() / 2
+        assert page.locator("main details[open]").count() == 0
+
+
+def test_the_first_screen_is_the_machine(browser: Browser, address: str) -> None:
+    """One slider cuts the batch and lowers the memory, the loss stays; one switch breaks it; and there is a way on."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        top = page.locator("#top")
+        summary = top.locator("figcaption p").first
+        expect(top.get_by_role("link", name="Begin")).to_be_in_viewport()
+        expect(summary).to_contain_text("1.37 MiB")
+        top.get_by_role("slider", name="Micro-batch").press("End")
+        expect(summary).to_contain_text("64 parts of a single sample")
+        expect(summary).to_contain_text("The loss is the same in every step")
+        top.get_by_role("switch", name="Forget to divide").check()
+        expect(summary).to_contain_text("Not divided by 64")
+        top.get_by_role("spinbutton").fill("3")
+        top.get_by_role("spinbutton").press("Enter")
+        expect(top.get_by_role("status")).to_have_text("There is no 3 here; the nearest is 4.")
+
+
+def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, address: str) -> None:
+    """Without an engine, the first thing that is touched may be a slider; recorded runs play, and pins outlast a reload."""
+    with opened(browser, f"{address}#playground", **DESKTOP) as watched:
+        page = watched.page
+        part = page.locator("#playground")
+        expect(part.locator(".which")).to_have_text("digits 16 × 4, SGD (ready, at step 0)")
+        expect(part.locator("dl dd").first).to_have_text("2.30")
+        slider = part.get_by_role("slider", name="Micro-batch")
+        expect(slider).to_have_attribute("max", "3")
+        slider.press("End")
+        expect(part.locator(".which")).to_have_text("digits 64 × 4, SGD (recorded)")
+        part.get_by_role("button", name="Pin this run").click()
+        page.reload()
+        expect(part.get_by_text("pin 1: digits 64 × 4").first).to_be_visible()
+        part.get_by_role("button", name="Unpin").click()
+        expect(part.get_by_text("pin 1")).to_have_count(0)
