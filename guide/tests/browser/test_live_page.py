@@ -71,7 +71,7 @@ def test_a_run_is_the_librarys(guide: Watched) -> None:
     shown = [float(text) for text in part.locator("figure tbody td:nth-of-type(1)").all_inner_texts()]
 
     assert shown == pytest.approx(run(setting, lambda _: None)["losses"], rel=5.1e-4)  # four digits are shown
-    expect(part.locator(".note.good")).to_contain_text("the same, up to rounding")
+    expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
 
 
 def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
@@ -100,12 +100,49 @@ def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
     expect(button(part, "Train")).to_be_enabled()
     part.get_by_label("Mistake").select_option("zero_each")
     button(part, "Train").click()
-    expect(part.locator(".note.bad")).to_contain_text("another run")
+    expect(part.locator(".judged.other")).to_contain_text("only the last micro-batch is left of it")
     expect(steps(part)).to_have_text("15")
 
     expect(part.get_by_text("pin 1: digits").first).to_be_visible()
     part.get_by_text("Take it along").click()
     expect(part.locator("pre[aria-label='command line']")).to_contain_text("mistake=zero_each")
+
+
+def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
+    """While a slider moves, and in a second tab, what is shown is the run under way, with its own batch and name."""
+    page = guide.page
+    part = playground(
+        page, PlaygroundSetting(task="spirals", micro_batch_size=8, accumulation_steps=2, steps=900, seed=9)
+    )
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text(re.compile(r"[1-9]\d*"))
+    part.get_by_role("slider", name="Micro-batch").press("End")
+    second = guide.context.new_page()
+    second.goto(page.url.split("#")[0])
+    for tab in (page, second):
+        expect(tab.locator("#playground .which")).to_have_text("spirals 8 \u00d7 2, SGD (under way)")
+        expect(tab.locator("#playground .batch strong")).to_have_text("16")
+        expect(tab.get_by_label("Run under way")).to_contain_text("playground")
+    expect(part.locator(".next").first).to_contain_text("256 \u00d7 2 = 512")
+    second.close()
+    button(part, "Stop").click()
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator(".batch strong")).to_have_text("16")
+
+
+def test_a_run_that_is_not_made_says_why(guide: Watched) -> None:
+    """What ends a run, or keeps it from beginning, such as the limit of time, is told wherever one is on the page."""
+    page = guide.page
+    message = "It took more than 120 seconds."
+    page.route("**/api/runs", lambda route: route.fulfill(status=409, json={"code": "time", "message": message}))
+    figure = page.locator("#top figure")
+    expect(figure.get_by_role("button", name="Run it here")).to_be_enabled()
+    figure.get_by_role("button", name="Run it here").click()
+    bar = page.get_by_role("status", name="Why it ended")
+    expect(bar).to_contain_text(message)
+    bar.get_by_role("button", name="Close").click()
+    expect(bar).to_have_count(0)
+    guide.faults.clear()  # the browser writes down every answer of 409
 
 
 def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
@@ -123,7 +160,7 @@ def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
     page.evaluate("new Promise(requestAnimationFrame)")
 
     expect(steps(part)).to_have_text("11")
-    expect(part.locator(".note.good")).to_contain_text("the same, up to rounding")
+    expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
 
 
 def test_a_figure_is_run_here(guide: Watched) -> None:
@@ -148,4 +185,4 @@ def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
         expect(note).to_contain_text("The server has gone")
 
         expect(button(part, "Train")).to_be_disabled()
-        expect(steps(part)).not_to_have_text("0")
+        expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD (ready, at step 0)")

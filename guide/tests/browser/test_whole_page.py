@@ -214,18 +214,18 @@ def test_the_first_screen_is_the_machine(browser: Browser, address: str) -> None
 
 
 def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, address: str) -> None:
-    """Without an engine, the first thing that is touched may be a slider; recorded runs play, and pins outlast a reload."""
+    """Without an engine, the first thing that is touched may be a slider; pins outlast a reload, and can be removed."""
     with opened(browser, f"{address}#playground", **DESKTOP) as watched:
         page = watched.page
         part = page.locator("#playground")
-        expect(part.locator(".which")).to_have_text("digits 16 × 4, SGD (ready, at step 0)")
+        expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD (ready, at step 0)")
         expect(part.locator("dl dd").first).to_have_text("2.30")
         slider = part.get_by_role("slider", name="Micro-batch")
         expect(slider).to_have_attribute("max", "3")
         slider.press("End")
-        expect(part.locator(".which")).to_have_text("digits 64 × 4, SGD (recorded)")
+        expect(part.locator(".which")).to_have_text("digits 64 \u00d7 4, SGD (recorded)")
         part.get_by_role("button", name="Pin this run").click()
         page.reload()
-        expect(part.get_by_text("pin 1: digits 64 × 4").first).to_be_visible()
+        expect(part.get_by_text("pin 1: digits 64 \u00d7 4").first).to_be_visible()
         part.get_by_role("button", name="Unpin").click()
         expect(part.get_by_text("pin 1")).to_have_count(0)

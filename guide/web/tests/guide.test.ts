@@ -54,3 +54,11 @@ test("a server that has gone is known, and what it was doing is not; a stream th
   Stream.latest.say("status", running);
   expect(guide).toMatchObject({ lost: false, status: running });
 });
+
+test("a run that was ended for its time is told, until the next one is asked for", async () => {
+  const { guide, start } = await opened();
+  Stream.latest.say("failed", { run: "abc", code: "time", message: "It took more than 120 seconds." });
+  expect(guide.trouble).toEqual({ code: "time", message: "It took more than 120 seconds." });
+  await start({ kind: "experiment", name: "one_batch" });
+  expect(guide.trouble).toBeNull();
+});
