@@ -13,8 +13,14 @@ const SIGNS = [
 ];
 const OTHERS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ℎ·×÷±−∓∗∘√∞∂∇∑∏∫≈≠≡≤≥≪≫∈∉⊂⊆∪∩∀∃→←↔⇒⇐⇔↦…⋯⋮⌈⌉⌊⌋⟨⟩‖∣′″ℝℕ𝔼𝒩ℒ𝒪\u2061\u2062\u2063\u00af\u02c6\u02dc\u203e\u23de\u23df";
 
+const FULL = createRequire(import.meta.url).resolve("@fontsource/stix-two-math/files/stix-two-math-latin-400-normal.woff2");
+
 export async function mathFont() {
-  const path = createRequire(import.meta.url).resolve("@fontsource/stix-two-math/files/stix-two-math-latin-400-normal.woff2");
   const ranges = SIGNS.map(([first = 0, last = 0]) => Array.from({ length: last - first + 1 }, (_, at) => String.fromCodePoint(first + at)).join(""));
-  return subsetFont(readFileSync(path), ranges.join("") + OTHERS, { targetFormat: "woff2" });
+  return subsetFont(readFileSync(FULL), ranges.join("") + OTHERS, { targetFormat: "woff2" });
+}
+
+/** The raised digits alone: the first screen needs them, and equations come later. */
+export async function raisedFont() {
+  return subsetFont(readFileSync(FULL), "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", { targetFormat: "woff2" });
 }

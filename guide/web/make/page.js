@@ -14,7 +14,7 @@ import { build } from "vite";
 import settings from "../svelte.config.js";
 import { quoted, ROOT } from "./code.js";
 import { digest, sha256, sources } from "./digest.js";
-import { mathFont } from "./font.js";
+import { mathFont, raisedFont } from "./font.js";
 import { proseOnce } from "./prose.js";
 import { recordings, recordingElements } from "./recordings.js";
 
@@ -35,11 +35,12 @@ try {
   files.set("app.js", script);
   files.set("app.css", style);
   files.set("math.woff2", await mathFont());
+  files.set("raised.woff2", await raisedFont());
   files.set("index.html", page("index.html", body, recordingElements(all, used)));
   files.set("watch/index.html", page("watch.html", "", ""));
   files.set("watch/app.js", watch.script);
   files.set("watch/app.css", watch.style);
-  files.set("watch/math.woff2", files.get("math.woff2") ?? "");
+  for (const font of ["math.woff2", "raised.woff2"]) files.set(`watch/${font}`, files.get(font) ?? "");
   for (const [name, text] of all) files.set(`rec/${name}.json`, text);
   files.set("BUILD.json", account(files));
   write(files);

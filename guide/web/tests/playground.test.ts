@@ -74,6 +74,7 @@ test("nothing is lost between seven categories and five", () => {
 
 test("a claim's text is words and numbers", () => {
   expect(pieces("from {a} to {b}.")).toEqual([{ words: "from " }, { name: "a" }, { words: " to " }, { name: "b" }, { words: "." }]);
+  expect(pieces("by `anybatch check`")).toEqual([{ words: "by " }, { code: "anybatch check" }]);
   expect(shape({ label: "", unit: "x", value: "Infinity" }).value).toBe(Infinity);
   expect(shape({ label: "", unit: "bytes", value: 5 })).toEqual({ value: 5, unit: "bytes" });
 });

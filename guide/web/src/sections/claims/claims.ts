@@ -27,12 +27,18 @@ export const VERDICTS: Record<Verdict, { name: string; mark: string }> = {
   false: { name: "false", mark: "✕" },
 };
 
-/** A text in pieces: words, and names of numbers. */
-export function pieces(text: string): { words?: string; name?: string }[] {
+export interface Piece {
+  words?: string;
+  name?: string;
+  code?: string;
+}
+
+/** A text in pieces: words, names of numbers, and what stands between back-ticks. */
+export function pieces(text: string): Piece[] {
   return text
-    .split(/(\{\w+\})/)
+    .split(/(\{\w+\}|`[^`]*`)/)
     .filter((piece) => piece !== "")
-    .map((piece) => (piece.startsWith("{") ? { name: piece.slice(1, -1) } : { words: piece }));
+    .map((piece) => (piece.startsWith("{") ? { name: piece.slice(1, -1) } : piece.startsWith("`") ? { code: piece.slice(1, -1) } : { words: piece }));
 }
 
 /** How a number is shown: with a unit of `Value`, and few digits unless it is counted. */

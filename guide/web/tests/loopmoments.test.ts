@@ -1,0 +1,47 @@
+import { readFileSync } from "node:fs";
+
+import { expect, test } from "vitest";
+
+import { momentsOf, phaseOf, type VectorTrace } from "../src/math/loopmoments";
+
+const { data: trace } = JSON.parse(readFileSync(new URL("../recordings/walk_accumulation.json", import.meta.url), "utf-8")) as { data: VectorTrace };
+const text = (trace.files[0]?.text ?? "").split("\n");
+const first = text.findIndex((line) => line.includes("accumulation_steps = ")) + 1;
+const last = text.findIndex((line) => line.startsWith("def main")) - 2;
+const moments = momentsOf(trace, first, last);
+
+test("a line is one phase, and a backward is two", () => {
+  expect(["        outputs = model(inputs)", "loss = loss / accumulation_steps", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()", "for i in loader:"].map(phaseOf)).toEqual([
+    ...["forward", "forward", "backward", "update", "clear", ""],
+  ]);
+  const phases = moments.map(({ phase }) => phase);
+  expect(phases.filter((phase) => phase === "backward")).toHaveLength(8);
+  expect(phases.filter((phase) => phase === "accumulate")).toHaveLength(8);
+  expect(phases.filter((phase) => phase === "update")).toHaveLength(2);
+});
+
+test("what a micro-batch adds is what p.grad grows by, and p.grad is there before it is added", () => {
+  let sum = trace.vectors.weights.find(([, numbers]) => numbers)?.[1]?.map(() => 0) ?? [];
+  for (const moment of moments) {
+    if (moment.phase === "clear") sum = sum.map(() => 0);
+    if (moment.phase === "backward") expect(moment.gradient ?? sum.map(() => 0)).toEqual(sum);
+    if (moment.phase !== "accumulate") continue;
+    moment.own?.forEach((value, at) => expect((sum[at] ?? 0) + value).toBeCloseTo(moment.gradient?.[at] ?? Number.NaN, 12));
+    sum = moment.gradient ?? [];
+  }
+});
+
+test("the weights move at the update alone, by the gradient times the rate of 1", () => {
+  let weights = moments[0]?.weights ?? [];
+  for (const moment of moments) {
+    if (moment.phase === "update") {
+      moment.weights.forEach((value, at) => expect(Math.abs((weights[at] ?? 0) - (moment.gradient?.[at] ?? 0) - value)).toBeLessThan(1e-3));
+      expect(moment.before).toEqual(weights);
+    } else expect(moment.weights).toEqual(weights);
+    weights = moment.weights;
+  }
+});
+
+test("four are in the sum when it is used", () => {
+  expect(moments.filter(({ phase }) => phase === "update").map(({ added, updates }) => [added, updates])).toEqual([[4, 1], [4, 2]]);
+});
