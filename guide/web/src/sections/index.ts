@@ -13,6 +13,7 @@ import Planner from "./Planner.svelte";
 import Playground from "./Playground.svelte";
 import Sources from "./Sources.svelte";
 import SplitSum from "./SplitSum.svelte";
+import Devices from "./devices/Devices.svelte";
 import WalkThrough from "./WalkThrough.svelte";
 import Words from "./Words.svelte";
 
@@ -36,6 +37,7 @@ const ENTRIES: Omit<SectionEntry, "number">[] = [
   { id: "planner", title: "A plan for real models and GPUs", component: Planner },
   { id: "batch-norm", title: "BatchNorm: the layer that sees its neighbours", component: BatchNorm },
   { id: "claims", title: "Thirteen claims, measured", component: Claims },
+  { id: "devices", title: "Several devices", component: Devices },
   { id: "playground", title: "The playground: make it, break it", component: Playground },
   { id: "exercises", title: "Exercises", component: Exercises },
   { id: "sources", title: "Where the numbers are from", component: Sources },
