@@ -13,6 +13,8 @@ import Planner from "./Planner.svelte";
 import Playground from "./Playground.svelte";
 import Sources from "./Sources.svelte";
 import SplitSum from "./SplitSum.svelte";
+import BatchSize from "./batch_size/BatchSize.svelte";
+import Lengths from "./batch_size/Lengths.svelte";
 import Devices from "./devices/Devices.svelte";
 import WalkThrough from "./WalkThrough.svelte";
 import Words from "./Words.svelte";
@@ -38,6 +40,8 @@ const ENTRIES: Omit<SectionEntry, "number">[] = [
   { id: "batch-norm", title: "BatchNorm: the layer that sees its neighbours", component: BatchNorm },
   { id: "claims", title: "Thirteen claims, measured", component: Claims },
   { id: "devices", title: "Several devices", component: Devices },
+  { id: "batch-size", title: "How large a batch", component: BatchSize },
+  { id: "lengths", title: "Sentences of different lengths", component: Lengths },
   { id: "playground", title: "The playground: make it, break it", component: Playground },
   { id: "exercises", title: "Exercises", component: Exercises },
   { id: "sources", title: "Where the numbers are from", component: Sources },
