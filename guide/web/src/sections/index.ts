@@ -17,6 +17,7 @@ import BatchSize from "./batch_size/BatchSize.svelte";
 import Lengths from "./batch_size/Lengths.svelte";
 import Devices from "./devices/Devices.svelte";
 import WalkThrough from "./WalkThrough.svelte";
+import WhyWrong from "./WhyWrong.svelte";
 import Words from "./Words.svelte";
 
 export interface SectionEntry {
@@ -42,6 +43,7 @@ const ENTRIES: Omit<SectionEntry, "number">[] = [
   { id: "devices", title: "Several devices", component: Devices },
   { id: "batch-size", title: "How large a batch", component: BatchSize },
   { id: "lengths", title: "Sentences of different lengths", component: Lengths },
+  { id: "why-wrong", title: "Why is my loss wrong?", component: WhyWrong },
   { id: "playground", title: "The playground: make it, break it", component: Playground },
   { id: "exercises", title: "Exercises", component: Exercises },
   { id: "sources", title: "Where the numbers are from", component: Sources },
