@@ -9,7 +9,6 @@ from anybatch_guide.experiments import ddp_timeline, rank_memory
 from anybatch_guide.recording import read_recording
 from guide.tests.recorded_again import RECORDINGS
 
-
 LATE = ("no_sync until the last micro-batch", "all_reduce of anybatch")
 """Ways that reduce in the last micro-batch only."""
 

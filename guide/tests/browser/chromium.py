@@ -127,3 +127,10 @@ def scroll_through(page: Page) -> None:
             await new Promise(requestAnimationFrame);
         }
     }""")
+
+
+def bring_to_life(page: Page) -> None:
+    """Bring every part into view, and wait for those that come to life there."""
+    for part in page.locator("[data-later]").all():
+        part.scroll_into_view_if_needed()
+    page.wait_for_function("!document.querySelector('[data-later=waiting]')")

@@ -55,7 +55,7 @@ def run(emit: Emit) -> Data:
     emit_progress(emit, len(cases), len(cases) + 1, "two ranks")
     with RankPool(2) as pool:
         found = pool.run(on_two_ranks)[0]
-    return {"errors": {**errors, **found["errors"]}, "sent_bytes": found["sent_bytes"], "loops": list(_loops())}
+    return {"errors": {**errors, **found["errors"]}, "sent_bytes": found["sent_bytes"], "loops": list(checked_loops())}
 
 
 @dataclass(eq=False)
@@ -215,7 +215,7 @@ def _on_ranks(module: ModuleType, model: nn.Module, pieces: list[Pair]) -> tuple
     return optimizer.gradients[0], float(sum(sent))
 
 
-def _loops() -> Iterable[dict[str, Any]]:
+def checked_loops() -> Iterable[dict[str, Any]]:
     """Yield the loops: their lines, which of them is wrong, and what the checker says."""
     for name in MISTAKES:
         yield _described(name, loop_of(name), wrong_lines(name), f"mistakes/{name}")

@@ -23,7 +23,7 @@ export function used(): string[] {
   return [...asked].filter((name) => !later.has(name)).sort();
 }
 
-/** These are fetched when they are needed, although what was rendered beforehand shows them. */
+/** These are fetched when they are needed, although what was rendered beforehand shows them; no other part may hold them. */
 export function postpone(names: readonly string[]): void {
   for (const name of names) later.add(name);
 }
