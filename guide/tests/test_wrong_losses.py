@@ -67,7 +67,7 @@ def test_what_is_wrong_is_far_off_and_what_is_right_is_not() -> None:
     "divided_after_all", "guide/src/anybatch_guide/mistakes/no_division.py", "loss.backward()", "(loss / 4).backward()"
 )
 def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
-    """The mistakes' own loops are run: not divided, the gradient is off by three times its length; the right one by 0."""
+    """The mistakes' own loops are run: not divided, the gradient is off by three times its length."""
     digits = load("digits")
     full = wrong_losses.FULL
 
