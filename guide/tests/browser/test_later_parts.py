@@ -28,6 +28,11 @@ def alive(browser: Browser, address: str) -> Iterator[Watched]:
         assert watched.faults == []
 
 
+def fetched(watched: Watched) -> set[str]:
+    """Return the names of recordings that the page has asked for."""
+    return {re.sub(r".*/rec/|\.json.*", "", url) for url in watched.requests if "/rec/" in url}
+
+
 def summary(page: Page, title: str) -> Locator:
     """Return the sentence below a figure."""
     return page.get_by_role("figure", name=title).locator("figcaption > p").first
@@ -37,15 +42,14 @@ def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> 
     """Nothing of these parts is fetched with the page; what each says is there before, and stays when they come."""
     with opened(browser, address, **PHONE) as watched:
         page = watched.page
-        fetched = lambda: {re.sub(r".*/rec/|\.json.*", "", url) for url in watched.requests if "/rec/" in url}  # noqa: E731
 
-        assert fetched() & set(PARTS.values()) == set()
+        assert fetched(watched) & set(PARTS.values()) == set()
         for part, recording in PARTS.items():
             own = page.locator(f"#{part}")
             own.scroll_into_view_if_needed()
             words = own.inner_text()
             expect(own.locator("[data-later]").first).to_have_attribute("data-later", "alive")
-            assert recording in fetched()
+            assert recording in fetched(watched)
             assert own.inner_text().split() == words.split()
         assert watched.faults == []
 

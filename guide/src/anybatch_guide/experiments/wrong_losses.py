@@ -69,7 +69,7 @@ class _Noting(torch.optim.SGD):
     def __post_init__(self) -> None:
         super().__init__(self.model.parameters(), lr=RATE)
 
-    def step(self, closure: Any = None) -> None:  # noqa: ANN401, ARG002 (as torch has it)
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
         """Note, and leave parameters as they are."""
         self.gradients.append(flat_gradients(self.model))
         self.rates.append(float(self.param_groups[0]["lr"]))
@@ -171,7 +171,7 @@ def contrastive_error() -> float:
 def sampler_error() -> float:
     """Return how far the last step of an epoch is off on two ranks, whose sampler gives the first sample twice."""
     task = load("digits")
-    order = list(torch.utils.data.DistributedSampler(range(len(task.rows)), num_replicas=1, rank=0, seed=0))
+    order: list[int] = list(torch.utils.data.DistributedSampler(task.rows, num_replicas=1, rank=0, seed=0))
     last = order[len(order) // 64 * 64 :]
     model = new_model(task).double()
     found = []
