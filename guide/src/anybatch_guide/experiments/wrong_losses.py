@@ -162,8 +162,8 @@ def contrastive_error() -> float:
     gradients = []
     for sizes in (FULL, [sum(FULL)]):
         model.zero_grad()
-        for pair in zip(*(view.split(sizes) for view in views), strict=True):
-            of(*pair, 1 / len(sizes))
+        for one, other in zip(views[0].split(sizes), views[1].split(sizes), strict=True):
+            of(one, other, 1 / len(sizes))
         gradients.append(flat_gradients(model))
     return relative(*gradients)
 
