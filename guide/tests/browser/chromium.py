@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from guide.tests.page import WEB
 
@@ -133,4 +133,4 @@ def bring_to_life(page: Page) -> None:
     """Bring every part into view, and wait for those that come to life there."""
     for part in page.locator("[data-later]").all():
         part.scroll_into_view_if_needed()
-    page.wait_for_function("!document.querySelector('[data-later=waiting]')")
+    expect(page.locator("[data-later=waiting]")).to_have_count(0)
