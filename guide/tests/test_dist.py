@@ -12,14 +12,14 @@ from tests.architecture.source_tree import ROOT
 
 KB = 1000
 BUDGETS = {
-    "app.js": 94 * KB,
+    "app.js": 104 * KB,
     "app.css": 14 * KB,
     "math.woff2": 60 * KB,
     "watch/app.js": 40 * KB,
     "watch/app.css": 8 * KB,
 }
 """Most bytes, gzipped, of what is loaded first."""
-TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 100 * KB, 56 * KB, 1200 * KB, 2500 * KB
+TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 125 * KB, 57 * KB, 1300 * KB, 3000 * KB
 EMBEDDED = re.compile(rb'<script type="application/json" id="[\w-]+">.*?</script>', re.DOTALL)
 FORBIDDEN = {
     "raw markup": re.compile(r"\{@html|innerHTML|outerHTML|insertAdjacentHTML|document\.write"),

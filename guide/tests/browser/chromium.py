@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from guide.tests.page import WEB
 
@@ -136,3 +136,10 @@ def unfold(page: Page) -> None:
         document.querySelectorAll('main section').forEach(part => part.style.contentVisibility = 'visible');
         for (let frame = 0; frame < 3; frame += 1) await new Promise(requestAnimationFrame);
     }""")
+
+
+def bring_to_life(page: Page) -> None:
+    """Bring every part into view, and wait for those that come to life there."""
+    for part in page.locator("[data-later]").all():
+        part.scroll_into_view_if_needed()
+    expect(page.locator("[data-later=waiting]")).to_have_count(0)

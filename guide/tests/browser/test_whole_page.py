@@ -6,7 +6,17 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 
-from guide.tests.browser.chromium import AXE, DESKTOP, ORPHANS, PHONE, SMALL, opened, scroll_through, unfold
+from guide.tests.browser.chromium import (
+    AXE,
+    DESKTOP,
+    ORPHANS,
+    PHONE,
+    SMALL,
+    bring_to_life,
+    opened,
+    scroll_through,
+    unfold,
+)
 
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {**DESKTOP, "color_scheme": "light"},
@@ -77,6 +87,7 @@ def test_it_is_accessible(browser: Browser, address: str, look: str) -> None:
         pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
     with opened(browser, address, **LOOKS[look]) as watched:
         page = watched.page
+        bring_to_life(page)
         unfold(page)
         page.evaluate(AXE.read_text(encoding="utf-8"))
 
@@ -115,6 +126,7 @@ def test_every_control_has_a_name_and_can_be_reached(browser: Browser, address: 
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         main = page.locator("main")
+        bring_to_life(page)
         main.focus()
         count = main.locator(CONTROLS).count()
         for _ in range(count + 20):

@@ -15,6 +15,7 @@ import settings from "../svelte.config.js";
 import { quoted, ROOT } from "./code.js";
 import { digest, sha256, sources } from "./digest.js";
 import { mathFont, raisedFont } from "./font.js";
+import { contentLater } from "./later.js";
 import { proseOnce } from "./prose.js";
 import { recordings, recordingElements } from "./recordings.js";
 
@@ -24,7 +25,7 @@ const TOOLS = ["@fontsource/stix-two-math", "katex", "shiki", "subset-font", "sv
 const folder = resolve(process.argv[2] ?? join(ROOT, "guide/src/anybatch_guide/dist"));
 const work = mkdtempSync(join(tmpdir(), "anybatch-page-"));
 try {
-  const { script, style } = await builtScript("src/main.ts", [...settings.preprocess, proseOnce()]);
+  const { script, style } = await builtScript("src/main.ts", [...settings.preprocess, proseOnce(), contentLater()]);
   // drawn in the browser only, so it brings all its prose along
   const watch = await builtScript("src/watch/main.ts", settings.preprocess);
   const all = recordings();

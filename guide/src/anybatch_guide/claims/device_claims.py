@@ -213,11 +213,11 @@ DEVICE_CLAIMS = (
             ),
             "only_if": (
                 "They lose {most_lost_at_25} and {most_lost_at_50} at most, and the best sizes lie between {least} and "
-                "{most} MiB, by link and model: measure it with `anybatch scale`."
+                "{most} MiB, by link and model: measure it with anybatch scale."
             ),
             "false": (
                 "They lose up to {most_lost_at_25} and {most_lost_at_50}: the best sizes lie between {least} and "
-                "{most} MiB, by link and model. `anybatch scale` measures it."
+                "{most} MiB, by link and model. anybatch scale measures it."
             ),
         },
         seconds=2,

@@ -2,6 +2,8 @@
 
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -11,14 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.diagnostics.comparison.loops import ddp_accumulated, ddp_without_no_sync
+from anybatch.diagnostics.comparison.loops import (
+    LossShare,
+    OptimizerFunction,
+    Steps,
+    Wrap,
+    ddp_accumulated,
+    ddp_without_no_sync,
+)
 from anybatch.diagnostics.comparison.reductions import WatchedDDP
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.records import MicroBatchRecord, Record, ReductionRecord, SpanEvent
 from anybatch.testing import RankPool
 from anybatch_guide.experiment import Data, Emit, Experiment
 
-WORLDS = (2, 4)
+WORLDS, NUM_STEPS = (2, 4), 9
+"""Numbers of ranks; steps that are watched, of which the middle one is kept."""
 WIDTH, NUM_LAYERS, MICRO_BATCH, NUM_MICRO_BATCHES = 384, 6, 32, 4
 BUCKET_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
 """Two layers: so the network has three buckets."""
@@ -32,12 +42,19 @@ def run(emit: Emit) -> Data:
         emit({"kind": "guide.progress", "done": done, "of": len(WORLDS), "what": f"{num_ranks} ranks"})
         with RankPool(num_ranks) as pool:
             ways = {
-                "no_sync until the last micro-batch": pool.run(by_hand, "last"),
-                "reduced in every micro-batch": pool.run(by_hand, "each"),
-                "all_reduce of anybatch": pool.run(by_engine),
+                "no_sync until the last micro-batch": middle(pool.run(by_hand, "last")),
+                "no_sync around the backward only": middle(pool.run(by_hand, "each, as it turns out")),
+                "reduced in every micro-batch": middle(pool.run(by_hand, "each")),
+                "all_reduce of anybatch": middle(pool.run(by_engine)),
             }
         found["worlds"].append({"num_ranks": num_ranks, "ways": ways})
     return found
+
+
+def middle(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the step of every rank that took neither long nor little on the slowest of them."""
+    steps = sorted(zip(*ranks, strict=True), key=lambda step: max(rank["seconds"] for rank in step))
+    return list(steps[len(steps) // 2])
 
 
 def network() -> nn.Sequential:
@@ -52,20 +69,25 @@ def batch() -> Batch:
     return {"x": torch.randn(MICRO_BATCH * NUM_MICRO_BATCHES, WIDTH, generator=generator)}
 
 
-def by_hand(reduced: Literal["last", "each"]) -> dict[str, Any]:
-    """Run on every rank: a step under torch's DDP, the second one, watched."""
-    model, watch = network(), _Watch()
+def by_hand(reduced: Literal["last", "each", "each, as it turns out"]) -> list[dict[str, Any]]:
+    """Run on every rank: steps under torch's DDP, watched from the second one on."""
+    model, watch, found = network(), _Watch(), []
     watch.layers(model)
     pieces = [{"x": piece} for piece in batch()["x"].split(MICRO_BATCH)]
 
     def steps() -> Any:  # noqa: ANN401 (a generator of micro-batches)
         yield pieces  # DDP orders its buckets anew behind the first backward
-        dist.barrier()
-        watch.begin()
-        yield _Pieces(pieces, watch)
-        watch.end()
+        for _ in range(NUM_STEPS):
+            dist.barrier()
+            watch.begin()
+            yield _Pieces(pieces, watch)
+            found.append(watch.end())
 
-    loop = ddp_accumulated if reduced == "last" else ddp_without_no_sync
+    loop = {
+        "last": ddp_accumulated,
+        "each": ddp_without_no_sync,
+        "each, as it turns out": around_the_backward_only,
+    }[reduced]
     loop(
         model,
         partial(torch.optim.SGD, lr=0.0),
@@ -73,17 +95,32 @@ def by_hand(reduced: Literal["last", "each"]) -> dict[str, Any]:
         steps(),
         WatchedDDP(watch.bucket, bucket_bytes=BUCKET_BYTES),
     )
-    return watch.found()
+    return found
 
 
-def by_engine() -> dict[str, Any]:
-    """Run on every rank: a step under our own reduction, the second one, watched."""
-    model, watch = network(), _Watch()
+def around_the_backward_only(
+    model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps, wrap: Wrap
+) -> None:
+    """Train as `ddp_accumulated` means to; but DDP has decided in the forward that it will reduce."""
+    optimizer = make_optimizer(model.parameters())
+    wrapper = wrap(model)
+    for micro_batches in steps:
+        for number, own in enumerate(micro_batches, start=1):
+            loss = loss_share(wrapper, own) * dist.get_world_size()
+            with nullcontext() if number == len(micro_batches) else wrapper.no_sync():
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_engine() -> list[dict[str, Any]]:
+    """Run on every rank: steps under our own reduction, watched from the second one on."""
+    model, watch, found = network(), _Watch(), []
     watch.layers(model)
     strategy = AllReduce(bucket_bytes=BUCKET_BYTES)
     loss = ab.sum_over_samples(_loss_share)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    shares = ab.shares([batch()] * 2)
+    shares = ab.shares([batch()] * (1 + NUM_STEPS))
     with ab.Engine(
         model, optimizer, loss, micro_batch_size=MICRO_BATCH, strategy=strategy, observer=watch, check_loss=False
     ) as engine:
@@ -92,8 +129,9 @@ def by_engine() -> dict[str, Any]:
                 dist.barrier()
                 watch.begin()
             engine.step(share)
-        watch.end()
-    return watch.found()
+            if number:
+                found.append(watch.end())
+    return found
 
 
 def _loss_share(model: Any, own: Batch) -> Tensor:  # noqa: ANN401 (wrapped or not)
@@ -105,7 +143,6 @@ class _Watch:
 
     def __init__(self) -> None:
         self._begun: float | None = None
-        self._seconds = 0.0
         self._micro_batches: list[dict[str, float]] = []
         self._layers: dict[int, float] = {}
         self._buckets: dict[tuple[int, int], dict[str, float]] = {}
@@ -118,12 +155,20 @@ class _Watch:
             layer.register_full_backward_hook(lambda *_, number=number: self._layers.update({number: self._now()}))
 
     def begin(self) -> None:
-        """Begin the step."""
+        """Begin a step."""
+        self._micro_batches, self._layers, self._buckets = [], {}, {}
         self._begun = time.perf_counter()
 
-    def end(self) -> None:
-        """End the step."""
-        self._seconds = self._now()
+    def end(self) -> dict[str, Any]:
+        """End the step, and return everything that was noted."""
+        return {
+            "seconds": self._now(),
+            "micro_batches": self._micro_batches,
+            "layers": [{"layer": number, "ready": at} for number, at in sorted(self._layers.items(), reverse=True)],
+            "buckets": [
+                {"micro_batch": place[0], "bucket": place[1], **one} for place, one in sorted(self._buckets.items())
+            ],
+        }
 
     def micro_batch(self, event: str) -> None:
         """Note the beginning or the end of a micro-batch."""
@@ -145,17 +190,6 @@ class _Watch:
             self.micro_batch(record.event)
         elif isinstance(record, ReductionRecord) and record.payload == "gradients":
             self.bucket(record.bucket, record.num_bytes, record.event)
-
-    def found(self) -> dict[str, Any]:
-        """Return everything that was noted."""
-        return {
-            "seconds": self._seconds,
-            "micro_batches": self._micro_batches,
-            "layers": [{"layer": number, "ready": at} for number, at in sorted(self._layers.items(), reverse=True)],
-            "buckets": [
-                {"micro_batch": place[0], "bucket": place[1], **one} for place, one in sorted(self._buckets.items())
-            ],
-        }
 
     def _now(self) -> float:
         return 0.0 if self._begun is None else time.perf_counter() - self._begun

@@ -5,6 +5,7 @@ type About = Record<string, { question: string; made: Made }>;
 
 const held = new Map<string, Recording>();
 const asked = new Set<string>();
+const later = new Set<string>();
 let index: About | undefined;
 
 /** While the page is rendered beforehand: here is everything there is. */
@@ -19,7 +20,12 @@ export function hold(texts: Map<string, string>): void {
 
 /** Names of the recordings that were asked for: those the page needs before anything is fetched. */
 export function used(): string[] {
-  return [...asked].sort();
+  return [...asked].filter((name) => !later.has(name)).sort();
+}
+
+/** These are fetched when they are needed, although what was rendered beforehand shows them; no other part may hold them. */
+export function postpone(names: readonly string[]): void {
+  for (const name of names) later.add(name);
 }
 
 /** A recording that the page holds. Asking for it while the page is rendered is what makes the page hold it. */

@@ -16,7 +16,11 @@ import Planner from "./Planner.svelte";
 import Playground from "./Playground.svelte";
 import Sources from "./Sources.svelte";
 import SplitSum from "./SplitSum.svelte";
+import BatchSize from "./batch_size/BatchSize.svelte";
+import Lengths from "./batch_size/Lengths.svelte";
+import Devices from "./devices/Devices.svelte";
 import WalkThrough from "./WalkThrough.svelte";
+import WhyWrong from "./WhyWrong.svelte";
 import Words from "./Words.svelte";
 
 /** A part of the page with an address of its own: `#words`. */
@@ -76,6 +80,10 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
       { id: "exercises", title: "Exercises: find the bug", component: Exercises },
     ],
   },
+  { id: "devices", title: "Several devices", component: Devices },
+  { id: "batch-size", title: "How large a batch", component: BatchSize },
+  { id: "lengths", title: "Sentences of different lengths", component: Lengths },
+  { id: "why-wrong", title: "Why is my loss wrong?", component: WhyWrong },
   {
     id: "playground",
     title: "The playground: make it, break it",

@@ -1,0 +1,249 @@
+"""What each thing that a loop may have, or do wrong, makes of its step: how far it is from that of the whole batch."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
+
+from anybatch.diagnostics.comparison.reductions import WatchedDDP
+from anybatch.diagnostics.loop_check.check_loop import check_loop
+from anybatch.testing import RankPool
+from anybatch_guide.claims.devices import EVEN, UNEVEN
+from anybatch_guide.claims.measuring import Pair, cut, emit_progress, first_batch, flat_gradients, new_model, relative
+from anybatch_guide.exercises import no_sync_always, no_sync_backward, with_ranks
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.mistakes.mistake import MISTAKES, loop_of, wrong_lines
+from anybatch_guide.mistakes.windows import windows
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
+
+FULL, RAGGED, SENTENCES = [16] * 4, [16, 16, 16, 5], [4] * 16
+MAX_NORM, RATE, GAMMA, WINDOWS = 0.1, 0.1, 0.9, 10
+VIEW_NOISE, TEMPERATURE = 0.1, 0.1
+Loop = Callable[..., None]
+
+
+def run(emit: Emit) -> Data:
+    """Run every loop as it stands, and beside it the right one over the batch at once."""
+    digits = load("digits")
+    cases: dict[str, Callable[[], float]] = {
+        "no_division": partial(gradient_error, "no_division", digits, FULL),
+        "ragged_tail": partial(gradient_error, "mean_of_means", digits, RAGGED),
+        "masked_tokens": partial(gradient_error, "mean_of_means", load("text"), SENTENCES),
+        "zero_each": partial(gradient_error, "zero_each", digits, FULL),
+        "zero_missing": zero_missing_error,
+        "clip_each": partial(gradient_error, "clip_each", digits, FULL, max_norm=MAX_NORM),
+        "schedule_each": rate_error,
+        "drop_tail": dropped,
+        "batch_norm": partial(gradient_error, "right", load("shapes", norm="batch"), FULL),
+        "contrastive": contrastive_error,
+        "sampler": sampler_error,
+    }
+    errors: dict[str, float] = {}
+    for done, (name, measure) in enumerate(cases.items()):
+        emit_progress(emit, done, len(cases) + 1, name)
+        errors[name] = measure()
+    emit_progress(emit, len(cases), len(cases) + 1, "two ranks")
+    with RankPool(2) as pool:
+        found = pool.run(on_two_ranks)[0]
+    return {"errors": {**errors, **found["errors"]}, "sent_bytes": found["sent_bytes"], "loops": list(checked_loops())}
+
+
+@dataclass(eq=False)
+class _Noting(torch.optim.SGD):
+    """An optimizer that notes gradients and rates when it steps, and moves nothing."""
+
+    model: nn.Module
+    gradients: list[Tensor] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.model.parameters(), lr=RATE)
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
+        """Note, and leave parameters as they are."""
+        self.gradients.append(flat_gradients(self.model))
+        self.rates.append(float(self.param_groups[0]["lr"]))
+
+
+def _run(
+    name: str,
+    model: nn.Module,
+    loader: Iterable[Pair],
+    accumulation_steps: int,
+    *,
+    max_norm: float = math.inf,
+    gamma: float = 1.0,
+    criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> _Noting:
+    optimizer = _Noting(model)
+    scheduler: LRScheduler = ExponentialLR(optimizer, gamma)
+    loop_of(name)(
+        model,
+        loader,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        criterion=criterion,
+        accumulation_steps=accumulation_steps,
+        max_norm=max_norm,
+    )
+    return optimizer
+
+
+def gradient_error(name: str, task: PlaygroundTask, sizes: list[int], *, max_norm: float = math.inf) -> float:
+    """Return how far the gradient that a loop steps with is from that of the right loop over all samples at once."""
+    model, batch = new_model(task).double(), _doubled(first_batch(task, sum(sizes)))
+    found = _run(name, model, cut(batch, sizes), len(sizes), max_norm=max_norm)
+    whole = _run("right", model, [batch], 1, max_norm=max_norm)
+    return relative(found.gradients[0], whole.gradients[0])
+
+
+def _doubled(pair: Pair) -> Pair:
+    inputs, targets = pair
+    return (inputs.double() if inputs.is_floating_point() else inputs), targets
+
+
+def zero_missing_error() -> float:
+    """Return how far the second step's gradient is off where nobody clears the first."""
+    task = load("digits")
+    model = new_model(task).double()
+    first, second = [_doubled(one) for one in cut(first_batch(task, 128), [64, 64])]
+    whole = _run("right", model, [second], 1).gradients[0]
+    model.zero_grad()
+    for inputs, targets in (first, second):
+        cross_entropy(model(inputs), targets).backward()
+    return relative(flat_gradients(model), whole)
+
+
+def rate_error() -> float:
+    """Return how much of the learning rate is gone in the last of some steps, where only the schedule is wrong."""
+    task = load("digits")
+    pieces = cut(first_batch(task, 16 * 4 * WINDOWS), [16] * 4 * WINDOWS)
+    found, right = (
+        _run(name, new_model(task), pieces, 4, gamma=GAMMA).rates[-1] for name in ("schedule_each", "right")
+    )
+    return abs(found - right) / right
+
+
+def dropped() -> float:
+    """Return the part of an epoch's samples that no step is made with."""
+    task, seen = load("digits"), []
+
+    def counting(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append(len(targets))
+        return cross_entropy(logits, targets)
+
+    loader = list(MicroBatches(task.rows, 16, seed=0))
+    steps = len(_run("drop_tail", new_model(task), loader, 4, criterion=counting).rates)
+    stepped = sum(len(targets) for window in list(windows(loader, 4))[:steps] for _, targets in window)
+    return 1 - stepped / len(task.rows)
+
+
+def contrastive_error() -> float:
+    """Return how far the sum of the micro-batches' gradients is off for a loss that contrasts all samples."""
+    task = load("digits")
+    model, (inputs, _) = new_model(task).double(), _doubled(first_batch(task, sum(FULL)))
+    noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0), dtype=inputs.dtype)
+    views = inputs, inputs + VIEW_NOISE * noise
+
+    def of(one: Tensor, other: Tensor, weight: float) -> None:
+        left, right = (F.normalize(model(view), dim=1) for view in (one, other))
+        (F.cross_entropy(left @ right.T / TEMPERATURE, torch.arange(len(one))) * weight).backward()
+
+    gradients = []
+    for sizes in (FULL, [sum(FULL)]):
+        model.zero_grad()
+        for one, other in zip(views[0].split(sizes), views[1].split(sizes), strict=True):
+            of(one, other, 1 / len(sizes))
+        gradients.append(flat_gradients(model))
+    return relative(*gradients)
+
+
+def sampler_error() -> float:
+    """Return how far the last step of an epoch is off on two ranks, whose sampler gives the first sample twice."""
+    task = load("digits")
+    order: list[int] = list(torch.utils.data.DistributedSampler(task.rows, num_replicas=1, rank=0, seed=0))
+    last = order[len(order) // 64 * 64 :]
+    model = new_model(task).double()
+    found = []
+    for ids in ([*last, *order[: len(last) % 2]], last):
+        # As many samples on each rank, so that the mean over ranks is that over all that they were given.
+        inputs, targets = _doubled((task.rows.inputs[ids], task.rows.targets[ids]))
+        model.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        found.append(flat_gradients(model))
+    return relative(*found)
+
+
+def on_two_ranks() -> dict[str, dict[str, float]]:
+    """Run on every rank: return errors of gradients, and bytes that a step hands to reductions."""
+    errors, sent = {}, {}
+    for name, loop, shares in (
+        ("unequal_shares", no_sync_backward, UNEVEN),
+        ("no_sync_always", no_sync_always, EVEN),
+        ("no_sync_backward", no_sync_backward, EVEN),
+        ("right", with_ranks, EVEN),
+    ):
+        task = load("digits")
+        model, batch = new_model(task).double(), _doubled(first_batch(task, sum(shares)))
+        whole = _run("right", model, [batch], 1).gradients[0]
+        begin = sum(shares[: dist.get_rank()])
+        own = [part[begin : begin + shares[dist.get_rank()]] for part in batch]
+        found, sent[name] = _on_ranks(loop, model, cut((own[0], own[1]), [len(own[0]) // 2] * 2))
+        errors[name] = relative(found, whole)
+    return {"errors": errors, "sent_bytes": sent}
+
+
+def _on_ranks(module: ModuleType, model: nn.Module, pieces: list[Pair]) -> tuple[Tensor, float]:
+    """Return the gradient that a loop steps with under DDP, and the bytes that it has reduced."""
+    sent: list[int] = []
+    model.zero_grad()
+    wrapper: DistributedDataParallel = WatchedDDP(lambda _, size, event: sent.extend([size] * (event == "begin")))(
+        model
+    )
+    optimizer = _Noting(model)
+    module.train(wrapper, pieces, optimizer=optimizer, criterion=cross_entropy, accumulation_steps=len(pieces))
+    return optimizer.gradients[0], float(sum(sent))
+
+
+def checked_loops() -> Iterable[dict[str, Any]]:
+    """Yield the loops: their lines, which of them is wrong, and what the checker says."""
+    for name in MISTAKES:
+        yield _described(name, loop_of(name), wrong_lines(name), f"mistakes/{name}")
+    for module, wrong in ((with_ranks, "optimizer.step()"), (no_sync_backward, "no_sync"), (no_sync_always, "no_sync")):
+        lines = inspect.getsource(module.train).splitlines()
+        numbers = [number for number, line in enumerate(lines, start=1) if wrong in line]
+        name = module.__name__.rpartition(".")[2]
+        yield _described(name, module.train, numbers, f"exercises/{name}")
+
+
+def _described(name: str, loop: Loop, wrong: list[int], path: str) -> dict[str, Any]:
+    lines = inspect.getsource(loop).splitlines()
+    return {
+        "name": name,
+        "lines": [lines[number - 1].strip() for number in wrong],
+        "findings": [
+            {"code": one.code, "found": one.found, "expected": one.expected} for one in check_loop(loop).findings
+        ],
+        "command": f"anybatch check --loop guide/src/anybatch_guide/{path}.py:train",
+    }
+
+
+EXPERIMENT = Experiment(
+    name="wrong_losses",
+    question="How far is the step from that of the whole batch, for each thing that a loop may do wrong?",
+    run=run,
+    seconds=40,
+    runs_here=False,
+    tolerance=1e-6,
+    noisy=("right", "no_sync_backward"),
+)

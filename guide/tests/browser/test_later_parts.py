@@ -1,0 +1,97 @@
+"""Parts that come to life near the screen: what is fetched when, and that they can be used by whoever comes to them."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from guide.tests.browser.chromium import DESKTOP, PHONE, Watched, bring_to_life, opened
+from guide.tests.recorded_again import RECORDINGS
+
+PARTS = {
+    "devices": "ddp_timeline",
+    "batch-size": "rates_by_batch",
+    "lengths": "length_cuts",
+    "why-wrong": "wrong_losses",
+}
+
+
+@pytest.fixture(scope="module")
+def alive(browser: Browser, address: str) -> Iterator[Watched]:
+    """A page whose parts have all come to life."""
+    with opened(browser, address, **DESKTOP) as watched:
+        bring_to_life(watched.page)
+        yield watched
+
+        assert watched.faults == []
+
+
+def fetched(watched: Watched) -> set[str]:
+    """Return the names of recordings that the page has asked for."""
+    return {re.sub(r".*/rec/|\.json.*", "", url) for url in watched.requests if "/rec/" in url}
+
+
+def summary(page: Page, title: str) -> Locator:
+    """Return the sentence below a figure."""
+    return page.get_by_role("figure", name=title).locator("figcaption > p").first
+
+
+def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> None:
+    """Nothing of these parts is fetched with the page; what each says is there before, and stays when they come."""
+    with opened(browser, address, **PHONE) as watched:
+        page = watched.page
+
+        assert fetched(watched) & set(PARTS.values()) == set()
+        for part, recording in PARTS.items():
+            own = page.locator(f"#{part}")
+            own.scroll_into_view_if_needed()
+            words = own.inner_text()
+            expect(own.locator("[data-later]").first).to_have_attribute("data-later", "alive")
+            assert recording in fetched(watched)
+            assert own.inner_text().split() == words.split()
+        assert watched.faults == []
+
+
+def test_lanes_follow_keys(alive: Watched) -> None:
+    """With the arrow keys the lanes show another way, and the sentence below says its bytes."""
+    page = alive.page
+    said = summary(page, "One step, rank by rank")
+    expect(said).to_contain_text("3.38 MiB")
+    page.get_by_role("radio", name="no_sync, right").focus()
+    page.keyboard.press("ArrowRight")
+    expect(said).to_contain_text("around the backward only")
+    expect(said).to_contain_text("13.5 MiB")
+    page.get_by_role("figure", name="One step, rank by rank").get_by_role("radio", name="4").check(force=True)
+    expect(said).to_contain_text("4 ranks")
+
+
+def test_a_cap_makes_the_recorded_cut(alive: Watched) -> None:
+    """Moved by keys, the cap gives the micro-batches that the engine made, in words and in the drawing."""
+    page = alive.page
+    figure = page.get_by_role("figure", name="One batch of sentences, cut")
+    figure.get_by_role("radio", name="ab.token_budget").check(force=True)
+    figure.get_by_role("slider").focus()
+    page.keyboard.press("Home")
+    data = json.loads((RECORDINGS / "length_cuts.json").read_text(encoding="utf-8"))["data"]
+    (way,) = [one for one in data["ways"] if one["cap"] == data["caps"][0] and one["way"] == "token_budget"]
+    expect(summary(page, "One batch of sentences, cut")).to_contain_text(f"{len(way['cuts'])} micro-batches")
+    expect(figure.locator(".wide svg text")).to_have_count(len(way["cuts"]))
+
+
+def test_what_is_ticked_is_shown_with_its_number(alive: Watched) -> None:
+    """A tick by the space key adds a cause with its recorded number, its line and its command; taken away, it goes."""
+    page = alive.page
+    box = page.locator("#why-wrong").get_by_label("BatchNorm", exact=True)
+    within = page.locator("#why-wrong")
+    card = within.get_by_role("article", name="BatchNorm", exact=True)
+    expect(card).to_have_count(0)
+    box.focus()
+    page.keyboard.press("Space")
+    errors = json.loads((RECORDINGS / "wrong_losses.json").read_text(encoding="utf-8"))["data"]["errors"]
+    assert float(card.locator("data").first.get_attribute("value") or "nan") == errors["batch_norm"]
+    expect(card).to_contain_text("nn.BatchNorm2d")
+    expect(card).to_contain_text("anybatch check")
+    page.keyboard.press("Space")
+    expect(card).to_have_count(0)

@@ -1,0 +1,103 @@
+"""What each mistake makes of a step, and cuts by length: what must hold of the recordings, and of their runs."""
+
+from typing import Any
+
+import pytest
+
+from anybatch_guide.experiments import length_cuts, wrong_losses
+from anybatch_guide.mistakes.mistake import MISTAKES
+from anybatch_guide.recording import read_recording
+from anybatch_guide.tasks.task import load
+from guide.tests.recorded_again import RECORDINGS
+from tests.faults import sees
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+RIGHT = ("right", "no_sync_backward")
+FOUND = {
+    "with_ranks": "zero_grad_missing",
+    "no_sync_backward": "no_sync_around_backward_only",
+    "no_sync_always": "not_reduced",
+    **{name: mistake.finding for name, mistake in MISTAKES.items()},
+}
+
+
+def data_of(name: str) -> Any:
+    """Return the data of a recording."""
+    return read_recording(RECORDINGS / f"{name}.json").data
+
+
+@sees(
+    "no_sync_around_nothing",
+    "guide/src/anybatch_guide/exercises/no_sync_backward.py",
+    "model.no_sync()",
+    "nullcontext()",
+)
+@pytest.mark.published
+def test_no_sync_around_the_backward_only_is_named() -> None:
+    """The checker tells the two misplacements of no_sync from reducing in every micro-batch."""
+    named = {one["name"]: {finding["code"] for finding in one["findings"]} for one in wrong_losses.checked_loops()}
+
+    assert {name: code for name, code in FOUND.items() if code not in named[name]} == {}
+
+
+def test_loops_are_named_by_the_checker() -> None:
+    """Each recorded loop has its finding, the lines that are wrong, and a command that asks about it."""
+    loops = {one["name"]: one for one in data_of("wrong_losses")["loops"]}
+
+    assert set(loops) == set(FOUND)
+    for name, one in loops.items():
+        assert FOUND[name] in {finding["code"] for finding in one["findings"]}
+        assert one["lines"]
+        assert one["command"].endswith(f"/{name}.py:train")
+
+
+def test_what_is_wrong_is_far_off_and_what_is_right_is_not() -> None:
+    """A right gradient is off by rounding, each wrong one by over a hundredth; misplaced, no_sync sends all."""
+    data = data_of("wrong_losses")
+    for name, error in data["errors"].items():
+        assert error < 1e-12 if name in RIGHT else error > 0.01, name
+    sent = data["sent_bytes"]
+    assert sent["no_sync_always"] == 0
+    assert sent["no_sync_backward"] == 2 * sent["right"]  # each rank runs two micro-batches
+
+
+@pytest.mark.slow
+@sees(
+    "divided_after_all", "guide/src/anybatch_guide/mistakes/no_division.py", "loss.backward()", "(loss / 4).backward()"
+)
+def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
+    """The mistakes' own loops are run: not divided, the gradient is off by three times its length."""
+    digits = load("digits")
+    full = wrong_losses.FULL
+
+    assert wrong_losses.gradient_error("no_division", digits, full) == pytest.approx(3, rel=1e-12)
+    assert wrong_losses.gradient_error("right", digits, full) < 1e-12
+    assert wrong_losses.gradient_error("right", digits, wrong_losses.RAGGED) < 1e-12
+
+
+def test_every_cut_has_each_sentence_once_and_one_gradient() -> None:
+    """Cut in any way: every sentence once, no more tokens than the cap, the gradient of the batch at once."""
+    data = data_of("length_cuts")
+    for way in data["ways"]:
+        assert sorted(length for cut in way["cuts"] for length in cut) == sorted(data["lengths"])
+        assert max(len(cut) * max(cut) for cut in way["cuts"]) <= way["cap"]
+        assert way["gradient_error"] < 1e-12
+
+
+@pytest.mark.slow
+@sees(
+    "sentences_lost",
+    "guide/src/anybatch_guide/experiments/length_cuts.py",
+    "effective_batch_size=len(rows)",
+    "effective_batch_size=len(rows) - 1",
+)
+def test_the_engine_makes_the_recorded_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one cap the engine runs the micro-batches of the recording."""
+    cap = length_cuts.CAPS[-2]
+    monkeypatch.setattr(length_cuts, "CAPS", (cap,))
+    made = length_cuts.run(lambda _: None)
+
+    recorded = [way for way in data_of("length_cuts")["ways"] if way["cap"] == cap]
+    assert [way["cuts"] for way in made["ways"]] == [way["cuts"] for way in recorded]
+    assert max(way["gradient_error"] for way in made["ways"]) < 1e-12

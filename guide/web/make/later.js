@@ -1,0 +1,17 @@
+/**
+ * What is in a `Later` travels once, as what was rendered beforehand: for the script that brings the page to life, the
+ * element is compiled without it, and Svelte walks past. When it is near the screen, it is brought to life by itself.
+ */
+const INSIDE = "<Content />";
+
+/** @returns {import("svelte/compiler").PreprocessorGroup} */
+export function contentLater() {
+  return {
+    name: "content-later",
+    markup({ content, filename }) {
+      if (!filename?.endsWith("/kit/Later.svelte")) return { code: content };
+      if (content.split(INSIDE).length !== 2) throw new Error(`${filename} does not hold ${INSIDE} once`);
+      return { code: content.replace(INSIDE, "") };
+    },
+  };
+}

@@ -1,0 +1,81 @@
+/** What the recordings about the size of a batch hold, and sums over them. */
+
+/** JSON has no word for a loss that went to infinity, so it is written as one. */
+export type Loss = number | string;
+
+export interface RateMap {
+  name: string;
+  epochs: number;
+  base_rate: number;
+  noise_scale: number;
+  batch_sizes: number[];
+  rates: number[];
+  /** By rate, batch size and seed. */
+  losses: Loss[][][];
+  best_rates: number[];
+  rules: { name: string; as_good_to: number; points: { batch_size: number; learning_rate: number; losses: Loss[] }[] }[];
+}
+
+export interface Rates {
+  seeds: number[];
+  as_good: number;
+  maps: RateMap[];
+}
+
+export const RULES: Record<string, string> = {
+  none: "keep the rate",
+  linear: "linear",
+  sqrt: "square root",
+  "sqrt, betas kept": "square root, betas kept",
+  memory: "as much memory",
+  gain: "gain of the noise",
+};
+
+/** The mean over seeds; one that is infinite makes it so. */
+export function mean(losses: readonly Loss[]): number {
+  return losses.reduce<number>((sum, loss) => sum + Number(loss), 0) / losses.length;
+}
+
+/** The best of the rates that were tried at a batch size, and its loss. */
+export function best(map: RateMap, size: number): { rate: number; loss: number } {
+  const column = map.batch_sizes.indexOf(size);
+  const losses = map.losses.map((row) => mean(row[column] ?? []));
+  const at = losses.reduce((least, loss, place) => (loss < (losses[least] ?? Infinity) ? place : least), 0);
+  return { rate: map.rates[at] ?? Number.NaN, loss: losses[at] ?? Number.NaN };
+}
+
+/** Steps that a batch takes, as a multiple of the fewest: McCandlish et al. 2018. */
+export function stepsFor(batch: number, scale: number): number {
+  return 1 + scale / batch;
+}
+
+/** Samples that it takes, as a multiple of the fewest. */
+export function samplesFor(batch: number, scale: number): number {
+  return 1 + batch / scale;
+}
+
+export interface LengthCut {
+  cap: number;
+  way: "arrival" | "sorted" | "token_budget";
+  /** Lengths of the samples of each micro-batch. */
+  cuts: number[][];
+  gradient_error: number;
+}
+
+export interface LengthCuts {
+  lengths: number[];
+  caps: number[];
+  fixed_tokens: number;
+  ways: LengthCut[];
+}
+
+/** Tokens that are computed: each micro-batch as wide as its longest sample. */
+export function computed(cuts: readonly number[][]): number {
+  return cuts.reduce((sum, cut) => sum + cut.length * Math.max(...cut), 0);
+}
+
+/** The part of them that is padding. */
+export function padding(cuts: readonly number[][]): number {
+  const all = computed(cuts);
+  return 1 - cuts.flat().reduce((sum, length) => sum + length, 0) / all;
+}
