@@ -34,6 +34,8 @@ class AdamW8bit(Optimizer):
         params: parameters, or groups of them.
     """
 
+    updates_each_by_itself = True
+
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 1e-3})
 
