@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
-from torch.optim import Optimizer
 
 from anybatch.core.loss import Loss, declared
 from anybatch.core.splitting import CutConstraints
@@ -23,7 +22,7 @@ from anybatch.engine.spike_watch.watch import SpikeWatch, spike_watch
 from anybatch.engine.strategy_choice import choose, with_device_bytes
 from anybatch.engine.update.bf16_weights import refuse_bf16_weights
 from anybatch.engine.update.clipping import ClipPolicy, clip_policy
-from anybatch.engine.update.precision import OptimizerFunction, autocast
+from anybatch.engine.update.precision import autocast
 from anybatch.errors import CompositionError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
@@ -83,7 +82,7 @@ def check_arguments(spec: TrainSpec, hardware: Hardware) -> CheckedArguments:
     )
     features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, clip=clip, policy=policy)
     composes = partial(_composes, features, spec, modules, world)
-    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes, spec.bf16_weights)
+    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes, bf16_weights=spec.bf16_weights)
     strategy, needs = choice.strategy, choice.strategy.capabilities
     refuse_misplaced(modules, needs, world, spec.precision)
     refuse_features(features, spec.optimizer, needs, world, comes_sharded=comes_sharded(modules))

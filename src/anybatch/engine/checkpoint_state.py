@@ -220,12 +220,8 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
     }
     # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
     optimizer = _scattered(copy.deepcopy(dict(state["optimizer"])), parts)
-    masters = [place(*pair) for pair in zip(state["master_weights"] or (), parts.target.updated, strict=False)]
-    missing = (
-        {number: place(state["missing_bits"][number], bits) for number, bits in parts.target.beside.items()}
-        if parts.target.update == "split"
-        else {}
-    )
+    saved_beside = state["master_weights"] or state.get("missing_bits") or {}
+    beside = [(kept, place(saved_beside[number], kept)) for number, kept in parts.target.beside.items()]
     averaged = _by_uncompiled_name(state["average"] or {})
     averages = {
         name: place(averaged[_uncompiled_name(name)], weight)
@@ -236,14 +232,10 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         for name in ("scheduler", "scaler", "noise", "further", "host_random", "generators")
     }
     parts.modules.load_state_dict({**own_model, **model})
-    parts.target.optimizer.load_state_dict(optimizer)
-    if parts.target.windows is not None:
-        parts.target.windows.narrow_state(parts.target.optimizer)
+    parts.target.load_optimizer(optimizer)
     with torch.no_grad():
-        for weight, saved in zip(parts.target.updated, masters, strict=False):
-            weight.copy_(saved)
-        for number, bits in missing.items():
-            parts.target.beside[number].copy_(bits)
+        for kept, saved in beside:
+            kept.copy_(saved)
     if parts.scheduler is not None:
         parts.scheduler.load_state_dict(dict(small["scheduler"]))
     if parts.scaler.enabled:

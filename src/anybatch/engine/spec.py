@@ -37,8 +37,8 @@ class TrainSpec:
         loss: a declared loss, or a function of (model, batch).
         effective_batch_size: samples of one optimizer step over all ranks; None: as the batches come.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast.
-        bf16_weights: what an update of bf16 weights has beside them, where the optimizer is a function: "copied" float32
-            weights, "split": the lower 16 bits of these, or "stochastic" rounding and nothing.
+        bf16_weights: what is kept beside weights in bf16, where the optimizer is a function: "copied" float32 weights,
+            "split": the lower 16 bits of these, or "stochastic": nothing, since an update is rounded to the weight.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler` for an optimizer that is yet to be made.
         clip: largest gradient norm, a clipping policy, or one per parameter group of the optimizer.
         measure_gradient_norm: measure the gradient's norm in every step.

@@ -90,6 +90,7 @@ def choose(
     modules: nn.Module,
     world: World,
     composes: Callable[[Capabilities], bool],
+    *,
     bf16_weights: Bf16Weights = "copied",
 ) -> StrategyChoice:
     """Return the strategy that was named, or what "auto" is; the same on all ranks.

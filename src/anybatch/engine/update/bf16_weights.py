@@ -32,6 +32,8 @@ _UPPER = -(1 << 16)
 """The upper 16 bits of 32."""
 _BY_ITSELF = ("torch.optim", "bitsandbytes")
 """Whose optimizers update each parameter by itself, so that some can be updated at a time."""
+_WHOLE = frozenset(("single", "all_reduce"))
+"""Strategies under which each rank has whole parameters, and updates all of them."""
 
 
 def split(values: Float32[Tensor, "*shape"]) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
@@ -104,7 +106,7 @@ class Windows:
         return [number for number, (window, own) in enumerate(pairs) if window is not own]
 
     def pieces(self, optimizer: Optimizer) -> list[list[int]]:
-        """Return the numbers of the parameters that are updated together; all of them, if only that is known to be right.
+        """Return the numbers of the parameters that are updated together: all, if only that is known to be right.
 
         Args:
             optimizer: torch's own, those of bitsandbytes and what says so itself (`updates_each_by_itself = True`)
@@ -170,7 +172,9 @@ class Windows:
 
     @torch.no_grad()
     def narrow_state(self, optimizer: Optimizer, numbers: Sequence[int] | None = None) -> None:
-        """Keep the optimizer's state in bf16 where weights are, if nothing is kept beside them; bf16 numbers stay exact.
+        """Keep the optimizer's state in bf16 where weights are, if nothing is kept beside them.
+
+        Numbers that bf16 has stay as they are.
 
         Args:
             optimizer: has made its state, or loaded one.
@@ -264,22 +268,25 @@ def refuse_bf16_weights(
         return
     own = trainable(modules)
     half = next((name for name, one in own.items() if one.dtype is torch.float16), None)
-    reasons = {
-        "the optimizer is an instance over the weights, and these are updated in float32: give it as a function "
-        "named_parameters -> optimizer": isinstance(optimizer, Optimizer),
-        "no trainable parameter is in bf16: call model.to(torch.bfloat16), or leave it out": not any(
-            one.dtype is torch.bfloat16 for one in own.values()
-        ),
-        f"{half!r} is in fp16, whose upper bits are no half of a float32 number: use bf16": half is not None,
-        "precision='fp16' scales the gradient and may skip an update, which is made in pieces here: use precision='bf16' "
-        "or 'fp32'": Feature.FP16 in features,
-        f"strategy={strategy!r} shares the update out over ranks or replaces parameters, and the update in pieces needs "
-        "whole ones on each rank: use strategy='all_reduce'": strategy not in {"single", "all_reduce"},
-        "a weight is a DTensor, of which each process has a part: use bf16_weights='copied'": any(
-            map(is_dtensor, own.values())
-        ),
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
+    found = []
+    if isinstance(optimizer, Optimizer):
+        found.append(
+            "the optimizer is an instance over the weights, and these are updated in float32: give it as a function "
+            "named_parameters -> optimizer"
+        )
+    if all(one.dtype is not torch.bfloat16 for one in own.values()):
+        found.append("no trainable parameter is in bf16: call model.to(torch.bfloat16), or leave it out")
+    if half is not None:
+        found.append(f"{half!r} is in fp16, whose bits are no half of a float32 number: use bf16")
+    if Feature.FP16 in features:
+        found.append("precision='fp16' scales the gradient and may skip an update: use precision='bf16' or 'fp32'")
+    if strategy not in _WHOLE:
+        found.append(
+            f"strategy={strategy!r} shares the update out over ranks or replaces parameters, and an update in pieces "
+            "needs whole ones on each rank: use strategy='all_reduce'"
+        )
+    if any(map(is_dtensor, own.values())):
+        found.append("a weight is a DTensor, of which each process has a part: use bf16_weights='copied'")
     if found:
         message = f"bf16_weights={way!r} cannot be: {'; and '.join(found)}."
         raise CompositionError(message)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -69,6 +69,12 @@ class Target:
             return self.windows.missing
         pairs = enumerate(zip(self.updated, self.parameters, strict=True))
         return {number: updated for number, (updated, own) in pairs if updated is not own}
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Put a state into the optimizer, which takes it in its parameters' type; keep it in bf16 where it was."""
+        self.optimizer.load_state_dict(state)
+        if self.windows is not None:
+            self.windows.narrow_state(self.optimizer)
 
     def attach(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give master weights the summed float32 gradients; the memory is shared."""

@@ -34,7 +34,6 @@ def resident_tensors(
     """
     local = prepared.layout.local
     weights = list(modules.parameters())
-    own = set(map(id, weights))
     beside = tuple(target.beside.values())
     states = itertools.chain.from_iterable(state.values() for state in target.optimizer.state.values())
     averaged = () if average is None else average.weights.values()

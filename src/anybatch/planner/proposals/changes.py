@@ -17,6 +17,7 @@ from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
 from anybatch.engine.spec import TrainSpec
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.strategy import trainable
@@ -132,7 +133,7 @@ def named_change(spec: StepSpec, name: str) -> Change:
     rank = re.match(r"LoRA of rank (\d+)", name)
     can_make, (ready, _) = _makes(spec), built(spec)
     known = [*_of_update(ready), *_of_precision(ready), *_of_blocks(ready, can_make=can_make), *_of_head(ready)]
-    known += [*_of_weights(can_make=can_make), *_of_host(ready, can_make=can_make)]
+    known += [*of_weights(spec), *_of_host(ready, can_make=can_make)]
     known += _other_steps(ready, USUAL_RANK if rank is None else int(rank[1]), can_make=can_make)
     found = next((one for one in known if one.name == name), None)
     if found is None:
@@ -157,14 +158,18 @@ def _made(train: TrainSpec) -> Optimizer | None:
     if isinstance(train.optimizer, Optimizer):
         return train.optimizer
     # Over all parameters: a function may take them apart by name or shape.
-    learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
-    modules = nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
     try:
-        return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules).items()])
+        return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules_of(train)).items()])
     except UserError:
         raise
     except Exception:  # noqa: BLE001 (whatever it is, the engine calls the function again, and raises its own then)
         return None
+
+
+def modules_of(train: TrainSpec) -> nn.Module:
+    """Return everything that trains, with data or without."""
+    learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
+    return nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
 
 
 def _without_data(parameter: nn.Parameter) -> nn.Parameter:
@@ -316,16 +321,42 @@ def without_cache(module: nn.Module) -> None:
             one.config = other
 
 
-def _of_weights(*, can_make: bool) -> list[Change]:
-    """Return weights in bf16, of which the engine keeps copies in float32 to update."""
-    how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 copies"
-    costs = "forward and backward are rounded to bf16; updates go to copies in float32"
-    return [Change(name="bf16 weights", how=how, costs=costs, same_step=False, apply=_in_bfloat16)] * can_make
+def of_weights(spec: StepSpec) -> list[Change]:
+    """Return weights in bf16, in three ways to update them, if the model and the optimizer can be made for them.
+
+    Args:
+        spec: the step; its model is made if it is a function.
+    """
+    can_make, (ready, _) = _makes(spec), built(spec)
+    if not can_make or isinstance(ready.trained.optimizer, Optimizer):
+        return []
+    how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
+    asked = '\nengine = ab.Engine(..., bf16_weights="{}")'
+    costs = "forward and backward are rounded to bf16; "
+    ways: tuple[tuple[str, Bf16Weights, str, str], ...] = (
+        ("bf16 weights", "copied", how + "copies", "updates go to copies in float32"),
+        (
+            "bf16 weights, split",
+            "split",
+            how + "weights" + asked.format("split"),
+            "updates go to float32 weights, of which the engine keeps the lower 16 bits",
+        ),
+        (
+            "bf16 weights, rounded stochastically",
+            "stochastic",
+            how + "weights" + asked.format("stochastic"),
+            "so are weights and optimizer state after each update, stochastically",
+        ),
+    )
+    return [
+        Change(name=name, how=lines, costs=costs + said, same_step=False, apply=partial(_in_bfloat16, way))
+        for name, way, lines, said in ways
+    ]
 
 
-def _in_bfloat16(train: TrainSpec) -> TrainSpec:
+def _in_bfloat16(way: Bf16Weights, train: TrainSpec) -> TrainSpec:
     in_bfloat16(as_module(train.model), trains=True)
-    return train
+    return dataclasses.replace(train, bf16_weights=way)
 
 
 def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
