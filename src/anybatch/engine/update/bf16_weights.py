@@ -28,6 +28,8 @@ Bf16Weights = Literal["copied", "split", "stochastic"]
 
 PIECE_BYTES = 1 << 28
 """Weights are widened together up to so many bytes in float32; one parameter at the least."""
+_SLICE = 1 << 24
+"""So many numbers are rounded at a time, since rounding takes several copies of them."""
 _UPPER = -(1 << 16)
 """The upper 16 bits of 32."""
 _BY_ITSELF = ("torch.optim", "bitsandbytes")
@@ -129,7 +131,7 @@ class Windows:
 
     @contextmanager
     def alone(self, optimizer: Optimizer, piece: Sequence[int]) -> Iterator[None]:
-        """Let the optimizer see some parameters only.
+        """Let the optimizer see some parameters only; their windows take no memory afterwards.
 
         Args:
             optimizer: over all.
@@ -145,6 +147,8 @@ class Windows:
         finally:
             for parameters, every in zip(groups, whole, strict=True):
                 parameters[:] = every
+            for number in piece:
+                self._free(number)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], step: int) -> None:
@@ -158,17 +162,13 @@ class Windows:
         for piece in self.pieces(optimizer):
             used = [number for number in piece if gradients[number] is not None]
             with self.alone(optimizer, used):
-                try:
-                    for number in used:
-                        self._open(optimizer, number)
-                        self.updated[number].grad = gradients[number]
-                    with torch.enable_grad():
-                        optimizer.step()
-                    for number in used:
-                        self._close(optimizer, number, step)
-                finally:
-                    for number in used:
-                        self._free(number)
+                for number in used:
+                    self._open(optimizer, number)
+                    self.updated[number].grad = gradients[number]
+                with torch.enable_grad():
+                    optimizer.step()
+                for number in used:
+                    self._close(optimizer, number, step)
 
     @torch.no_grad()
     def narrow_state(self, optimizer: Optimizer, numbers: Sequence[int] | None = None) -> None:
@@ -203,16 +203,19 @@ class Windows:
         if window is parameter:
             return
         if self._keeps_bits:
-            values, missing = split(window.detach())
-            parameter.copy_(values)
-            self.missing[number].copy_(missing)
+            for wide, narrow, bits in _slices(window.detach(), parameter, self.missing[number]):
+                values, missing = split(wide)
+                narrow.copy_(values)
+                bits.copy_(missing)
             return
         generator = self._generators.setdefault(parameter.device, torch.Generator(parameter.device))
         generator.manual_seed(rounding_seed(self._seed, step, number))
-        parameter.copy_(stochastically_rounded(window.detach(), _drawn(window, generator)))
+        _round(window.detach(), parameter, generator)
         for name in self._wide_state(optimizer, number, torch.float32):
             state = optimizer.state[window]
-            state[name] = stochastically_rounded(state[name], _drawn(window, generator))
+            narrow = torch.empty_like(state[name], dtype=torch.bfloat16)
+            _round(state[name], narrow, generator)
+            state[name] = narrow
 
     def _free(self, number: int) -> None:
         window = self.updated[number]
@@ -233,8 +236,19 @@ class Windows:
         )
 
 
-def _drawn(like: Tensor, generator: torch.Generator) -> Int32[Tensor, "*shape"]:
-    return torch.empty_like(like, dtype=torch.int32, requires_grad=False).random_(0, 1 << 16, generator=generator)
+def _round(values: Tensor, into: Tensor, generator: torch.Generator) -> None:
+    """Round float32 numbers stochastically into a tensor of bf16 numbers."""
+    for wide, narrow in _slices(values, into):
+        drawn = torch.empty_like(wide, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
+        narrow.copy_(stochastically_rounded(wide, drawn))
+
+
+def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of tensors of one shape; those that do not lie in order in one piece of memory come whole."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        yield from zip(*(tensor.view(-1).split(_SLICE) for tensor in tensors), strict=True)
+    else:
+        yield tensors
 
 
 def _window(parameter: nn.Parameter) -> nn.Parameter:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -19,16 +20,22 @@ from anybatch.core.tree import tensors_of
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
-from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import trainable
-from anybatch.planner.cost.step_time import CostLine, CostTrace
-from anybatch.planner.proposals.stand_ins import AdamW8bit, adapted, in_bfloat16, linear_layers, offloaded
+from anybatch.planner.cost.step_time import CostLine
+from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
+from anybatch.planner.proposals.stand_ins import (
+    AdamW8bit,
+    adapted,
+    in_bfloat16,
+    linear_layers,
+    linear_names,
+    offloaded,
+)
 from anybatch.planner.torch_internals import is_checkpointed
 from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec, built
 
-CHUNK_TOKENS = 1024
-"""Tokens whose logits are there at once in a loss that is computed in chunks."""
 USUAL_RANK = 16
 """Rank of adapters where none is named."""
 _LEAST_VOCABULARY = 8192
@@ -114,9 +121,11 @@ def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
     # Layers in bf16 take no inputs in float32, as tokens are none and images are.
     takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(spec.sample))
     autocasts = takes_numbers and spec.trained.precision == "fp32"
-    found.append(_adapters(rank, four_bits=False, autocasts=autocasts))
+    # Of a model that stands for one of transformers, peft knows the layers by a word.
+    targets = "'all-linear'" if spec.called else _listed(linear_names(module))
+    found.append(_adapters(rank, targets, four_bits=False, autocasts=autocasts))
     if spec.profile != "cpu":
-        found.append(_adapters(rank, four_bits=True, autocasts=autocasts))
+        found.append(_adapters(rank, targets, four_bits=True, autocasts=autocasts))
     return found
 
 
@@ -397,10 +406,18 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _adapters(rank: int, *, four_bits: bool, autocasts: bool) -> Change:
+def _listed(names: Sequence[str]) -> str:
+    """Return a list of names as code, in lines of some length."""
+    lines = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + 11 * " ").join(lines)
+
+
+def _adapters(rank: int, targets: str, *, four_bits: bool, autocasts: bool) -> Change:
+    named = "layers" if targets.startswith("[") else targets
     lines = [
         "from peft import LoraConfig, get_peft_model",
-        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear')",
+        *([f"layers = {targets}"] if named == "layers" else []),
+        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules={named})",
         "model = get_peft_model(model, adapters)",
         *(['engine = ab.Engine(..., precision="bf16")'] if autocasts else []),
     ]
@@ -451,38 +468,3 @@ def _of_head(spec: StepSpec) -> list[Change]:
             recost=lambda costs: with_head_again(costs, vocabulary),
         )
     ]
-
-
-def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> MemoryEnvelope:
-    """Return the envelope of a step whose logits are there for one chunk of tokens at a time.
-
-    Everything that grows by `num_tokens` x `vocabulary` values per sample (one token less, where labels are shifted)
-    is taken to be logits, their logarithms or their gradient, and holds a chunk instead. The rest stays.
-    """
-    # Logits are recognised by their growth per sample, in 16 or in 32 bits.
-    widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
-    allocated = envelope.allocated
-    chunk = torch.tensor(
-        [CHUNK_TOKENS * vocabulary * widths.get(slope, 0) for slope in allocated.slope.tolist()], dtype=torch.int64
-    )
-    return envelope.with_sizes(
-        Polynomials(
-            torch.where(chunk > 0, chunk, allocated.constant),
-            torch.where(chunk > 0, 0, allocated.slope),
-            allocated.curvature,
-        )
-    )
-
-
-def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
-    """Return the costs of a step that makes its logits a second time, in the backward."""
-
-    def twice(trace: CostTrace) -> CostTrace:
-        again = (
-            one
-            for one in trace.operations
-            if one.kind == "matmul" and one.phase == "forward" and vocabulary in one.dims
-        )
-        return CostTrace((*trace.operations, *again))
-
-    return CostLine((twice(costs.traces[0]), twice(costs.traces[1])), costs.traced)

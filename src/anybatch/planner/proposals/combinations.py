@@ -16,7 +16,7 @@ from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cost.device_table import DEVICES
-from anybatch.planner.cost.step_time import Rates, rates_of
+from anybatch.planner.cost.step_time import Rates, StepSeconds, rates_of
 from anybatch.planner.envelopes import Envelopes
 from anybatch.planner.proposals.changes import (
     Change,
@@ -173,7 +173,9 @@ class _Search:
         if one is best:
             return
         # Under FSDP no time is printed, since what its gathers add to a step is not known.
-        computing = " in computing alone" if best.strategy and best.fit is not None and best.fit.seconds is None else ""
+        computing = (
+            " in computing and gathering" if best.strategy and best.fit is not None and best.fit.seconds is None else ""
+        )
         why = f"slower{computing}" if best.same_step or not one.same_step else "leads further"
         if (one.seconds or 0.0) <= (best.seconds or 0.0):
             why = f"within {NEAR_BEST - 1:.0%}, and more to change"
@@ -247,6 +249,8 @@ class _Search:
         ranked = dataclasses.replace(target, rates=self._rates)
         steady = ranked.seconds(envelopes.costs, fit.micro_batch_size, step.world_size)
         moving = 0.0 if plain is None else _moving_seconds(plain, envelopes, fit)
+        if envelopes.sharded and steady is not None:
+            moving += _gathering_seconds(step, fit, steady, target)
         if fit.seconds is not None and moving:
             longer = dataclasses.replace(fit.seconds, micro_batches=fit.seconds.micro_batches + moving)
             fit = dataclasses.replace(fit, seconds=longer)
@@ -272,6 +276,21 @@ def _moving_seconds(plain: Combination, envelopes: Envelopes, fit: Fit) -> float
     size = fit.micro_batch_size
     held = [one.steady.at_peak(size).by_category["activations"] for one in (plain.envelopes, envelopes)]
     return fit.accumulation_steps * 2 * max(0, held[0] - held[1]) / HOST_BYTES_PER_SECOND
+
+
+def _gathering_seconds(step: StepSpec, fit: Fit, computing: StepSeconds, target: PlanTarget) -> float:
+    """Return what FSDP's messages add to a step at the least: what is longer than the micro-batch that hides it.
+
+    Each micro-batch gathers the weights twice and reduces gradients in float32 once, and each rank receives all but
+    its own share of these. The rest of what limits it (latency, buckets) is not known, so that no time is printed.
+    """
+    device = target.budget.device
+    if device is None:
+        return 0.0
+    bf16 = built(step)[0].trained.precision == "bf16"
+    num_bytes = (2 if bf16 else 3) * target.gradient_bytes * (step.world_size - 1) / step.world_size
+    each = computing.micro_batches / fit.accumulation_steps
+    return fit.accumulation_steps * max(0.0, num_bytes / device.link_bytes_per_second - each)
 
 
 def _at_least(spec: StepSpec) -> int:
