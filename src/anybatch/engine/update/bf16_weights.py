@@ -95,7 +95,9 @@ class Windows:
     def __init__(self, parameters: Sequence[nn.Parameter], *, way: Bf16Weights, seed: int) -> None:
         self._parameters = tuple(parameters)
         self._keeps_bits, self._seed = way == "split", seed
-        self.updated = tuple(map(_window, self._parameters))
+        # What closed windows are made of, one for each device: a number, as often as it is asked for.
+        self._nothing = {one.device: torch.zeros((), device=one.device) for one in self._parameters}
+        self.updated = tuple(map(self._window, self._parameters))
         self.missing: dict[int, Tensor] = {}
         if self._keeps_bits:
             self.missing = {n: torch.zeros_like(self._parameters[n], dtype=torch.int16) for n in self._numbers}
@@ -130,8 +132,8 @@ class Windows:
         return sum(4 * self.updated[number].numel() for number in set(piece) & set(self._numbers))
 
     @contextmanager
-    def alone(self, optimizer: Optimizer, piece: Sequence[int]) -> Iterator[None]:
-        """Let the optimizer see some parameters only; their windows take no memory afterwards.
+    def opened(self, optimizer: Optimizer, piece: Sequence[int]) -> Iterator[None]:
+        """Let the optimizer see some parameters only, in float32.
 
         Args:
             optimizer: over all.
@@ -143,6 +145,8 @@ class Windows:
         try:
             for parameters in groups:
                 parameters[:] = [parameter for parameter in parameters if id(parameter) in seen]
+            for number in piece:
+                self._open(optimizer, number)
             yield
         finally:
             for parameters, every in zip(groups, whole, strict=True):
@@ -161,9 +165,8 @@ class Windows:
         """
         for piece in self.pieces(optimizer):
             used = [number for number in piece if gradients[number] is not None]
-            with self.alone(optimizer, used):
+            with self.opened(optimizer, used):
                 for number in used:
-                    self._open(optimizer, number)
                     self.updated[number].grad = gradients[number]
                 with torch.enable_grad():
                     optimizer.step()
@@ -185,15 +188,17 @@ class Windows:
                 state = optimizer.state[self.updated[number]]
                 state[name] = state[name].to(torch.bfloat16)
 
+    def _window(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a closed window of a parameter; the parameter itself if it is not in bf16."""
+        if parameter.dtype is not torch.bfloat16:
+            return parameter
+        return nn.Parameter(self._nothing[parameter.device].expand(parameter.shape))
+
     def _open(self, optimizer: Optimizer, number: int) -> None:
         parameter, window = self._parameters[number], self.updated[number]
         if window is parameter:
             return
-        storage = window.untyped_storage()
-        storage.resize_(4 * parameter.numel())
-        window.copy_(parameter)
-        if self._keeps_bits:
-            window.view(torch.int32).add_(self.missing[number])
+        window.data = joined(parameter, self.missing[number]) if self._keeps_bits else parameter.float()
         for name in self._wide_state(optimizer, number, torch.bfloat16):
             state = optimizer.state[window]
             state[name] = state[name].float()
@@ -221,7 +226,7 @@ class Windows:
         window = self.updated[number]
         if window is not self._parameters[number]:
             window.grad = None
-            window.untyped_storage().resize_(0)
+            window.data = self._nothing[window.device].expand(window.shape)
 
     def _wide_state(self, optimizer: Optimizer, number: int, dtype: torch.dtype) -> list[str]:
         """Return the names of the state that is kept like the weights of a window, of a type."""
@@ -249,15 +254,6 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*(tensor.view(-1).split(_SLICE) for tensor in tensors), strict=True)
     else:
         yield tensors
-
-
-def _window(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter like another in float32, without memory; the other itself if that is not in bf16."""
-    if parameter.dtype is not torch.bfloat16:
-        return parameter
-    window = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
-    window.untyped_storage().resize_(0)
-    return window
 
 
 def refuse_bf16_weights(

@@ -91,7 +91,8 @@ class OptimizerStateMemory:
         """Make the state of some parameters at a time, which is kept in less than it is made in."""
         optimizer, largest = self._target.optimizer, 0
         for piece in windows.pieces(optimizer):
-            with windows.alone(optimizer, piece):
+            # Opened, so that state is laid out in memory as the weights are.
+            with windows.opened(optimizer, piece):
                 self._made += make_state(optimizer)
                 windows.narrow_state(optimizer, piece)
                 if self._world.device.type != "cpu":
