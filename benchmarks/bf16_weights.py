@@ -186,7 +186,7 @@ def rows_of_memory() -> list[str]:
             engine.step(batch)
             seconds[name].append(time.thread_time() - begin)
     rows = [
-        "| kept beside bf16 weights | planned, bytes a weight | measured | step's time by the first row's (quartiles) |",
+        "| kept beside bf16 weights | planned, bytes a weight | measured | step's time by that with copies |",
         "|---|--:|--:|--:|",
     ]
     num_weights = sum(one.numel() for one in stack().parameters())
