@@ -21,7 +21,6 @@ from tests.engine.cases import Batch
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
-SOURCE = "src/anybatch/engine/update/bf16_weights.py"
 WAYS: tuple[Bf16Weights, ...] = ("split", "stochastic")
 NUMBERS = st.integers(-(2**31), 2**31 - 1)
 """Every bit pattern of a float32."""
@@ -52,7 +51,12 @@ def test_stochastic_rounding_takes_one_of_two_neighbours(pairs: list[tuple[int, 
             assert value.isnan() == torch.tensor(one, dtype=torch.int16).view(torch.bfloat16).isnan()
 
 
-@sees("the half is added before bits are cut", SOURCE, "up = drawn.add_(", "up = drawn.add_(1).add_(")
+@sees(
+    "the half is added before bits are cut",
+    "src/anybatch/engine/update/bf16_weights.py",
+    "up = drawn.add_(",
+    "up = drawn.add_(1).add_(",
+)
 @settings(deadline=None, max_examples=30)
 @given(NUMBERS)
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
@@ -69,7 +73,12 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     assert Fraction(low.item()) * (1 - share) + Fraction(high.item()) * share == Fraction(value.item())
 
 
-@sees("low bits are lost", SOURCE, "wide.view(torch.int32).add_(missing)", "wide.view(torch.int32)")
+@sees(
+    "low bits are lost",
+    "src/anybatch/engine/update/bf16_weights.py",
+    "wide.view(torch.int32).add_(missing)",
+    "wide.view(torch.int32)",
+)
 @settings(deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=50))
 def test_a_number_is_its_two_halves(bits: list[int]) -> None:
@@ -148,7 +157,12 @@ def by_hand(num_steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 28])
-@sees("a rest is kept for the next step only", SOURCE, "self.missing[number].copy_(missing)", "pass")
+@sees(
+    "a rest is kept for the next step only",
+    "src/anybatch/engine/update/bf16_weights.py",
+    "bits.copy_(missing)",
+    "pass",
+)
 def test_split_weights_are_float32_weights(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """Thirty steps, in pieces or at once, are those of float32 weights by hand: the upper halves bit for bit."""
     monkeypatch.setattr(bf16_weights, "PIECE_BYTES", piece_bytes)
@@ -177,7 +191,7 @@ def test_nothing_in_float32_stays(way: Bf16Weights) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @sees(
     "rounds otherwise after a resume",
-    SOURCE,
+    "src/anybatch/engine/update/bf16_weights.py",
     "rounding_seed(self._seed, step, number)",
     "rounding_seed(self._seed, 0, id(optimizer) % 99991)",
 )
@@ -271,7 +285,9 @@ class Joint(Optimizer):
             one.sub_(0.1 * mean.sign())
 
 
-@sees("all optimizers in pieces", SOURCE, "if alone and found[-1]", "if found[-1]")
+@sees(
+    "all optimizers in pieces", "src/anybatch/engine/update/bf16_weights.py", "if alone and found[-1]", "if found[-1]"
+)
 def test_an_unknown_optimizer_sees_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer that may look at all parameters together makes one step over all, whatever they take."""
     results = []
