@@ -142,7 +142,7 @@ def same_bits(found: Weights, expected: Weights) -> bool:
     "the optimizer is not restored",
     "src/anybatch/engine/checkpoint_state.py",
     """
-    parts.target.optimizer.load_state_dict(optimizer)
+    parts.target.load_optimizer(optimizer)
 """,
     "",
     cases=["plain"],
@@ -162,7 +162,7 @@ def same_bits(found: Weights, expected: Weights) -> bool:
     "master weights are not restored",
     "src/anybatch/engine/checkpoint_state.py",
     """
-            weight.copy_(saved)
+            kept.copy_(saved)
 """,
     """
             pass

@@ -148,7 +148,7 @@ def test_categories_are_sums_of_sizes() -> None:
 @sees(
     "memory report: master weights are forgotten",
     "src/anybatch/engine/update/resident_tensors.py",
-    '"optimizer": (*masters, ',
+    '"optimizer": (*beside, ',
     '"optimizer": (',
 )
 def test_master_weights_and_averages_are_the_optimizers() -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,17 @@ from torch.optim import Optimizer
 
 import anybatch as ab
 from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.engine.update import bf16_weights
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.planner.budget import budget_of
+from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.cost.devices import devices_of
+from anybatch.planner.cost.step_time import StepSeconds
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.plan_json import as_json
+from anybatch.planner.proposals import combinations
 from anybatch.planner.proposals.changes import Change, changed, named_change, optimizer_name, possible_changes
 from anybatch.planner.proposals.combinations import (
     Answer,
@@ -323,6 +329,124 @@ def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> No
     # Each micro-batch that is not traced has left its loss, a number, until the step's end.
     untraced = max(0, plan.accumulation_steps - 2)
     assert plan.baseline.peak.num_bytes + 4 * untraced == recording.report.timeline.peak_bytes
+
+
+@pytest.mark.parametrize("way", ["split", "stochastic"])
+@sees(
+    "plan: windows stay open",
+    "src/anybatch/engine/update/bf16_weights.py",
+    "            window.data = self._nothing[window.device].expand(window.shape)",
+    "            window.data = window.data.clone()",
+)
+@pytest.mark.slow
+def test_bf16_weights_take_what_is_planned(way: Bf16Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose bf16 weights have no copies in float32 allocates what its plan says, to the byte, and less."""
+    monkeypatch.setattr(bf16_weights, "PIECE_BYTES", 1)
+    loss, sample = ab.mean_over_samples(classes), torch.zeros(1, 256, dtype=torch.bfloat16)
+    name = {"split": "bf16 weights, split", "stochastic": "bf16 weights, rounded stochastically"}[way]
+    spec = spec_of(partial(Net, 256), sample=sample, profile="cpu")
+    planned, copied = (
+        trace_step(changed(spec, [named_change(spec, one)]), 2).steady.peak_bytes for one in (name, "bf16 weights")
+    )
+    engine = ab.Engine(Net(256).bfloat16(), adamw, loss, micro_batch_size=2, bf16_weights=way, check_loss=False)
+    batch = sample.expand(4, 256).clone()
+    engine.step(batch)
+    recording = record_memory(engine)
+    with recording:
+        engine.step(batch)
+
+    assert planned == recording.report.timeline.peak_bytes
+    assert planned < copied
+
+
+def level_names(precision: str) -> list[list[str]]:
+    """Return the changes of each level, in order."""
+    found = combinations._levels(spec_of(precision=precision), precision_is_open=False)  # noqa: SLF001 (the order)
+    return [[one.name for one in level] for level in found]
+
+
+def test_bf16_weights_come_in_the_order_of_what_they_cost() -> None:
+    """Under bf16: float32 weights in two halves, then 8-bit state, then stochastic rounding, then adapters."""
+    assert level_names("bf16") == [
+        [],
+        ["bf16 weights, split"],
+        ["8-bit AdamW"],
+        ["bf16 weights, rounded stochastically"],
+        ["bf16 weights, rounded stochastically", "8-bit AdamW"],
+        ["LoRA of rank 16"],
+        ["LoRA of rank 16 on a base in 4 bits"],
+    ]
+    assert not any("bf16" in name for level in level_names("fp32") for name in level)
+
+
+@sees(
+    "fit: what does not fit by arithmetic is traced",
+    "src/anybatch/planner/proposals/combinations.py",
+    "return needed.least + needed.update.state",
+    "return 2 * needed.least + needed.update.state",
+)
+@pytest.mark.parametrize("name", ["", "bf16 weights", "bf16 weights, split", "bf16 weights, rounded stochastically"])
+@pytest.mark.slow
+def test_what_stays_is_known_by_arithmetic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica keeps from step to step is at least what is said without a trace, and little more."""
+    monkeypatch.setattr(bf16_weights, "PIECE_BYTES", 1)
+    sample = torch.zeros(1, 256, dtype=torch.bfloat16 if name else torch.float32)
+    spec = spec_of(partial(Net, 256), sample=sample, profile="cpu")
+    step = changed(spec, [named_change(spec, name)] if name else [])
+    trace, held, most = trace_step(step, 1).steady, 0, 0
+    for event in trace.events:
+        one = trace.allocations[abs(event) - 1]
+        if one.category in {"weights", "gradients", "optimizer"}:
+            held += one.num_bytes if event > 0 else -one.num_bytes
+            most = max(most, held)
+
+    assert 0.75 * most <= combinations._at_least(step) <= most  # noqa: SLF001 (the arithmetic itself)
+
+
+class Attending(nn.Module):
+    """A layer with torch's own attention, which reads the weights of a linear layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        raised: Tensor = self.up(x + mixed)
+        return raised
+
+
+def test_adapters_are_where_layers_are_called() -> None:
+    """Adapters are written for the layers that are planned with one: not for one whose weight is only read."""
+    spec = spec_of(
+        lambda: nn.Sequential(*(Attending() for _ in range(3)), nn.Linear(WIDTH, 10)), sample=torch.zeros(1, 4, WIDTH)
+    )
+    change = named_change(spec, "LoRA of rank 2")
+
+    assert "layers = ['up']" in change.how
+    assert "target_modules=layers" in change.how
+    ready, _ = built(changed(spec, [change]))
+    adapters = [name for name, one in ready.trained.model.named_modules() if isinstance(one, Adapter)]  # type: ignore[union-attr]
+    assert adapters == ["0.up", "1.up", "2.up"]
+
+
+@pytest.mark.parametrize(("link", "added"), [(1e9, True), (1e15, False)])
+def test_gathers_count_where_nothing_hides_them(link: float, added: bool) -> None:
+    """Over a slow link FSDP's messages take longer than the micro-batch that hides them, over a fast one not."""
+    device = dataclasses.replace(DEVICES[0], link_bytes_per_second=link)
+    target = PlanTarget(
+        budget=dataclasses.replace(budget_of("RTX 4090"), device=device),
+        effective_batch_size=8,
+        gradient_bytes=4_000_000,
+    )
+    step = dataclasses.replace(spec_of(precision="bf16"), world_size=4)
+    computing = StepSeconds(micro_batches=2e-3, per_step=0.0, reduction=0.0, band=(1.0, 1.0), is_calibrated=False)
+    fit = SimpleNamespace(accumulation_steps=2)
+    found = combinations._gathering_seconds(step, fit, computing, target)  # type: ignore[arg-type]  # noqa: SLF001
+
+    expected = 2 * (2 * 4e6 * 3 / 4 / link - 1e-3) if added else 0.0
+    assert found == pytest.approx(expected)
 
 
 class Grouped(nn.Module):

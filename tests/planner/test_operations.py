@@ -79,6 +79,25 @@ def test_traffic_by_hand() -> None:
     assert (half.dtype, half.num_bytes) == ("bf16", 24)
 
 
+@sees(
+    "costs: memory that is taken is written",
+    "src/anybatch/planner/cost/operations.py",
+    "name in _TAKE_MEMORY or",
+    "",
+)
+def test_what_takes_memory_moves_nothing() -> None:
+    """An empty tensor costs no traffic, which FSDP takes for each gather; what a result is written to is not read."""
+    assert one_of("empty_like", torch.ones(4, 6)).num_bytes == 0
+    recorder = OperationRecorder()
+    with MemoryLedger(on_operation=recorder) as ledger:
+        into = torch.empty(4, 6)
+        torch.add(torch.ones(4, 6), torch.ones(4, 6), out=into)
+    ledger.forget()
+    taken, add = recorder.trace().operations[0], recorder.trace().operations[-1]
+    assert (taken.name, taken.num_bytes) == ("empty", 0)
+    assert (add.bytes_read, add.bytes_written) == (2 * 96, 96)
+
+
 def test_a_foreach_operation_is_many() -> None:
     """Of a list of tensors each is counted, read and written."""
     recorder = OperationRecorder()

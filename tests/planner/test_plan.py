@@ -167,7 +167,7 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
 
 @sees(
     "plan: a loss in chunks keeps its logits",
-    "src/anybatch/planner/proposals/changes.py",
+    "src/anybatch/planner/proposals/chunked_loss.py",
     "torch.where(chunk > 0, 0, allocated.slope),",
     "allocated.slope,",
 )

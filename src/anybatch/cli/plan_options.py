@@ -16,6 +16,12 @@ _CHECKPOINTING = {
     "every-2nd": "checkpointing every 2nd block",
     "selective": "checkpointing all but products",
 }
+_WEIGHTS = {
+    "bf16": "bf16 weights",
+    "bf16-split": "bf16 weights, split",
+    "bf16-stochastic": "bf16 weights, rounded stochastically",
+}
+"""Weights in bf16 by what is kept beside them, as an option and as a change of the plan."""
 OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "adam", "sgd", "adafactor", "rmsprop")
 
 
@@ -67,7 +73,11 @@ def _add_step(parser: Parser) -> None:
     add("--optimizer", choices=OPTIMIZERS, help="another optimizer than the recipe's, or AdamW")
     add("--checkpointing", choices=tuple(_CHECKPOINTING), help="run blocks again in the backward")
     add("--lora", type=count, metavar="RANK", help="train adapters of that rank, on a base in bf16")
-    add("--weights", choices=("bf16", "4bit"), help="number format of weights; 4bit goes with --lora")
+    add(
+        "--weights",
+        choices=("bf16", "bf16-split", "bf16-stochastic", "4bit"),
+        help="number format of weights, and how they are updated; 4bit goes with --lora",
+    )
     add("--offload", action="store_true", help="keep what blocks save in the host's memory")
     add(
         "--strategy",
@@ -113,8 +123,8 @@ def changes_of(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     changes = []
     if lora is not None:
         changes.append(f"LoRA of rank {lora}{' on a base in 4 bits' if weights == '4bit' else ''}")
-    elif weights == "bf16":
-        changes.append("bf16 weights")
+    elif weights in _WEIGHTS:
+        changes.append(_WEIGHTS[weights])
     if checkpointing:
         changes.append(_CHECKPOINTING[checkpointing])
     if offload:

@@ -10,7 +10,7 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 # One word per purpose, its first letters in ASCII: equal numbers give unrelated seeds for different purposes.
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
-_STEP, _CALL, _AXIS = 0x73746570, 0x63616C6C, 0x61786973
+_STEP, _CALL, _AXIS, _ROUNDING = 0x73746570, 0x63616C6C, 0x61786973, 0x726F756E
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -95,6 +95,20 @@ def step_seed(seed: int, step: int) -> int:
         A number from 0 to 2**62 - 1, which leaves room for counting on from it.
     """
     return _mix(_STEP, seed, step, 0) >> 1
+
+
+def rounding_seed(seed: int, step: int, parameter: int) -> int:
+    """Return the seed under which the update of a parameter is rounded in a step: equal on every rank.
+
+    Args:
+        seed: of the run, any integer.
+        step: number of the step, from 0 on.
+        parameter: its number.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
+    return _mix(_ROUNDING, seed, step, parameter)
 
 
 def sample_keys(key: BatchKey, start: int, stop: int) -> Int64[Tensor, " sample"]:

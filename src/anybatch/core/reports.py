@@ -24,7 +24,8 @@ class StepReport:
         learning_rates: of each parameter group, as used in this step.
         skipped: the update was left out, because fp16 gradients overflowed, or because a spike watch goes back instead
             of ending the run; all ranks skip together.
-        update: how gradients reached the parameters: "direct", "master_weights" or "cast".
+        update: how gradients reached the parameters: "direct", "master_weights", "cast", "split" or
+            "stochastic".
         contributions: tensor (terms,): weight x mean of each loss term over the whole effective batch.
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.

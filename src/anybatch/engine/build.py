@@ -119,7 +119,7 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
     )
     prepared = dataclasses.replace(prepared, call=guard.call)
     # An optimizer that is given as a function is made over what the strategy has made of the parameters.
-    target = make_target(spec.optimizer, prepared.parameters)
+    target = make_target(spec.optimizer, prepared.parameters, spec.bf16_weights, spec.seed or 0)
     # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
     refuse_groups(arguments.clip, target.optimizer)
     refuse_joined_kernels(target.optimizer, target.updated)
@@ -351,7 +351,10 @@ def _add_decisions(shared: _Shared, impossible: str) -> None:
 
 
 def _replica_check(prepared: Prepared, updater: Updater, strategy: Strategy, world: World) -> ReplicaCheck:
-    weights = dict(zip(prepared.parameters, updater.target.updated, strict=True))
+    target = updater.target
+    # Windows are empty between steps: replicas are compared by what the model has.
+    updated = target.updated if target.windows is None else target.parameters
+    weights = dict(zip(prepared.parameters, updated, strict=True))
     return ReplicaCheck(world, weights, enabled=strategy.capabilities.replicas)
 
 
@@ -361,6 +364,7 @@ def _step_meaning(arguments: CheckedArguments, updater: Updater, replicas: Repli
         "optimizer": type(optimizer).__name__,
         "clip": str(arguments.clip),
         "precision": spec.precision,
+        "bf16_weights": spec.bf16_weights,
         "average_decay": str(spec.average_decay),
     }
     return StepMeaning(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
-from torch.optim import Optimizer
 
 from anybatch.core.loss import Loss, declared
 from anybatch.core.splitting import CutConstraints
@@ -21,8 +20,9 @@ from anybatch.engine.rng.generators import choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.spike_watch.watch import SpikeWatch, spike_watch
 from anybatch.engine.strategy_choice import choose, with_device_bytes
+from anybatch.engine.update.bf16_weights import refuse_bf16_weights
 from anybatch.engine.update.clipping import ClipPolicy, clip_policy
-from anybatch.engine.update.precision import OptimizerFunction, autocast
+from anybatch.engine.update.precision import autocast
 from anybatch.errors import CompositionError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
@@ -81,11 +81,12 @@ def check_arguments(spec: TrainSpec, hardware: Hardware) -> CheckedArguments:
         deal=hardware.deal,
     )
     features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, clip=clip, policy=policy)
-    composes = partial(_composes, features, spec.optimizer, world)
-    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes)
+    composes = partial(_composes, features, spec, modules, world)
+    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes, bf16_weights=spec.bf16_weights)
     strategy, needs = choice.strategy, choice.strategy.capabilities
     refuse_misplaced(modules, needs, world, spec.precision)
     refuse_features(features, spec.optimizer, needs, world, comes_sharded=comes_sharded(modules))
+    refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, features, needs.name)
     # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
     sizes = make_sizes(constraints=constraints | needs.constraints)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
@@ -112,10 +113,11 @@ def check_arguments(spec: TrainSpec, hardware: Hardware) -> CheckedArguments:
 
 
 def _composes(
-    features: Features, optimizer: Optimizer | OptimizerFunction, world: World, capabilities: Capabilities
+    features: Features, spec: TrainSpec, modules: nn.Module, world: World, capabilities: Capabilities
 ) -> bool:
     try:
-        refuse_features(features, optimizer, capabilities, world)
+        refuse_features(features, spec.optimizer, capabilities, world)
+        refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, features, capabilities.name)
     except CompositionError:
         return False
     return True

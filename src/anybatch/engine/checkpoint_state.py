@@ -149,6 +149,9 @@ def collect_state(
         "master_weights": [gather(weight.detach()) for weight in target.updated]
         if target.update == "master_weights"
         else None,
+        "missing_bits": {number: gather(bits) for number, bits in target.beside.items()}
+        if target.update == "split"
+        else None,
         "scheduler": None
         if parts.scheduler is None or (in_parts and not world.is_first)
         else parts.scheduler.state_dict(),
@@ -197,14 +200,15 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
     # Everything is compared before anything is loaded, so that a checkpoint that does not fit changes nothing.
     for name, own in (
         ("master_weights", parts.target.update == "master_weights"),
+        ("missing_bits", parts.target.update == "split"),
         ("scheduler", parts.scheduler is not None),
         ("scaler", parts.scaler.enabled),
         ("average", parts.average is not None),
     ):
-        if own != (state[name] is not None):
+        if own != (state.get(name) is not None):
             message = (
                 f"the checkpoint {'lacks' if own else 'has'} {name!r} and this engine {'has' if own else 'lacks'} it. "
-                "Build the engine as the run was built (precision, scheduler, average_decay, optimizer)."
+                "Build the engine as the run was built (precision, bf16_weights, scheduler, average_decay, optimizer)."
             )
             raise CheckpointError(message)
     # Everything is read before anything is loaded, so that a disk that fails changes nothing either.
@@ -216,7 +220,8 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
     }
     # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
     optimizer = _scattered(copy.deepcopy(dict(state["optimizer"])), parts)
-    masters = [place(*pair) for pair in zip(state["master_weights"] or (), parts.target.updated, strict=False)]
+    saved_beside = state["master_weights"] or state.get("missing_bits") or {}
+    beside = [(kept, place(saved_beside[number], kept)) for number, kept in parts.target.beside.items()]
     averaged = _by_uncompiled_name(state["average"] or {})
     averages = {
         name: place(averaged[_uncompiled_name(name)], weight)
@@ -227,10 +232,10 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         for name in ("scheduler", "scaler", "noise", "further", "host_random", "generators")
     }
     parts.modules.load_state_dict({**own_model, **model})
-    parts.target.optimizer.load_state_dict(optimizer)
+    parts.target.load_optimizer(optimizer)
     with torch.no_grad():
-        for weight, saved in zip(parts.target.updated, masters, strict=False):
-            weight.copy_(saved)
+        for kept, saved in beside:
+            kept.copy_(saved)
     if parts.scheduler is not None:
         parts.scheduler.load_state_dict(dict(small["scheduler"]))
     if parts.scaler.enabled:

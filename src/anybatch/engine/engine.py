@@ -30,6 +30,7 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
 from anybatch.engine.step_runner import SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.optimizer_mode import evaluation_weights
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
@@ -66,13 +67,12 @@ class Engine:
         micro_batch_size: most samples of one forward and backward. "auto" takes the fastest of a few on the first
             batch, an `Auto` knows more (docs/auto_size.md), an `ab.token_budget` cuts by length (docs/lengths.md).
         accumulation_steps: micro-batches per rank and step, of nearly equal size, or of the micro-batch size if named.
-        deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
-            the cut does not depend on the number of ranks.
+        deal: "balanced": shares are equal up to one sample; "fixed": micro-batches stay whole on any number of ranks.
         strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
+        bf16_weights: kept beside weights in bf16: "copied" float32 ones, "split" lower bits, or "stochastic" nothing.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per update that is made.
-        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`, or a sequence of these and None, one for each
-            parameter group of the optimizer; once per effective batch.
+        clip: largest gradient norm of an effective batch, `ClipByNorm`, `ClipByValue`, or one of these for each group.
         measure_gradient_norm: report it, and look for gradients that are not finite; False saves a pass over them.
         noise: measure the gradient's noise scale, an estimate of the critical batch size; see docs/gradient_noise.md.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
@@ -105,6 +105,7 @@ class Engine:
         deal: Deal = "balanced",
         strategy: str | Strategy = "auto",
         precision: PrecisionName = "fp32",
+        bf16_weights: Bf16Weights = "copied",
         scheduler: Scheduler | SchedulerFunction | None = None,
         clip: ClipArgument = None,
         measure_gradient_norm: bool = True,
@@ -125,6 +126,7 @@ class Engine:
             loss=loss,
             effective_batch_size=effective_batch_size,
             precision=precision,
+            bf16_weights=bf16_weights,
             scheduler=scheduler,
             clip=clip,
             measure_gradient_norm=measure_gradient_norm,
@@ -231,8 +233,7 @@ class Engine:
             RankFailedError: another rank failed first; if it could say so in time, all may go on together.
             RanksDifferError: ranks do not mean the same step: other batches, settings or calls; it was not made.
             ReplicaError: weights have come to differ between ranks; compared every 100 steps.
-            UpdateFailedError: the last update broke off, and nothing has been loaded since.
-            UserError: the engine has been closed.
+            UpdateFailedError, UserError: the last update broke off and nothing was loaded since; the engine was closed.
         """
         parts = self._open_parts()
         with parts.failures_reported("engine.step", self.num_steps, needs_whole_update=True):
@@ -273,8 +274,7 @@ class Engine:
         Call it on every rank. The model is in evaluation mode meanwhile and back in its own mode afterwards.
 
         Args:
-            batches: what `ab.batches(..., shuffle=False)` or `ab.shares` yields, or nested batches of this rank; every
-                rank must pass equally many.
+            batches: of `ab.batches(..., shuffle=False)`, `ab.shares`, or this rank's own; equally many on every rank.
             metric: a declared loss, or a function of (model, batch) that returns one value per sample,
                 `ab.LossSum(total, count)`, or a dict of those; an `anybatch.metrics.OverWholeSet`. None: the loss.
             averaged: with the averaged weights, see `average_decay`.

@@ -15,6 +15,7 @@ from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.update.schedule import SchedulerFunction
@@ -36,6 +37,8 @@ class TrainSpec:
         loss: a declared loss, or a function of (model, batch).
         effective_batch_size: samples of one optimizer step over all ranks; None: as the batches come.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast.
+        bf16_weights: what is kept beside weights in bf16, where the optimizer is a function: "copied" float32 weights,
+            "split": the lower 16 bits of these, or "stochastic": nothing, since an update is rounded to the weight.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler` for an optimizer that is yet to be made.
         clip: largest gradient norm, a clipping policy, or one per parameter group of the optimizer.
         measure_gradient_norm: measure the gradient's norm in every step.
@@ -54,6 +57,7 @@ class TrainSpec:
     loss: Loss | LossFunction
     effective_batch_size: int | None = None
     precision: PrecisionName = "fp32"
+    bf16_weights: Bf16Weights = "copied"
     scheduler: Scheduler | SchedulerFunction | None = None
     clip: ClipArgument = None
     measure_gradient_norm: bool = True

@@ -4,7 +4,7 @@ The rule is arithmetic, and takes no trace: a replica cannot do without its weig
 what the optimizer's step takes for a while, whatever its micro-batches are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.headroom import HEADROOM
 from anybatch.core.torch_internals import outside_modes
 from anybatch.core.units import in_bytes
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.optimizer_state import UpdateBytes, update_bytes
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import DoesNotFitError
@@ -28,6 +29,8 @@ from anybatch.parallel.world import World
 
 _ORDER = ("all_reduce", "zero1", "fsdp", "")
 """From the least traffic to the least memory; the last is none of them."""
+_BESIDE: Mapping[Bf16Weights, int] = {"copied": 4, "split": 2, "stochastic": 0}
+"""Bytes beside each weight in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ def choose(
     modules: nn.Module,
     world: World,
     composes: Callable[[Capabilities], bool],
+    *,
+    bf16_weights: Bf16Weights = "copied",
 ) -> StrategyChoice:
     """Return the strategy that was named, or what "auto" is; the same on all ranks.
 
@@ -97,6 +102,7 @@ def choose(
         modules: everything that trains.
         world: the ranks, see `with_device_bytes`.
         composes: function (capabilities) -> whether a strategy can do what is asked for.
+        bf16_weights: as of `TrainSpec`.
 
     Raises:
         UserError: an unknown name.
@@ -112,7 +118,7 @@ def choose(
     # Under tensor parallelism how a model is shared out is the user's own affair.
     if comes or limit is None or world.size == 1 or world.has_model_groups:
         return StrategyChoice(usual, f"{usual.capabilities.name}, because {reason}")
-    needed = replica_bytes(optimizer, modules, most=int(limit * (1.0 - HEADROOM)))
+    needed = replica_bytes(optimizer, modules, bf16_weights, most=int(limit * (1.0 - HEADROOM)))
     possible = _possible(needed, optimizer, world, composes)
     name = _first_that_fits(needed, possible, limit, world.size)
     # Ranks that count otherwise, because their libraries differ, go by the one that counts most.
@@ -122,7 +128,9 @@ def choose(
     return StrategyChoice(choose_strategy(name, world), f"{name}, because {_why(name, needed, limit, world)}")
 
 
-def replica_bytes(optimizer: Optimizer | OptimizerFunction, modules: nn.Module, *, most: int) -> ReplicaBytes:
+def replica_bytes(
+    optimizer: Optimizer | OptimizerFunction, modules: nn.Module, bf16_weights: Bf16Weights = "copied", *, most: int
+) -> ReplicaBytes:
     """Return what a replica holds in its update.
 
     An optimizer that is yet to be made is taken for AdamW with `foreach`, three copies of what it updates. Only where
@@ -131,15 +139,16 @@ def replica_bytes(optimizer: Optimizer | OptimizerFunction, modules: nn.Module, 
     Args:
         optimizer: as of `TrainSpec`.
         modules: everything that trains.
+        bf16_weights: as of `TrainSpec`.
         most: bytes there are.
     """
     own = trainable(modules)
-    # A function gets float32 copies of low-precision parameters; an instance holds the parameters themselves.
+    # A function gets low-precision parameters in float32; an instance holds the parameters themselves.
     masters = [p for p in own.values() if is_low_precision(p)] if not isinstance(optimizer, Optimizer) else []
-    copied = sum(4 * parameter.numel() for parameter in masters)
-    updated = copied + sum(_num_bytes(p) for p in own.values() if not (masters and is_low_precision(p)))
+    low = sum(parameter.numel() for parameter in masters)
+    updated = 4 * low + sum(_num_bytes(p) for p in own.values() if not (masters and is_low_precision(p)))
     found = ReplicaBytes(
-        weights=copied + sum(map(_num_bytes, (*modules.parameters(), *modules.buffers()))),
+        weights=_BESIDE[bf16_weights] * low + sum(map(_num_bytes, (*modules.parameters(), *modules.buffers()))),
         gradients=gradient_bytes(own.values()),
         update=UpdateBytes(state=2 * updated, temporary=updated),
         can_share=False,
@@ -151,6 +160,9 @@ def replica_bytes(optimizer: Optimizer | OptimizerFunction, modules: nn.Module, 
         return found
     with outside_modes():
         update = update_bytes(made)
+    if bf16_weights == "stochastic":
+        # State in float32 is kept in bf16; of weights in float32 beside them it is counted too small.
+        update = replace(update, state=update.state // 2)
     # torch's own update each parameter by itself; of others that is not known, and some go by all of them at once.
     return replace(found, update=update, can_share=type(made).__module__.startswith("torch.optim"))
 

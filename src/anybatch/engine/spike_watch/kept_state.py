@@ -77,7 +77,7 @@ def _tensors(modules: nn.Module, target: Target, average: WeightAverage | None) 
     found = [
         *(parameter for parameter in modules.parameters() if parameter.requires_grad),
         *modules.buffers(),
-        *target.updated,
+        *target.beside.values(),
         *(average.weights.values() if average is not None else ()),
     ]
     for tensor in found:

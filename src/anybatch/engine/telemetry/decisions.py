@@ -8,6 +8,8 @@ _UPDATES: Mapping[str, str] = MappingProxyType(
     {
         "direct": "the optimizer updates the parameters themselves",
         "master_weights": "the optimizer updates float32 master weights, which are copied into the parameters",
+        "split": "the optimizer updates float32 weights: the model has their upper 16 bits, the engine the lower ones",
+        "stochastic": "weights and optimizer state are updated in float32, and rounded to bf16 stochastically",
         "cast": "float32 gradients are cast to the parameters' type for the optimizer",
     }
 )

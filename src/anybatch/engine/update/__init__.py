@@ -1,1 +1,1 @@
-"""From a summed gradient to new parameters: precision, clipping, the optimizer's state, averaged weights."""
+"""From a summed gradient to new parameters: precision, bf16, clipping, the optimizer's state, averaged weights."""

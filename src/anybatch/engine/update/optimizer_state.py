@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.engine.torch_internals import state_maker
+from anybatch.engine.update.bf16_weights import Windows
 from anybatch.engine.update.precision import Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import DoesNotFitError
@@ -70,16 +71,34 @@ class OptimizerStateMemory:
 
     def _allocate(self) -> None:
         try:
+            windows = self._target.windows
+            if windows is not None:
+                self._allocate_in_pieces(windows)
+                return
             with nullcontext() if self._sharding is None else self._sharding.alone():
                 self._made = make_state(self._target.optimizer)
                 if self._world.device.type != "cpu":  # a CPU's system promises memory that it may not have
                     reserve(update_bytes(self._target.optimizer).temporary, self._target.updated)
         except torch.OutOfMemoryError as error:
+            self.undo()
             message = (
                 "out of memory before the first step, when the optimizer's state and the room for its update were "
                 f"made; nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
             )
             raise DoesNotFitError(message, rank=self._world.process, phase="update") from error
+
+    def _allocate_in_pieces(self, windows: Windows) -> None:
+        """Make the state of some parameters at a time, which is kept in less than it is made in."""
+        optimizer, largest = self._target.optimizer, 0
+        for piece in windows.pieces(optimizer):
+            # Opened, so that state is laid out in memory as the weights are.
+            with windows.opened(optimizer, piece):
+                self._made += make_state(optimizer)
+                windows.narrow_state(optimizer, piece)
+                if self._world.device.type != "cpu":
+                    # The windows, random bits, and the state in float32 while it is updated.
+                    largest = max(largest, 4 * windows.num_bytes(piece) + update_bytes(optimizer).temporary)
+        reserve(largest, self._target.updated)
 
 
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -4,18 +4,19 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.dtypes import is_low_precision
+from anybatch.engine.update.bf16_weights import Bf16Weights, Windows
 from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
-Update = Literal["direct", "master_weights", "cast"]
+Update = Literal["direct", "master_weights", "cast", "split", "stochastic"]
 
 # GradScaler halves the scale at each overflow: from 65536 it takes 27 in a row to come below this.
 _SMALLEST_SCALE = 2.0**-10
@@ -48,15 +49,32 @@ class Target:
         optimizer: the optimizer.
         update: "direct": it holds the parameters and float32 gradients; "master_weights": it holds float32 copies of
             low-precision parameters, copied back after each update; "cast": it holds low-precision parameters, and
-            gradients are cast down once, after they have been summed in float32.
+            gradients are cast down once, after they have been summed in float32; "split", "stochastic": it holds
+            `windows`, in which bf16 parameters are in float32 while they are updated.
         updated: what the optimizer holds, parameter by parameter.
         parameters: the model's parameters, in the same order.
+        windows: of the parameters in bf16; None for every other update.
     """
 
     optimizer: Optimizer
     update: Update
     parameters: tuple[nn.Parameter, ...]
     updated: tuple[nn.Parameter, ...]
+    windows: Windows | None = None
+
+    @property
+    def beside(self) -> dict[int, torch.Tensor]:
+        """What is kept of weights beside those of the model, by number: float32 copies, or their lower bits."""
+        if self.windows is not None:
+            return self.windows.missing
+        pairs = enumerate(zip(self.updated, self.parameters, strict=True))
+        return {number: updated for number, (updated, own) in pairs if updated is not own}
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Put a state into the optimizer, which takes it in its parameters' type; keep it in bf16 where it was."""
+        self.optimizer.load_state_dict(state)
+        if self.windows is not None:
+            self.windows.narrow_state(self.optimizer)
 
     def attach(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give master weights the summed float32 gradients; the memory is shared."""
@@ -88,10 +106,22 @@ class Target:
                     master.grad = None
 
 
-def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[str, nn.Parameter]) -> Target:
+def make_target(
+    optimizer: "Optimizer | OptimizerFunction",
+    parameters: Mapping[str, nn.Parameter],
+    bf16_weights: Bf16Weights = "copied",
+    seed: int = 0,
+) -> Target:
     """Pair an optimizer, or a function `named_parameters -> optimizer`, with the trainable parameters.
 
-    A function gets float32 master copies in the place of bf16 and fp16 parameters.
+    A function gets float32 master copies in the place of bf16 and fp16 parameters, or windows in the place of the
+    copies.
+
+    Args:
+        optimizer: the optimizer, or what makes it.
+        parameters: the model's, by name.
+        bf16_weights: what there is beside bf16 parameters.
+        seed: of random bits, where an update needs some.
 
     Raises:
         ParameterError: the optimizer holds other parameters than the model's trainable ones.
@@ -104,11 +134,13 @@ def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[
     if isinstance(optimizer, Optimizer):
         _check_members(optimizer, parameters)
         return Target(optimizer, "cast" if low else "direct", own, own)
-    masters = {
-        name: nn.Parameter(parameter.detach().float()) if is_low_precision(parameter) else parameter
-        for name, parameter in parameters.items()
-    }
-    made = optimizer(list(masters.items()))
+    windows = None if bf16_weights == "copied" else Windows(own, way=bf16_weights, seed=seed)
+    if windows is None:
+        updated = tuple(nn.Parameter(one.detach().float()) if is_low_precision(one) else one for one in own)
+    else:
+        updated = windows.updated
+    named = dict(zip(parameters, updated, strict=True))
+    made = optimizer(list(named.items()))
     if not isinstance(made, Optimizer):
         message = (
             f"optimizer={optimizer!r} returned {type(made).__name__}; a function given as optimizer must return a "
@@ -116,8 +148,9 @@ def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[
         )
         raise ParameterError(message)
     _refuse_closures(made)
-    _check_members(made, masters)
-    return Target(made, "master_weights" if low else "direct", own, tuple(masters.values()))
+    _check_members(made, named)
+    update: Update = "direct" if not low else "master_weights" if bf16_weights == "copied" else bf16_weights
+    return Target(made, update, own, updated, windows)
 
 
 class LossScaler:

@@ -34,18 +34,16 @@ def resident_tensors(
     """
     local = prepared.layout.local
     weights = list(modules.parameters())
-    own = set(map(id, weights))
-    # Without low-precision parameters the optimizer holds the weights themselves, which are counted already.
-    masters = [parameter for parameter in target.updated if id(parameter) not in own]
+    beside = tuple(target.beside.values())
     states = itertools.chain.from_iterable(state.values() for state in target.optimizer.state.values())
     averaged = () if average is None else average.weights.values()
-    gradients = (parameter.grad for parameter in (*weights, *masters) if parameter.grad is not None)
+    gradients = (parameter.grad for parameter in (*weights, *target.updated) if parameter.grad is not None)
     state = (value for value in states if isinstance(value, torch.Tensor))
     found: dict[Category, Iterable[torch.Tensor]] = {
         "weights": weights,
         "buffers": modules.buffers(),
         "gradients": (*prepared.gradient_buffers, *gradients),
-        "optimizer": (*masters, *state, *averaged),
+        "optimizer": (*beside, *state, *averaged),
     }
     return {category: [local(tensor) for tensor in tensors] for category, tensors in found.items()}
 

@@ -240,7 +240,10 @@ class Updater:
         """Step optimizer and average, unless fp16 has overflowed; return whether they stepped."""
         # The optimizer makes no state for a parameter without a gradient; what was made ahead for it goes.
         self._optimizer_memory.drop_unused(gradients)
-        if self.sharding is None:
+        if self.target.windows is not None:
+            self.target.windows.step(self.target.optimizer, gradients, self._step)
+            stepped = True
+        elif self.sharding is None:
             stepped = self.scaler.step()
         else:
             with self.sharding.alone():

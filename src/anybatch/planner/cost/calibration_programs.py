@@ -66,6 +66,11 @@ def programs() -> list[Callable[[], Program]]:
         *(partial(_attention, *sizes) for sizes in _ATTENTIONS),
         *(partial(_head, *sizes) for sizes in _HEADS),
         *(partial(_pointwise, rows) for rows in _POINTWISE_ROWS),
+        *(partial(_autocast, partial(_linear, *sizes)) for sizes in _LINEARS[1::3]),
+        *(partial(_autocast, partial(_convolution, *sizes)) for sizes in _CONVOLUTIONS[1::2]),
+        *(partial(_autocast, partial(_attention, *sizes)) for sizes in _ATTENTIONS[::2]),
+        *(partial(_autocast, partial(_head, *sizes)) for sizes in _HEADS[1:3]),
+        *(partial(_pointwise, rows, torch.bfloat16) for rows in _POINTWISE_ROWS[1:3]),
         _large,
         partial(_pairs, 12, 60, 40),
         partial(_pairs, 4, 200, 64),
@@ -130,10 +135,21 @@ def _head(num_tokens: int, width: int, vocabulary: int) -> Program:
     return Program(lambda: functional.cross_entropy(both(tokens), tokens), tuple(both.parameters()))
 
 
-def _pointwise(rows: int) -> Program:
+def _pointwise(rows: int, dtype: torch.dtype = torch.float32) -> Program:
     smooth = (nn.GELU(), nn.Tanh(), nn.SiLU(), nn.Sigmoid())
     module = nn.Sequential(*smooth, nn.Dropout(0.1), nn.LayerNorm(_COLUMNS), nn.ReLU())
-    return _of_module(module, torch.randn(rows, _COLUMNS))
+    return _of_module(module.to(dtype), torch.randn(rows, _COLUMNS, dtype=dtype))
+
+
+def _autocast(make: Callable[[], Program]) -> Program:
+    """Return a program whose forward is rounded to bf16, as the engine's is."""
+    program, device = make(), torch.get_default_device().type
+
+    def loss() -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return program.loss()
+
+    return replace(program, loss=loss)
 
 
 def _large() -> Program:

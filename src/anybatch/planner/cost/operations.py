@@ -28,6 +28,8 @@ _PRODUCTS = {
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
 """These read as much of their first tensor as they write, not all of it."""
+_TAKE_MEMORY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""These take memory and leave what is in it."""
 _DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 """Matrix products of attention: scores and output; in backward the scores again, and four gradients."""
@@ -109,9 +111,12 @@ def operation_of(
     homes = {home for tensor in given if (home := _home(tensor)) is not None}
     # Results that share memory with an argument are views of it, and move no bytes.
     fresh = [tensor for tensor in made if _home(tensor) not in homes]
-    if kind == "other" and not fresh and not changed:
+    if kind == "other" and (name in _TAKE_MEMORY or (not fresh and not changed)):
         kind = "view"
-    read, written = _bytes_moved(name, given, [*fresh, *changed])
+    # What an operation is given to write its result to is not read.
+    overwritten = set(map(id, _tensors(kwargs.get("out"))))
+    sources = [tensor for tensor in given if id(tensor) not in overwritten]
+    read, written = _bytes_moved(name, sources, [*fresh, *changed])
     return Operation(
         name=name,
         kind=kind,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -17,17 +18,24 @@ from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
 from anybatch.engine.spec import TrainSpec
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
-from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import trainable
-from anybatch.planner.cost.step_time import CostLine, CostTrace
-from anybatch.planner.proposals.stand_ins import AdamW8bit, adapted, in_bfloat16, linear_layers, offloaded
+from anybatch.planner.cost.step_time import CostLine
+from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
+from anybatch.planner.proposals.stand_ins import (
+    AdamW8bit,
+    adapted,
+    in_bfloat16,
+    linear_layers,
+    linear_names,
+    offloaded,
+)
 from anybatch.planner.torch_internals import is_checkpointed
 from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec, built
 
-CHUNK_TOKENS = 1024
-"""Tokens whose logits are there at once in a loss that is computed in chunks."""
 USUAL_RANK = 16
 """Rank of adapters where none is named."""
 _LEAST_VOCABULARY = 8192
@@ -113,9 +121,11 @@ def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
     # Layers in bf16 take no inputs in float32, as tokens are none and images are.
     takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(spec.sample))
     autocasts = takes_numbers and spec.trained.precision == "fp32"
-    found.append(_adapters(rank, four_bits=False, autocasts=autocasts))
+    # Of a model that stands for one of transformers, peft knows the layers by a word.
+    targets = "'all-linear'" if spec.called else _listed(linear_names(module))
+    found.append(_adapters(rank, targets, four_bits=False, autocasts=autocasts))
     if spec.profile != "cpu":
-        found.append(_adapters(rank, four_bits=True, autocasts=autocasts))
+        found.append(_adapters(rank, targets, four_bits=True, autocasts=autocasts))
     return found
 
 
@@ -132,7 +142,7 @@ def named_change(spec: StepSpec, name: str) -> Change:
     rank = re.match(r"LoRA of rank (\d+)", name)
     can_make, (ready, _) = _makes(spec), built(spec)
     known = [*_of_update(ready), *_of_precision(ready), *_of_blocks(ready, can_make=can_make), *_of_head(ready)]
-    known += [*_of_weights(can_make=can_make), *_of_host(ready, can_make=can_make)]
+    known += [*of_weights(spec), *_of_host(ready, can_make=can_make)]
     known += _other_steps(ready, USUAL_RANK if rank is None else int(rank[1]), can_make=can_make)
     found = next((one for one in known if one.name == name), None)
     if found is None:
@@ -157,14 +167,18 @@ def _made(train: TrainSpec) -> Optimizer | None:
     if isinstance(train.optimizer, Optimizer):
         return train.optimizer
     # Over all parameters: a function may take them apart by name or shape.
-    learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
-    modules = nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
     try:
-        return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules).items()])
+        return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules_of(train)).items()])
     except UserError:
         raise
     except Exception:  # noqa: BLE001 (whatever it is, the engine calls the function again, and raises its own then)
         return None
+
+
+def modules_of(train: TrainSpec) -> nn.Module:
+    """Return everything that trains, with data or without."""
+    learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
+    return nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
 
 
 def _without_data(parameter: nn.Parameter) -> nn.Parameter:
@@ -316,16 +330,42 @@ def without_cache(module: nn.Module) -> None:
             one.config = other
 
 
-def _of_weights(*, can_make: bool) -> list[Change]:
-    """Return weights in bf16, of which the engine keeps copies in float32 to update."""
-    how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 copies"
-    costs = "forward and backward are rounded to bf16; updates go to copies in float32"
-    return [Change(name="bf16 weights", how=how, costs=costs, same_step=False, apply=_in_bfloat16)] * can_make
+def of_weights(spec: StepSpec) -> list[Change]:
+    """Return weights in bf16, in three ways to update them, if the model and the optimizer can be made for them.
+
+    Args:
+        spec: the step; its model is made if it is a function.
+    """
+    can_make, (ready, _) = _makes(spec), built(spec)
+    if not can_make or isinstance(ready.trained.optimizer, Optimizer):
+        return []
+    how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
+    asked = '\nengine = ab.Engine(..., bf16_weights="{}")'
+    costs = "forward and backward are rounded to bf16; "
+    ways: tuple[tuple[str, Bf16Weights, str, str], ...] = (
+        ("bf16 weights", "copied", how + "copies", "updates go to copies in float32"),
+        (
+            "bf16 weights, split",
+            "split",
+            how + "weights" + asked.format("split"),
+            "updates go to float32 weights, of which the engine keeps the lower 16 bits",
+        ),
+        (
+            "bf16 weights, rounded stochastically",
+            "stochastic",
+            how + "weights" + asked.format("stochastic"),
+            "so are weights and optimizer state after each update, stochastically",
+        ),
+    )
+    return [
+        Change(name=name, how=lines, costs=costs + said, same_step=False, apply=partial(_in_bfloat16, way))
+        for name, way, lines, said in ways
+    ]
 
 
-def _in_bfloat16(train: TrainSpec) -> TrainSpec:
+def _in_bfloat16(way: Bf16Weights, train: TrainSpec) -> TrainSpec:
     in_bfloat16(as_module(train.model), trains=True)
-    return train
+    return dataclasses.replace(train, bf16_weights=way)
 
 
 def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
@@ -366,10 +406,18 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _adapters(rank: int, *, four_bits: bool, autocasts: bool) -> Change:
+def _listed(names: Sequence[str]) -> str:
+    """Return a list of names as code, in lines of some length."""
+    lines = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + 11 * " ").join(lines)
+
+
+def _adapters(rank: int, targets: str, *, four_bits: bool, autocasts: bool) -> Change:
+    named = "layers" if targets.startswith("[") else targets
     lines = [
         "from peft import LoraConfig, get_peft_model",
-        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear')",
+        *([f"layers = {targets}"] if named == "layers" else []),
+        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules={named})",
         "model = get_peft_model(model, adapters)",
         *(['engine = ab.Engine(..., precision="bf16")'] if autocasts else []),
     ]
@@ -420,38 +468,3 @@ def _of_head(spec: StepSpec) -> list[Change]:
             recost=lambda costs: with_head_again(costs, vocabulary),
         )
     ]
-
-
-def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> MemoryEnvelope:
-    """Return the envelope of a step whose logits are there for one chunk of tokens at a time.
-
-    Everything that grows by `num_tokens` x `vocabulary` values per sample (one token less, where labels are shifted)
-    is taken to be logits, their logarithms or their gradient, and holds a chunk instead. The rest stays.
-    """
-    # Logits are recognised by their growth per sample, in 16 or in 32 bits.
-    widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
-    allocated = envelope.allocated
-    chunk = torch.tensor(
-        [CHUNK_TOKENS * vocabulary * widths.get(slope, 0) for slope in allocated.slope.tolist()], dtype=torch.int64
-    )
-    return envelope.with_sizes(
-        Polynomials(
-            torch.where(chunk > 0, chunk, allocated.constant),
-            torch.where(chunk > 0, 0, allocated.slope),
-            allocated.curvature,
-        )
-    )
-
-
-def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
-    """Return the costs of a step that makes its logits a second time, in the backward."""
-
-    def twice(trace: CostTrace) -> CostTrace:
-        again = (
-            one
-            for one in trace.operations
-            if one.kind == "matmul" and one.phase == "forward" and vocabulary in one.dims
-        )
-        return CostTrace((*trace.operations, *again))
-
-    return CostLine((twice(costs.traces[0]), twice(costs.traces[1])), costs.traced)

@@ -1,8 +1,8 @@
 """Which changes together let a step fit, and run fastest: searched level by level, in the order of what they cost.
 
-A level is how far the step may lead from the one that is asked for: not at all; rounded to bf16; with another
-optimizer's state; with other parameters trained. Within a level all that keeps the gradient is combined, and the
-fastest combination that fits is taken. Only where a level's leanest does not fit is the next one looked at.
+A level is how far the step may lead from the one that is asked for: not at all; rounded to bf16; with weights in bf16;
+with another optimizer's state; with other parameters trained. Within a level all that keeps the gradient is combined,
+and the fastest combination that fits is taken. Only where a level's leanest does not fit is the next one looked at.
 """
 
 import dataclasses
@@ -12,12 +12,21 @@ from typing import Final
 
 from anybatch.core.size_choice import NEAR_BEST
 from anybatch.core.units import in_bytes
+from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cost.device_table import DEVICES
-from anybatch.planner.cost.step_time import Rates, rates_of
+from anybatch.planner.cost.step_time import Rates, StepSeconds, rates_of
 from anybatch.planner.envelopes import Envelopes
-from anybatch.planner.proposals.changes import Change, changed, offloading, other_steps, possible_changes
+from anybatch.planner.proposals.changes import (
+    Change,
+    changed,
+    modules_of,
+    of_weights,
+    offloading,
+    other_steps,
+    possible_changes,
+)
 from anybatch.planner.proposals.ranking import Fit, PlanTarget, envelopes_of, fit_of, reshaped, sharded_in_bfloat16
 from anybatch.planner.trace.step_spec import StepSpec, built
 
@@ -105,8 +114,19 @@ def _levels(spec: StepSpec, *, precision_is_open: bool) -> Iterator[tuple[Change
     rounded = [one for one in possible_changes(spec) if one.name == "bf16 autocast"] if precision_is_open else []
     if rounded:
         yield tuple(rounded)
-    for other in other_steps(spec):
-        yield (*rounded, other)
+    others = other_steps(spec)
+    eight_bit = tuple(one for one in others if one.name == "8-bit AdamW")
+    in_bf16 = rounded or built(spec)[0].trained.precision == "bf16"
+    weights = {one.name: one for one in of_weights(spec)} if in_bf16 else {}
+    split, stochastic = (
+        (one,) if (one := weights.get(name)) is not None else ()
+        for name in ("bf16 weights, split", "bf16 weights, rounded stochastically")
+    )
+    adapters = ((one,) for one in others if one not in eight_bit)
+    both = (*stochastic, *eight_bit) if stochastic and eight_bit else ()
+    for level in (split, eight_bit, stochastic, both, *adapters):
+        if level:
+            yield (*rounded, *level)
 
 
 def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
@@ -153,7 +173,9 @@ class _Search:
         if one is best:
             return
         # Under FSDP no time is printed, since what its gathers add to a step is not known.
-        computing = " in computing alone" if best.strategy and best.fit is not None and best.fit.seconds is None else ""
+        computing = (
+            " in computing and gathering" if best.strategy and best.fit is not None and best.fit.seconds is None else ""
+        )
         why = f"slower{computing}" if best.same_step or not one.same_step else "leads further"
         if (one.seconds or 0.0) <= (best.seconds or 0.0):
             why = f"within {NEAR_BEST - 1:.0%}, and more to change"
@@ -165,6 +187,11 @@ class _Search:
     def _of_strategy(self, spec: StepSpec, level: tuple[Change, ...], strategy: str) -> None:
         """Plan the combinations of a level under a strategy: the lightest, the leanest, and those between them."""
         start = changed(spec, level)
+        stays, usable = _at_least(start), self._target.budget.usable_bytes
+        if strategy in {"", "all_reduce"} and spec.strategy in {"auto", "single", "all_reduce"} and stays > usable:
+            why = f"weights, gradients and optimizer state take {in_bytes(stays)} of {in_bytes(max(0, usable))}"
+            self.tried.append(Combination(changes=level, strategy=strategy, spec=start, fit=None, why=why))
+            return
         possible = {one.name: one for one in possible_changes(start)}
         fused = tuple(one for name, one in possible.items() if name == "fused optimizer")
         chunks = [one for name, one in possible.items() if name.startswith("loss in chunks")]
@@ -222,6 +249,8 @@ class _Search:
         ranked = dataclasses.replace(target, rates=self._rates)
         steady = ranked.seconds(envelopes.costs, fit.micro_batch_size, step.world_size)
         moving = 0.0 if plain is None else _moving_seconds(plain, envelopes, fit)
+        if envelopes.sharded and steady is not None:
+            moving += _gathering_seconds(step, fit, steady, target)
         if fit.seconds is not None and moving:
             longer = dataclasses.replace(fit.seconds, micro_batches=fit.seconds.micro_batches + moving)
             fit = dataclasses.replace(fit, seconds=longer)
@@ -247,6 +276,28 @@ def _moving_seconds(plain: Combination, envelopes: Envelopes, fit: Fit) -> float
     size = fit.micro_batch_size
     held = [one.steady.at_peak(size).by_category["activations"] for one in (plain.envelopes, envelopes)]
     return fit.accumulation_steps * 2 * max(0, held[0] - held[1]) / HOST_BYTES_PER_SECOND
+
+
+def _gathering_seconds(step: StepSpec, fit: Fit, computing: StepSeconds, target: PlanTarget) -> float:
+    """Return what FSDP's messages add to a step at the least: what is longer than the micro-batch that hides it.
+
+    Each micro-batch gathers the weights twice and reduces gradients in float32 once, and each rank receives all but
+    its own share of these. The rest of what limits it (latency, buckets) is not known, so that no time is printed.
+    """
+    device = target.budget.device
+    if device is None:
+        return 0.0
+    bf16 = built(step)[0].trained.precision == "bf16"
+    num_bytes = (2 if bf16 else 3) * target.gradient_bytes * (step.world_size - 1) / step.world_size
+    each = computing.micro_batches / fit.accumulation_steps
+    return fit.accumulation_steps * max(0.0, num_bytes / device.link_bytes_per_second - each)
+
+
+def _at_least(spec: StepSpec) -> int:
+    """Return the bytes that a replica cannot do without from step to step, by arithmetic; no trace is taken."""
+    train = built(spec)[0].trained
+    needed = replica_bytes(train.optimizer, modules_of(train), train.bf16_weights, most=0)
+    return needed.least + needed.update.state
 
 
 def _stays(one: Combination) -> int:

@@ -34,6 +34,8 @@ class AdamW8bit(Optimizer):
         params: parameters, or groups of them.
     """
 
+    updates_each_by_itself = True
+
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 1e-3})
 
@@ -91,8 +93,11 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layer returns, and the product."""
         result: Tensor = self.base(x)
-        added: Tensor = self.up(self.down(x.to(self.down.weight.dtype))) * 2.0
-        return (result + added).to(result.dtype)
+        kind = result.dtype
+        # Under peft's names, too, the input in the adapter's type is there until the end.
+        x = x.to(self.down.weight.dtype)
+        result = result + self.up(self.down(x)) * 2.0
+        return result.to(kind)
 
 
 class FourBitLinear(nn.Module):
@@ -175,8 +180,27 @@ def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
                 setattr(one, name, torch.empty_like(old_buffer, dtype=torch.bfloat16, device="meta"))
 
 
+def linear_names(modules: nn.Module) -> list[str]:
+    """Return what `linear_layers` are called within their blocks, each once; peft goes by how a name ends.
+
+    Args:
+        modules: with data or without.
+    """
+    found = {
+        name: None
+        for blocks in repeated_blocks(modules)
+        for block in blocks.modules
+        for name, child in block.named_modules()
+        if type(child) is nn.Linear and name
+    }
+    return list(found)
+
+
 def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Return the linear layers inside of repeated blocks, each with its parent and its name there.
+
+    Classes made from `nn.Linear` are none: `nn.MultiheadAttention` reads the weight of its own without calling it, so
+    that an adapter there is never run.
 
     Args:
         modules: with data or without.

@@ -383,6 +383,9 @@ class _TwinRun:
         assert engine is not None
         updated = (p for group in engine.optimizer.param_groups for p in group["params"])
         self.ledger.hold("weights", map(local_part, updated))
+        # The lower bits of weights, where the engine keeps such.
+        kept = engine.resident_tensors()["optimizer"]
+        self.ledger.hold("weights", (one for one in kept if one.dtype is torch.int16))
         self.ledger.hold("optimizer", map(local_part, _tensors(list(engine.optimizer.state.values()))))
         if engine.average is not None:
             self.ledger.hold("optimizer", map(local_part, engine.average.weights.values()))

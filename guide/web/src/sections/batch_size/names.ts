@@ -1,4 +1,3 @@
-/** Recordings of claims about the size of a batch. */
 /** The claims, and the number that each of their cards shows. */
 export const FIGURES: Record<string, string> = {
   larger_batch: "time_256",

@@ -1,4 +1,3 @@
-/** Recordings of claims about several devices. */
 /** The claims, and the number that each of their cards shows. */
 export const FIGURES: Record<string, string> = {
   data_parallel: "memory_ratio",

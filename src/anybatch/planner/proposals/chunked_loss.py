@@ -1,0 +1,44 @@
+"""A loss whose logits are there for one chunk of tokens at a time, worked out from the trace of one with all."""
+
+import torch
+
+from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.planner.cost.step_time import CostLine, CostTrace
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are there at once."""
+
+
+def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> MemoryEnvelope:
+    """Return the envelope of a step whose logits are there for one chunk of tokens at a time.
+
+    Everything that grows by `num_tokens` x `vocabulary` values per sample (one token less, where labels are shifted)
+    is taken to be logits, their logarithms or their gradient, and holds a chunk instead. The rest stays.
+    """
+    # Logits are recognised by their growth per sample, in 16 or in 32 bits.
+    widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
+    allocated = envelope.allocated
+    chunk = torch.tensor(
+        [CHUNK_TOKENS * vocabulary * widths.get(slope, 0) for slope in allocated.slope.tolist()], dtype=torch.int64
+    )
+    return envelope.with_sizes(
+        Polynomials(
+            torch.where(chunk > 0, chunk, allocated.constant),
+            torch.where(chunk > 0, 0, allocated.slope),
+            allocated.curvature,
+        )
+    )
+
+
+def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
+    """Return the costs of a step that makes its logits a second time, in the backward."""
+
+    def twice(trace: CostTrace) -> CostTrace:
+        again = (
+            one
+            for one in trace.operations
+            if one.kind == "matmul" and one.phase == "forward" and vocabulary in one.dims
+        )
+        return CostTrace((*trace.operations, *again))
+
+    return CostLine((twice(costs.traces[0]), twice(costs.traces[1])), costs.traced)
