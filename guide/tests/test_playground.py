@@ -249,7 +249,7 @@ def test_adam_hides_what_sgd_shows() -> None:
             played(optimizer=optimizer, learning_rate=rate, mistake=mistake, steps=4)[0]["losses"][-1]
             for mistake in ("", "no_division")
         )
-        return abs(wrong - right) / right
+        return float(abs(wrong - right) / right)
 
     assert apart("adamw", 0.003) < HARDLY
     assert apart("sgd", 0.1) > PLAINLY
