@@ -12,7 +12,7 @@ from tests.architecture.source_tree import ROOT
 
 KB = 1000
 BUDGETS = {
-    "app.js": 104 * KB,
+    "app.js": 109 * KB,
     "app.css": 14 * KB,
     "math.woff2": 60 * KB,
     "watch/app.js": 40 * KB,

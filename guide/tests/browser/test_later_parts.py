@@ -44,6 +44,10 @@ def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> 
         page = watched.page
 
         assert fetched(watched) & set(PARTS.values()) == set()
+        # What is not drawn has no words.
+        page.evaluate(
+            "document.querySelectorAll('main section').forEach(one => one.style.contentVisibility = 'visible')"
+        )
         for part, recording in PARTS.items():
             own = page.locator(f"#{part}")
             own.scroll_into_view_if_needed()
@@ -63,7 +67,7 @@ def test_lanes_follow_keys(alive: Watched) -> None:
     page.keyboard.press("ArrowRight")
     expect(said).to_contain_text("around the backward only")
     expect(said).to_contain_text("13.5 MiB")
-    page.get_by_role("figure", name="One step, rank by rank").get_by_role("radio", name="4").check(force=True)
+    page.get_by_role("figure", name="One step, rank by rank").locator("label", has_text="4").click()
     expect(said).to_contain_text("4 ranks")
 
 
@@ -71,7 +75,7 @@ def test_a_cap_makes_the_recorded_cut(alive: Watched) -> None:
     """Moved by keys, the cap gives the micro-batches that the engine made, in words and in the drawing."""
     page = alive.page
     figure = page.get_by_role("figure", name="One batch of sentences, cut")
-    figure.get_by_role("radio", name="ab.token_budget").check(force=True)
+    figure.locator("label", has_text="ab.token_budget").click()
     figure.get_by_role("slider").focus()
     page.keyboard.press("Home")
     data = json.loads((RECORDINGS / "length_cuts.json").read_text(encoding="utf-8"))["data"]

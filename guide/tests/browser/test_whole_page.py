@@ -57,6 +57,7 @@ def test_nothing_goes_wrong(browser: Browser, address: str, look: str) -> None:
     with opened(browser, address, **LOOKS[look]) as watched:
         page = watched.page
         scroll_through(page)
+        bring_to_life(page)  # or a request would be under way when the page is closed
         width, room = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
 
         assert watched.faults == []
