@@ -246,11 +246,9 @@ def _state() -> tuple[Any, ...]:
 
 @sees(
     "loading a sample takes the caller's random numbers",
-    "src/anybatch/data/random_state.py",
-    """
-        torch.default_generator.set_state(torch_state)
-""",
-    "",
+    "src/anybatch/data/keyed_loading.py",
+    "        torch.default_generator.set_state(state)",
+    "        pass",
 )
 def test_the_callers_generators_are_untouched() -> None:
     """Between units and after a failed one, python's, numpy's and torch's generators stand where the caller left them.
