@@ -133,6 +133,7 @@ CUTS: dict[str, Callable[[Lengths], Cut]] = {
     "arrival order, 8 samples": lambda lengths: in_order(range(len(lengths))),
     "sorted, 8 samples": lambda lengths: in_order(sorted(range(len(lengths)), key=lengths.__getitem__)),
     "transformers, 8 micro-batches": lambda lengths: rebalanced(lengths, 8),
+    "transformers, 16 micro-batches": lambda lengths: rebalanced(lengths, 16),
     "transformers, fewest within the cap": rebalanced_within_cap,
 }
 

@@ -29,6 +29,7 @@ from anybatch.recipes.text import (
     text,
     warm_up_and_cosine,
 )
+from tests.faults import sees
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog. "
 
@@ -78,6 +79,32 @@ def test_no_byte_sees_what_follows(changed: int) -> None:
     difference = (model(inputs) - model(others)).abs().amax(dim=(0, 2))
     assert difference[:changed].eq(0).all()
     assert difference[changed:].gt(0).all()
+
+
+@sees(
+    "the times of packed samples go on",
+    "src/anybatch/recipes/text.py",
+    "for length in lengths])",
+    "for length in [sum(lengths)]])",
+)
+@sees(
+    "packed samples see those before them",
+    "src/anybatch/recipes/text.py",
+    "attend(query, key, value) if lengths is None else attend_apart(query, key, value, lengths)",
+    "attend(query, key, value)",
+)
+def test_packed_samples_are_each_as_by_themselves() -> None:
+    """Logits and gradients of samples in one row are those of each sample alone, in float64."""
+    model = Transformer(width=16, num_layers=2, num_heads=2).double()
+    samples = [torch.randint(0, 256, (1, length)) for length in (5, 1, 9, 5)]
+    alone = torch.cat([model(sample) for sample in samples], dim=1)
+    expected = torch.autograd.grad(alone.square().sum(), list(model.parameters()))
+
+    together = model(torch.cat(samples, dim=1), [sample.shape[1] for sample in samples])
+
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+    found = torch.autograd.grad(together.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rotation_is_the_plain_formula() -> None:
