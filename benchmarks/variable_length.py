@@ -6,7 +6,7 @@ tokens of a micro-batch at most, padding included. The ways:
 - arrival order: micro-batches of 8 samples, as many as always fit, in the order in which they come;
 - sorted: the same, of samples that were sorted by length within the batch;
 - transformers' `BatchRebalanceSampler` (`train_sampling_strategy="batch_rebalance"`), which is given a number of
-  micro-batches: 8, as a user of micro-batches of 8 has them, and the fewest with which none is above the cap;
+  micro-batches: 8, as a user of micro-batches of 8 has them, 16, and the fewest with which none is above the cap;
 - accelerate and Lightning Fabric, where they are installed: their loops over a DataLoader, 8 samples as they arrive;
 - `ab.token_budget`, padded; and packed into rows without padding, at 4,096 tokens and at 1,024.
 
