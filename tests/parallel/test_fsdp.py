@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import anybatch as ab
 from anybatch.core.records import ReductionRecord
@@ -315,6 +315,19 @@ def test_every_form_of_a_model(reduction: str, two_ranks: Ranks, three_ranks: Ra
     for ranks in (two_ranks, three_ranks) if reduction == "last_micro_batch" else (three_ranks,):
         for found in ranks.run(worst_errors, {"reduction": reduction}, FORMS):
             assert {form: error for form, error in found.items() if error > TOLERANCE} == {}
+
+
+def errors_without_torchs_zeros(forms: tuple[str, ...]) -> dict[str, float]:
+    """Run on every rank: return the largest errors where torch has no zeros for unused parameters, as before 2.13."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+        return worst_errors({"reduction": "every_micro_batch"}, forms)
+
+
+def test_ranks_may_use_different_parameters_before_torch_2_13(three_ranks: Ranks) -> None:
+    """Where torch reduces nothing for unused parameters, they have the plain gradient and update all the same."""
+    for found in three_ranks.run(errors_without_torchs_zeros, ("unused",)):
+        assert found["unused"] <= TOLERANCE
 
 
 @pytest.mark.parametrize("reduction", [*REDUCTIONS, "replicas_last"])

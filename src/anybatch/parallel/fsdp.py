@@ -141,7 +141,7 @@ class FSDP:
             # Each by itself: what only the root is told, only the root's own parameters do.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
-            # Ranks may use different parameters; before torch 2.13 all of them have to use the same.
+            # Ranks may use different parameters; see `ShardedGroup.reduce_unused` for versions before 2.13.
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         parameters = trainable(modules)
@@ -282,6 +282,8 @@ class FSDP:
             if group is None:
                 continue
             self._groups.append(group)
+            if not hasattr(module, "set_reduce_scatter_unused_params"):
+                group.reduce_unused()
             # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
             module.unshard()
             module.reshard()

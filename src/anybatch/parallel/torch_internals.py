@@ -251,6 +251,25 @@ class ShardedGroup:
         with needed_for(_SHARDING):
             return [one._unsharded_param for one in self._members]
 
+    def reduce_unused(self) -> None:
+        """Have zeros reduced for what a rank has not used, before torch 2.13, which does so when it is asked to.
+
+        Otherwise ranks that use different parameters would hand over messages of different lengths.
+        """
+        with needed_for(_SHARDING):
+            group, post_backward = self._group, self._group.post_backward
+
+        def with_zeros(*unused: Any) -> Any:  # noqa: ANN401 (torch's signature)
+            for one in group.fsdp_params if group.reduce_grads else ():
+                whole = getattr(one, "_unsharded_param", None)
+                if whole is None or not whole.requires_grad:
+                    continue
+                if whole.grad is None and one.unsharded_accumulated_grad is None:
+                    whole.grad = torch.zeros_like(whole)
+            return post_backward(*unused)
+
+        group.post_backward = with_zeros
+
     def drop_whole_gradients(self) -> None:
         """Forget gradients that have not been reduced yet, of parameters and of replicas."""
         for one in self._members:
