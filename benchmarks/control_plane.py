@@ -58,7 +58,7 @@ def rows_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def sum_around(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
     """Do as `ControlGroup.start_sum` does, by gloo's ring."""
     work: Any = dist.all_reduce(numbers, group=group.group, async_op=True)
-    return PendingMessage(work, group._held, group.roll_call)  # noqa: SLF001 (as it was)
+    return PendingMessage(work, group._resources, group.roll_call)  # noqa: SLF001 (as it was)
 
 
 def gather_around(group: ControlGroup, mine: bytes) -> list[bytearray]:
@@ -67,7 +67,7 @@ def gather_around(group: ControlGroup, mine: bytes) -> list[bytearray]:
     tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     work: Any = dist.all_gather(tensors, own, group=group.group, async_op=True)
-    PendingMessage(work, group._held, group.roll_call).wait()  # noqa: SLF001
+    PendingMessage(work, group._resources, group.roll_call).wait()  # noqa: SLF001
     return rows
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
-from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness
 from anybatch.parallel.strategy import Turn
 
@@ -48,13 +48,13 @@ def alone(shape: tuple[int, ...]) -> str:
     """Return the row of one forward and backward of dropout."""
     values = torch.randn(shape, requires_grad=True)
     randomness = SampleRandomness(PerSample(), nn.Identity(), torch.device("cpu"))
-    work = Work(Unit(0, 0, shape[0]), (), Turn(first=True, last=True), 0, BatchKey(0, 0, range(shape[0])))
+    micro_batch = MicroBatch(Unit(0, 0, shape[0]), (), Turn(first=True, last=True), 0, BatchKey(0, 0, range(shape[0])))
 
     def both() -> None:
         functional.dropout(values, 0.1).sum().backward()
 
     def keyed() -> None:
-        with randomness.micro_batch(work):
+        with randomness.micro_batch(micro_batch):
             both()
 
     return compare(f"F.dropout {shape}", both, keyed, 40 if values.numel() > 10**6 else 200)

@@ -1,5 +1,8 @@
 """Project files that would otherwise drift apart: versions, reasons, decisions."""
 
+import ast
+import importlib
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -93,3 +96,33 @@ def test_files_that_begin_first_are_there() -> None:
 
     assert len(named) > 5
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def is_module(name: str) -> bool:
+    """Whether there is a module of that name in a package."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what should hold it is no package
+        return False
+
+
+def missing_imports(file: Path) -> list[str]:
+    """Return what a program imports of anybatch and its tests that is not there."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"anybatch", "tests"}:
+            module = importlib.import_module(str(node.module))
+            paths = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            gone = [path for name, path in paths.items() if not hasattr(module, name) and not is_module(path)]
+            found += [f"{file.name}: {path}" for path in gone]
+    return found
+
+
+@pytest.mark.slow
+def test_what_programs_import_is_there(tmp_path: Path) -> None:
+    """Benchmarks and examples, which no test runs as a whole, import nothing that was renamed or taken away."""
+    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    assert [missing for file in programs for missing in missing_imports(file)] == []
+
+    (tmp_path / "old.py").write_text("from anybatch.core.batch import Position, Gone", encoding="utf-8")
+    assert missing_imports(tmp_path / "old.py") == ["old.py: anybatch.core.batch.Gone"]
