@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anybatch as ab
 from anybatch.core.batch_ramp import BatchRamp
-from anybatch.errors import BatchSizeError, DataError, UserError
+from anybatch.engine.update.bf16_weights import Bf16Weights
+from anybatch.errors import BatchSizeError, CompositionError, DataError, UserError
 from anybatch.recipes.job import make_model
 from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings
 from anybatch.recipes.run.start import JobRun, start
@@ -152,6 +153,23 @@ def test_norms_and_rng_of_the_job_are_used() -> None:
     with start(job, steps=1).engine as engine:
         assert engine.decisions["norms"].startswith("freeze (1 BatchNorm layers, first '1')")
         assert "rng='micro_batch'" not in engine.decisions.get("equality", "")
+
+
+def test_the_bf16_weights_of_the_job_are_used() -> None:
+    """A model in bf16 is updated as the job says, to the weights of float32 copies; one in float32 is refused."""
+    ended = []
+    ways: tuple[Bf16Weights, ...] = ("copied", "split")
+    for way in ways:
+        job = dataclasses.replace(JOB, model=lambda: nn.Linear(1, 1).bfloat16(), bf16_weights=way)
+        job = dataclasses.replace(job, loss=ab.mean_over_samples(lambda model, batch: loss(model, batch.bfloat16())))
+        run = start(job, steps=4)
+        for batch in run.batches:
+            run.engine.step(batch)
+        ended.append(parameters_of(run))
+    torch.testing.assert_close(ended[1], ended[0], rtol=0, atol=0)
+
+    with pytest.raises(CompositionError, match="bf16_weights='split' cannot be: no trainable parameter is in bf16"):
+        start(dataclasses.replace(JOB, bf16_weights="split"), steps=1)
 
 
 def test_the_seed_decides_the_first_parameters() -> None:

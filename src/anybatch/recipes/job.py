@@ -24,6 +24,7 @@ from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import TrainSpec
+from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument, clip_policy
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
@@ -145,6 +146,7 @@ class Job:
         average_decay: keep an exponential moving average of the weights, such as 0.999, and evaluate with it; None for
             none.
         noise: measure the gradient's noise scale, as `Engine` takes it; None does not.
+        bf16_weights: what is kept beside weights in bf16, as `Engine` takes it.
         defaults: batch size, length and learning rate.
 
     Raises:
@@ -166,6 +168,7 @@ class Job:
     rng: Rng = "micro_batch"
     average_decay: float | None = None
     noise: GradientNoise | None = None
+    bf16_weights: Bf16Weights = "copied"
 
     def __post_init__(self) -> None:
         """Check what can be checked without calling anything."""
@@ -223,6 +226,7 @@ class Job:
             rng=self.rng,
             average_decay=self.average_decay,
             noise=self.noise,
+            bf16_weights=self.bf16_weights,
         )
 
 

@@ -156,8 +156,8 @@ def attend_apart(
     # Turned together: by sample, these small operations cost as much as packing saves.
     times = torch.cat([torch.arange(length, device=query.device) for length in lengths])
     parts = (part.split(list(lengths), dim=-2) for part in (rotate(query, times), rotate(key, times), value))
-    samples = zip(*parts, strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*sample, is_causal=True) for sample in samples], dim=-2)
+    mixed = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*parts, strict=True)]
+    return torch.cat(mixed, dim=-2)
 
 
 def rotate(
