@@ -40,13 +40,13 @@ def test_policy_of_a_single_file() -> None:
     """Exactly the scripts and styles that stand in the file may run, by their digests, and nothing may be asked for."""
     html = single_file(read_page(PAGE))
     policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-    (script,) = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
+    part, script = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
 
     assert len(policy) == 1
-    for kind, text in (("script", script), ("style", style)):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}';" in policy[0]
+    for kind, texts in (("script", (part, script)), ("style", (style,))):
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        assert f"{kind}-src {' '.join(f"'sha256-{digest}'" for digest in digests)};" in policy[0]
     assert "default-src 'none'" in policy[0]
     assert "connect-src 'none'" in policy[0]
     assert "unsafe" not in policy[0]
@@ -67,6 +67,7 @@ def test_single_file_from_a_disk(tmp_path: Path, browser: Browser) -> None:
     with opened(browser, file.as_uri(), SAID) as watched:
         page = watched.page
 
+        page.locator(f"body[data-far='{len('</script>')}']").wait_for()
         assert page.inner_text("#said") == f"static rec-later rec-small {len('</script><!--<script>')}"
         assert page.evaluate("getComputedStyle(document.body).color") == "rgb(1, 2, 3)"
         assert [url for url in watched.requests if not url.startswith("data:")] == [file.as_uri()]
@@ -97,7 +98,7 @@ def test_folder(tmp_path: Path) -> None:
     folder = export_folder(PAGE, tmp_path / "a" / "guide")
     paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
-    assert paths == {"index.html", "app.js", "app.css", "icon.svg", "math.woff2", "rec/small.json", "rec/later.json"}
+    assert paths == {"index.html", "app.js", "app.css", "icon.svg", "math.woff2", "parts/far.js", "rec/small.json", "rec/later.json"}
     html = (folder / "index.html").read_text()
     assert 'content="static"' in html
     assert "script-src 'self'; style-src 'self'" in html

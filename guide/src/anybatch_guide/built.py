@@ -22,7 +22,7 @@ MEDIA_TYPES: Final = {
 MAX_BYTES: Final = 16 * 2**20
 _TRANSPORT: Final = re.compile(r'(<meta name="anybatch-guide" content=")(?:live|static)(")')
 _RECORDING: Final = re.compile(r"rec/[a-z][a-z0-9_]{0,63}\.json")
-_ASSET: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}(?:\.[a-z0-9]+)+")
+_ASSET: Final = re.compile(r"(?:parts/)?[a-z][a-z0-9_-]{0,63}(?:\.[a-z0-9]+)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Asset:
 
 
 def read_page(folder: Path) -> dict[str, Asset]:
-    """Return the page's files by their paths: index.html, its scripts, styles and pictures, and rec/NAME.json.
+    """Return the page's files by their paths: index.html, its scripts, styles and pictures, parts/NAME.js, rec/NAME.json.
 
     What has another kind of name, and what is a link, is no part of the page.
 

@@ -80,9 +80,12 @@ def single_file(page: Mapping[str, Asset]) -> str:
     styles: list[str] = []
 
     def inline_script(match: re.Match[str]) -> str:
+        # What the page would fetch when it needs it stands before the script that looks for it.
+        paths = [*(path for path in sorted(page) if path.startswith("parts/")), match.group(1)]
+        texts = [_script_text(page, path) for path in paths]
+        scripts.extend(texts)
         # A module waits for the page, as the one that was referred to did; a browser loads none from a disk by itself.
-        scripts.append(_script_text(page, match.group(1)))
-        return f'<script type="module">{scripts[-1]}</script>'
+        return "".join(f'<script type="module">{text}</script>' for text in texts)
 
     def inline_link(match: re.Match[str]) -> str:
         href = _HREF.search(match.group())

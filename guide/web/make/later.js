@@ -2,7 +2,7 @@
  * What is in a `Later` travels once, as what was rendered beforehand: for the script that brings the page to life, the
  * element is compiled without it, and Svelte walks past. When it is near the screen, it is brought to life by itself.
  */
-const INSIDE = "<Content />";
+const INSIDE = /(?<=\{@attach whenNear\}>).*(?=<\/div>)/;
 
 /** @returns {import("svelte/compiler").PreprocessorGroup} */
 export function contentLater() {
@@ -10,7 +10,7 @@ export function contentLater() {
     name: "content-later",
     markup({ content, filename }) {
       if (!filename?.endsWith("/kit/Later.svelte")) return { code: content };
-      if (content.split(INSIDE).length !== 2) throw new Error(`${filename} does not hold ${INSIDE} once`);
+      if (!INSIDE.test(content)) throw new Error(`${filename} does not hold what is left out`);
       return { code: content.replace(INSIDE, "") };
     },
   };

@@ -12,8 +12,10 @@ import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { build } from "vite";
 
 import settings from "../svelte.config.js";
+import { chunkFiles } from "./chunks.js";
 import { quoted, ROOT } from "./code.js";
 import { digest, sha256, sources } from "./digest.js";
+import { rounded } from "./drawings.js";
 import { mathFont, raisedFont } from "./font.js";
 import { contentLater } from "./later.js";
 import { proseOnce } from "./prose.js";
@@ -25,21 +27,20 @@ const TOOLS = ["@fontsource/stix-two-math", "katex", "shiki", "subset-font", "sv
 const folder = resolve(process.argv[2] ?? join(ROOT, "guide/src/anybatch_guide/dist"));
 const work = mkdtempSync(join(tmpdir(), "anybatch-page-"));
 try {
-  const { script, style } = await builtScript("src/main.ts", [...settings.preprocess, proseOnce(), contentLater()]);
+  const guide = await builtScript("src/main.ts", [...settings.preprocess, proseOnce(), contentLater()], "cjs");
   // drawn in the browser only, so it brings all its prose along
-  const watch = await builtScript("src/watch/main.ts", settings.preprocess);
+  const watch = await builtScript("src/watch/main.ts", settings.preprocess, "iife");
   const all = recordings();
   const { render } = await import(pathToFileURL(await builtRenderer()).href);
-  const { body, used } = render(all);
+  const { body, needs } = await render(all);
   /** @type {Map<string, string | Uint8Array>} */
-  const files = new Map();
-  files.set("app.js", script);
-  files.set("app.css", style);
+  const files = new Map(chunkFiles(guide.chunks));
+  files.set("app.css", guide.style);
   files.set("math.woff2", await mathFont());
   files.set("raised.woff2", await raisedFont());
-  files.set("index.html", page("index.html", body, recordingElements(all, used)));
+  files.set("index.html", page("index.html", rounded(body), recordingElements(all, needs)));
   files.set("watch/index.html", page("watch.html", "", ""));
-  files.set("watch/app.js", watch.script);
+  files.set("watch/app.js", watch.chunks[0]?.code ?? "");
   files.set("watch/app.css", watch.style);
   for (const font of ["math.woff2", "raised.woff2"]) files.set(`watch/${font}`, files.get(font) ?? "");
   for (const [name, text] of all) files.set(`rec/${name}.json`, text);
@@ -53,8 +54,9 @@ try {
  * The script that brings a page to life, and its style sheet.
  * @param {string} entry
  * @param {import("svelte/compiler").PreprocessorGroup[]} preprocess
+ * @param {"cjs" | "iife"} format in parts that are fetched when they are needed, or whole
  */
-async function builtScript(entry, preprocess) {
+async function builtScript(entry, preprocess, format) {
   const built = await build({
     ...common(preprocess),
     build: {
@@ -64,17 +66,27 @@ async function builtScript(entry, preprocess) {
       modulePreload: false,
       assetsInlineLimit: 0,
       cssCodeSplit: false,
-      // no module: a page that is opened from a disk may load plain scripts only
-      rolldownOptions: { input: join(WEB, entry), output: { format: "iife", entryFileNames: "app.js", assetFileNames: "app.[ext]" } },
+      rolldownOptions: {
+        input: join(WEB, entry),
+        onwarn: (warning, otherwise) => {
+          if (warning.code !== "EMPTY_IMPORT_META") otherwise(warning); // of Vite's own helper, which then does without
+        },
+        output: { format, entryFileNames: "app.js", chunkFileNames: ({ name }) => `parts/${lowered(name)}.js`, assetFileNames: "app.[ext]" },
+      },
     },
   });
   const outputs = [built].flat().flatMap((one) => ("output" in one ? one.output : []));
-  const script = outputs.find((one) => one.type === "chunk");
+  const chunks = outputs.filter((one) => one.type === "chunk");
   const style = outputs.find((one) => one.type === "asset" && one.fileName.endsWith(".css"));
-  if (script?.type !== "chunk" || style?.type !== "asset" || outputs.length !== 2) {
-    throw new Error(`expected one script and one style sheet, got ${outputs.map((one) => one.fileName).join(", ")}`);
+  if (style?.type !== "asset" || outputs.length !== chunks.length + 1) {
+    throw new Error(`expected scripts and one style sheet, got ${outputs.map((one) => one.fileName).join(", ")}`);
   }
-  return { script: script.code, style: String(style.source) };
+  return { chunks, style: String(style.source) };
+}
+
+/** @param {string} name "WhyWrong" becomes "why_wrong" */
+function lowered(name) {
+  return name.replace(/(?<=[a-z])(?=[A-Z])/g, "_").toLowerCase().replace(/\W/g, "_");
 }
 
 /** The same page as a program that renders it. */
@@ -82,7 +94,7 @@ async function builtRenderer() {
   await build({
     ...common(settings.preprocess),
     ssr: { noExternal: true },
-    build: { ssr: join(WEB, "src/prerender.ts"), outDir: work, target: "node20", emptyOutDir: true, rolldownOptions: { output: { entryFileNames: "prerender.mjs" } } },
+    build: { ssr: join(WEB, "src/prerender.ts"), outDir: work, target: "node20", emptyOutDir: true, rolldownOptions: { output: { entryFileNames: "prerender.mjs", codeSplitting: false } } },
   });
   return join(work, "prerender.mjs");
 }
@@ -147,6 +159,6 @@ function account(files) {
  */
 function write(files) {
   rmSync(folder, { recursive: true, force: true });
-  for (const part of ["rec", "watch"]) mkdirSync(join(folder, part), { recursive: true });
+  for (const part of ["parts", "rec", "watch"]) mkdirSync(join(folder, part), { recursive: true });
   for (const [name, bytes] of files) writeFileSync(join(folder, name), bytes);
 }

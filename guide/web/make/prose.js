@@ -6,7 +6,7 @@
 import { parse } from "svelte/compiler";
 
 /** Components that show their children always, from the very beginning. */
-const TRANSPARENT = new Set(["Figure", "Code", "Aside", "Predict", "Told", "More"]);
+const TRANSPARENT = new Set(["Figure", "Code", "Aside", "Predict"]);
 
 /** @returns {import("svelte/compiler").PreprocessorGroup} */
 export function proseOnce() {

@@ -24,13 +24,13 @@ export function about(all) {
 }
 
 /**
- * Elements that hold recordings in the page.
+ * Elements that hold recordings in the page, and which ones the parts of the page fetch.
  * @param {Map<string, string>} all
- * @param {Iterable<string>} embedded
+ * @param {Record<string, string[]>} needs by part; those of "" stand in the page
  */
-export function recordingElements(all, embedded = all.keys()) {
-  const elements = [element("rec-index", JSON.stringify(about(all)))];
-  for (const name of [...embedded].sort()) elements.push(element(`rec-${name}`, (all.get(name) ?? "").trim()));
+export function recordingElements(all, { "": embedded = [...all.keys()], ...needs } = {}) {
+  const elements = [element("rec-index", JSON.stringify(about(all))), element("rec-needs", JSON.stringify(needs))];
+  for (const name of embedded) elements.push(element(`rec-${name}`, (all.get(name) ?? "").trim()));
   return elements.join("\n");
 }
 

@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 
 import { expect, test } from "vitest";
 
-import { exposed, links, longestExposed, nameOf, printed, sentBytes, type Forecasts, type RankStep, type Timeline } from "../src/sections/devices/devices";
+import { exposed, links, longestExposed, nameOf, printed, sentBytes, type Forecasts, type RankStep, type Timeline } from "../src/sections/devices/timeline";
 
 const recorded = <Data>(name: string) => (JSON.parse(readFileSync(new URL(`../recordings/${name}.json`, import.meta.url), "utf-8")) as { data: Data }).data;
 

@@ -62,3 +62,19 @@ test("a run that was ended for its time is told, until the next one is asked for
   await start({ kind: "experiment", name: "one_batch" });
   expect(guide.trouble).toBeNull();
 });
+
+test("a part that comes to life during a run hears it from the beginning, and a result that is there already", async () => {
+  const { onLines, Shown } = await opened();
+  const { hold } = await import("../src/data/recordings");
+  const recording = { name: "one_batch", question: "?", made: {}, data: "recorded" };
+  hold(new Map([["one_batch", JSON.stringify(recording)]]));
+  const lines = [0, 1, 2].map((sequence) => ({ kind: "step", sequence }));
+  Stream.latest.say("lines", { run: "old", lines: [{ kind: "step", sequence: 7 }] });
+  Stream.latest.say("lines", { run: "abc", lines: lines.slice(0, 2) });
+  const heard: unknown[] = [];
+  onLines((run, told) => heard.push(run, ...told));
+  Stream.latest.say("lines", { run: "abc", lines: lines.slice(2) });
+  expect(heard).toEqual(["abc", lines[0], lines[1], "abc", lines[2]]);
+  Stream.latest.say("result", { run: "abc", recording: { ...recording, data: "live" } });
+  expect(new Shown("one_batch").data).toBe("live");
+});

@@ -30,6 +30,9 @@ type ResultListener = (recording: Recording) => void;
 const lineListeners = new Set<LineListener>();
 const resultListeners = new Set<ResultListener>();
 const once = new Once();
+/** What the latest run has told, for parts that come to life while it goes on. */
+let heard: { run: string; lines: Line[] } = { run: "", lines: [] };
+const results = new Map<string, Recording>();
 let way: Transport | undefined;
 
 /** Called once, when the page has come to life. */
@@ -49,9 +52,10 @@ export function open(): () => void {
   };
 }
 
-/** Hear every line of every run; the answer stops that. */
+/** Hear every line of every run, those of the latest from its beginning; the answer stops that. */
 export function onLines(listener: LineListener): () => void {
   lineListeners.add(listener);
+  if (heard.lines.length) listener(heard.run, heard.lines);
   return () => lineListeners.delete(listener);
 }
 
@@ -98,6 +102,7 @@ function take(told: Told): void {
       hear(told.data.run, once.unheard(told.data.run, told.data.lines));
       break;
     case "result":
+      results.set(told.data.recording.name, told.data.recording);
       for (const listener of resultListeners) listener(told.data.recording);
       break;
     case "failed":
@@ -112,7 +117,10 @@ function take(told: Told): void {
 }
 
 function hear(run: string, lines: Line[]): void {
-  if (lines.length) for (const listener of lineListeners) listener(run, lines);
+  if (!lines.length) return;
+  if (run !== heard.run) heard = { run, lines: [] };
+  heard.lines.push(...lines);
+  for (const listener of lineListeners) listener(run, lines);
 }
 
 /** An experiment as a section uses it: what it recorded, until it has been run here. */
@@ -124,6 +132,7 @@ export class Shown<Data> {
   constructor(name: string) {
     this.name = name;
     this.#recorded = held<Data>(name);
+    this.#live = (results.get(name) as Recording<Data> | undefined) ?? null;
     if (typeof document !== "undefined") {
       onResult((result) => {
         if (result.name === name) this.#live = result as Recording<Data>;

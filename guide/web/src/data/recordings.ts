@@ -1,11 +1,13 @@
 /** Recordings: held by the page itself, or fetched when they are needed. */
 import type { Made, Recording } from "./types";
 
+type Needs = Record<string, string[]>;
 type About = Record<string, { question: string; made: Made }>;
 
 const held = new Map<string, Recording>();
-const asked = new Set<string>();
-const later = new Set<string>();
+/** What was asked for while the page was rendered, by the part that did; "" is what is there before any part. */
+const asked = new Map<string, Set<string>>();
+let asking = "";
 let index: About | undefined;
 
 /** While the page is rendered beforehand: here is everything there is. */
@@ -18,19 +20,24 @@ export function hold(texts: Map<string, string>): void {
   }
 }
 
-/** Names of the recordings that were asked for: those the page needs before anything is fetched. */
-export function used(): string[] {
-  return [...asked].filter((name) => !later.has(name)).sort();
+/** While the page is rendered: what follows belongs to this part, or to the page itself. */
+export function rendering(part: string): void {
+  asking = part;
 }
 
-/** These are fetched when they are needed, although what was rendered beforehand shows them; no other part may hold them. */
-export function postpone(names: readonly string[]): void {
-  for (const name of names) later.add(name);
+/** Names of the recordings that each part asked for while it was rendered. */
+export function used(): Needs {
+  return Object.fromEntries([...asked].map(([part, names]) => [part, [...names].sort()]));
 }
 
-/** A recording that the page holds. Asking for it while the page is rendered is what makes the page hold it. */
+/** Names of the recordings that have to be here before a part comes to life. */
+export function needs(part: string): string[] {
+  return embedded<Needs>("rec-needs")?.[part] ?? []; // while writing, the page holds all of them
+}
+
+/** A recording that is here. Asking for it while the page is rendered is what makes the page hold it, or the part fetch it. */
 export function recording<Data>(name: string): Recording<Data> {
-  asked.add(name);
+  asked.set(asking, (asked.get(asking) ?? new Set()).add(name));
   let found = held.get(name);
   if (!found && typeof document !== "undefined") {
     found = embedded<Recording>(`rec-${name}`);

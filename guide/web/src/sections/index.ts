@@ -1,33 +1,11 @@
 /** The chapters of the page, in their order. A chapter is one file here and one entry below; what goes deeper is a fold at its end. */
 import type { Component } from "svelte";
 
-import BatchNorm from "./BatchNorm.svelte";
-import Claims from "./Claims.svelte";
-import EngineLog from "./EngineLog.svelte";
-import Exercises from "./Exercises.svelte";
-import FullLoop from "./FullLoop.svelte";
-import GpuMemory from "./GpuMemory.svelte";
-import GradientCopy from "./GradientCopy.svelte";
-import Mathematics from "./Mathematics.svelte";
-import MemoryComparison from "./MemoryComparison.svelte";
-import OneBatch from "./OneBatch.svelte";
-import OutOfMemory from "./OutOfMemory.svelte";
-import Planner from "./Planner.svelte";
-import Playground from "./Playground.svelte";
-import Sources from "./Sources.svelte";
-import SplitSum from "./SplitSum.svelte";
-import BatchSize from "./batch_size/BatchSize.svelte";
-import Lengths from "./batch_size/Lengths.svelte";
-import Devices from "./devices/Devices.svelte";
-import WalkThrough from "./WalkThrough.svelte";
-import WhyWrong from "./WhyWrong.svelte";
-import Words from "./Words.svelte";
-
-/** A part of the page with an address of its own: `#words`. */
+/** A part of the page with an address of its own: `#words`. Its script comes when it is near the screen. */
 export interface Part {
   id: string;
   title: string;
-  component: Component;
+  load: () => Promise<{ default: Component }>;
 }
 
 export interface Chapter extends Part {
@@ -40,56 +18,78 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
   {
     id: "gpu-memory",
     title: "Why a batch does not fit",
-    component: GpuMemory,
+    load: () => import("./GpuMemory.svelte"),
     deeper: [
-      { id: "planner", title: "A plan for real models and GPUs", component: Planner },
-      { id: "out-of-memory", title: "Out of memory, really, and foretold from two small steps", component: OutOfMemory },
+      { id: "planner", title: "A plan for real models and GPUs", load: () => import("./Planner.svelte") },
+      { id: "out-of-memory", title: "Out of memory, really, and foretold from two small steps", load: () => import("./OutOfMemory.svelte") },
     ],
   },
   {
     id: "split",
     title: "Split, accumulate, update",
-    component: SplitSum,
+    load: () => import("./SplitSum.svelte"),
     deeper: [
-      { id: "words", title: "The words: eight names for parts of a step", component: Words },
-      { id: "one-batch", title: "One batch, four ways, and three mistakes", component: OneBatch },
+      { id: "words", title: "The words: eight names for parts of a step", load: () => import("./Words.svelte") },
+      { id: "one-batch", title: "One batch, four ways, and three mistakes", load: () => import("./OneBatch.svelte") },
     ],
   },
   {
     id: "loop",
     title: "The full loop",
-    component: FullLoop,
+    load: () => import("./FullLoop.svelte"),
     deeper: [
-      { id: "walk", title: "Other loops, line by line: DDP, anybatch, and nine from scratch", component: WalkThrough },
-      { id: "log", title: "A step of the engine, from its own log", component: EngineLog },
+      { id: "walk", title: "Other loops, line by line: DDP, anybatch, and nine from scratch", load: () => import("./WalkThrough.svelte") },
+      { id: "log", title: "A step of the engine, from its own log", load: () => import("./EngineLog.svelte") },
     ],
   },
-  { id: "mathematics", title: "Why the sum is exact", component: Mathematics },
+  { id: "mathematics", title: "Why the sum is exact", load: () => import("./Mathematics.svelte") },
   {
     id: "memory",
     title: "What it saves, and what it costs",
-    component: MemoryComparison,
-    deeper: [{ id: "copy", title: "The price, to the byte: one copy of the gradients", component: GradientCopy }],
+    load: () => import("./MemoryComparison.svelte"),
+    deeper: [{ id: "copy", title: "The price, to the byte: one copy of the gradients", load: () => import("./GradientCopy.svelte") }],
   },
   {
     id: "claims",
     title: "What is true of it, and what is only said",
-    component: Claims,
+    load: () => import("./Claims.svelte"),
     deeper: [
-      { id: "batch-norm", title: "BatchNorm: the layer that sees its neighbours", component: BatchNorm },
-      { id: "exercises", title: "Exercises: find the bug", component: Exercises },
+      { id: "batch-norm", title: "BatchNorm: the layer that sees its neighbours", load: () => import("./BatchNorm.svelte") },
+      { id: "exercises", title: "Exercises: find the bug", load: () => import("./Exercises.svelte") },
     ],
   },
-  { id: "devices", title: "Several devices", component: Devices },
-  { id: "batch-size", title: "How large a batch", component: BatchSize },
-  { id: "lengths", title: "Sentences of different lengths", component: Lengths },
-  { id: "why-wrong", title: "Why is my loss wrong?", component: WhyWrong },
+  {
+    id: "devices",
+    title: "Several devices",
+    load: () => import("./devices/Devices.svelte"),
+    deeper: [
+      { id: "who-holds", title: "Who holds what: one device, replicas, shared states, shards", load: () => import("./devices/WhoHolds.svelte") },
+      { id: "why-not-linear", title: "Why two ranks are not twice as fast", load: () => import("./devices/WhyNotLinear.svelte") },
+      { id: "forecast", title: "A forecast: move the link, the ranks, the micro-batches", load: () => import("./devices/Forecast.svelte") },
+      { id: "said-of-devices", title: "What is said about several devices, measured", load: () => import("./devices/SaidOfDevices.svelte") },
+    ],
+  },
+  {
+    id: "batch-size",
+    title: "How large a batch",
+    load: () => import("./batch_size/BatchSize.svelte"),
+    deeper: [
+      { id: "noise", title: "How noisy is the gradient? What a larger batch buys", load: () => import("./batch_size/Noise.svelte") },
+      { id: "strategies", title: "Small, accumulated, native: variance, memory and time", load: () => import("./batch_size/Strategies.svelte") },
+      { id: "sharpness", title: "Sharp and flat minima", load: () => import("./batch_size/Sharpness.svelte") },
+      { id: "spikes", title: "When a run leaves its course", load: () => import("./batch_size/Spikes.svelte") },
+      { id: "said-of-size", title: "What is said about the size of a batch, measured", load: () => import("./batch_size/SaidOfSize.svelte") },
+    ],
+  },
+  { id: "lengths", title: "Sentences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
+  { id: "why-wrong", title: "Why is my loss wrong?", load: () => import("./why_wrong/WhyWrong.svelte") },
   {
     id: "playground",
     title: "The playground: make it, break it",
-    component: Playground,
-    deeper: [{ id: "sources", title: "Where the numbers are from", component: Sources }],
+    load: () => import("./Playground.svelte"),
+    deeper: [{ id: "sources", title: "Where the numbers are from", load: () => import("./Sources.svelte") }],
   },
 ];
 
 export const chapters: Chapter[] = ENTRIES.map((entry, at) => ({ deeper: [], ...entry, number: at + 1 }));
+export const parts: Part[] = chapters.flatMap((chapter) => [chapter, ...chapter.deeper]);

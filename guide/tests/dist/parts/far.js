@@ -1,0 +1,1 @@
+(globalThis.parts ??= new Map()).set("far", () => "</script>".length);
