@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from guide.tests.page import WEB
 
@@ -139,7 +139,18 @@ def unfold(page: Page) -> None:
 
 
 def bring_to_life(page: Page) -> None:
-    """Bring every part into view, and wait for those that come to life there."""
+    """Bring every part into view once, those in folds too, and wait for all of them to come to life."""
+    folds = page.locator("main details.deeper")
+    folds.evaluate_all("folds => folds.forEach(fold => fold.open = true)")
     for part in page.locator("[data-later]").all():
         part.scroll_into_view_if_needed()
     expect(page.locator("[data-later=waiting]")).to_have_count(0)
+    folds.evaluate_all("folds => folds.forEach(fold => fold.open = false)")
+
+
+def come_to(page: Page, part: str) -> Locator:
+    """Bring a part of the page into view, and return it once it is alive."""
+    place = page.locator(f"#{part}")
+    place.scroll_into_view_if_needed()
+    expect(place.locator("[data-later]").first).to_have_attribute("data-later", "alive")
+    return place

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
 
 from anybatch_guide.playground import PlaygroundSetting, run
-from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, opened
+from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, come_to, opened
 from guide.tests.served import Served
 
 SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser")
@@ -119,6 +119,7 @@ def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
     part.get_by_role("slider", name="Micro-batch").press("End")
     second = guide.context.new_page()
     second.goto(page.url.split("#")[0])
+    come_to(second, "playground")
     for tab in (page, second):
         expect(tab.locator("#playground .which")).to_have_text("spirals 8 \u00d7 2, SGD (under way)")
         expect(tab.locator("#playground .batch strong")).to_have_text("16")
@@ -165,7 +166,7 @@ def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
 
 def test_a_figure_is_run_here(guide: Watched) -> None:
     """The figure then shows what this machine computed, says so, and goes back to the recording when asked."""
-    figure = guide.page.locator("#mathematics figure", has_text="Check it with other numbers")
+    figure = come_to(guide.page, "mathematics").locator("figure", has_text="Check it with other numbers")
     chip = figure.locator(".chip").first
     expect(chip).to_contain_text("recorded")
     expect(figure.get_by_role("button", name="Run it here")).to_be_enabled()

@@ -7,7 +7,15 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from anybatch_guide.export import DIST, export_file
-from guide.tests.browser.chromium import DESKTOP, ORPHANS, PHONE, opened, scroll_through
+from guide.tests.browser.chromium import (
+    DESKTOP,
+    ORPHANS,
+    PHONE,
+    bring_to_life,
+    come_to,
+    opened,
+    scroll_through,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +29,7 @@ def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any
     """It comes to life and is read to its end without an error, and no other file or server is asked for."""
     with opened(browser, file.as_uri(), **look) as watched:
         scroll_through(watched.page)
+        bring_to_life(watched.page)
 
         assert watched.faults == []
         assert [url for url in watched.requests if not url.startswith("data:")] == [file.as_uri()]
@@ -29,7 +38,7 @@ def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any
 def test_recordings_are_in_it(browser: Browser, file: Path) -> None:
     """A task that the page would fetch where it is served is there, with its runs; no engine is promised."""
     with opened(browser, file.as_uri(), **DESKTOP) as watched:
-        part = watched.page.locator("#playground")
+        part = come_to(watched.page, "playground")
         part.locator("label", has_text="shapes").click()
 
         expect(part.locator("dl div", has_text="optimizer steps").locator("data")).not_to_have_text("0")

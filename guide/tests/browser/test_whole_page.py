@@ -44,6 +44,11 @@ FOCUSED = """() => {
     if (!window.reached.has(element)) window.reached.set(element, window.reached.size);
     return window.reached.get(element);
 }"""
+CUT_WORDS = """() => [...document.querySelectorAll('main svg text')].filter(text => {
+    if (!text.checkVisibility() || !text.textContent.trim()) return false;
+    const own = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
+    return own.left < room.left - 1 || own.right > room.right + 1;
+}).map(text => `${text.closest('section, header').id}: ${text.textContent}`)"""
 MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
     const group = element.type === 'radio' && main.querySelectorAll(`[name="${{element.name}}"]`);
     const reached = group ? [...group].some(one => window.reached.has(one)) : window.reached.has(element);
@@ -195,6 +200,19 @@ def test_formulas_fit_on_a_phone(browser: Browser, address: str) -> None:
             .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)""")
 
         assert wide == []
+
+
+@pytest.mark.parametrize("look", ["light", "phone", "small"])
+def test_no_word_of_a_drawing_is_cut(browser: Browser, address: str, look: str) -> None:
+    """Every word in every drawing lies within it, on a desktop and on phones, and one that does not is found."""
+    with opened(browser, address, **LOOKS[look]) as watched:
+        page = watched.page
+        bring_to_life(page)
+        unfold(page)
+
+        assert page.evaluate(CUT_WORDS) == []
+        page.evaluate("document.querySelector('main .surface text').setAttribute('x', 9999)")
+        assert len(page.evaluate(CUT_WORDS)) == 1
 
 
 def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:

@@ -4,7 +4,7 @@ import { nearestAt, path, positions, spread } from "../src/math/curves";
 import { accumulationSteps, units } from "../src/math/cuts";
 import { stacked } from "../src/math/bars";
 import { formatBytes, formatNumber, formatTick } from "../src/math/format";
-import { apart, binaryTicks, extent, logTicks, scale, ticks } from "../src/math/scales";
+import { apart, beside, binaryTicks, extent, logTicks, scale, ticks } from "../src/math/scales";
 
 describe("places", () => {
   test("ends of the domain lie at the ends of the range, on both kinds of axis", () => {
@@ -72,6 +72,12 @@ describe("numbers", () => {
     expect(formatBytes(16 * 1024 ** 3)).toBe("16 GiB");
     expect(formatBytes(44_830_000)).toBe("42.8 MiB");
   });
+});
+
+test("words at a line are where they are not cut", () => {
+  expect(beside(10, "linear, 256", 300)).toBe(16);
+  expect(beside(290, "linear, 256", 300)).toBe(290 - 6 - 82.5);
+  expect(beside(60, "square root, betas kept, 256", 150)).toBe(0);
 });
 
 describe("curves", () => {

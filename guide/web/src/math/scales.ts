@@ -70,3 +70,13 @@ export function apart(marks: readonly number[], place: Scale, room: number): num
   }
   return kept;
 }
+
+/** Where the words at an upright line begin: to its right, else to its left, else as far right as they are not cut. */
+export function beside(place: number, words: string, width: number): number {
+  const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
+  const GAP = 6;
+  const length = words.length * WIDEST;
+  if (place + GAP + length <= width) return place + GAP;
+  if (place - GAP - length >= 0) return place - GAP - length;
+  return Math.max(0, width - length);
+}
