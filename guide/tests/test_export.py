@@ -99,7 +99,16 @@ def test_folder(tmp_path: Path) -> None:
     folder = export_folder(PAGE, tmp_path / "a" / "guide")
     paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
-    assert paths == {"index.html", "app.js", "app.css", "icon.svg", "math.woff2", "parts/far.js", "rec/small.json", "rec/later.json"}
+    assert paths == {
+        "index.html",
+        "app.js",
+        "app.css",
+        "icon.svg",
+        "math.woff2",
+        "parts/far.js",
+        "rec/small.json",
+        "rec/later.json",
+    }
     html = (folder / "index.html").read_text()
     assert 'content="static"' in html
     assert "script-src 'self'; style-src 'self'" in html

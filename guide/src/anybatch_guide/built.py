@@ -39,7 +39,7 @@ class Asset:
 
 
 def read_page(folder: Path) -> dict[str, Asset]:
-    """Return the page's files by their paths: index.html, its scripts, styles and pictures, parts/NAME.js, rec/NAME.json.
+    """Return the page's files by their paths: index.html, scripts, styles, pictures, parts/NAME.js, rec/NAME.json.
 
     What has another kind of name, and what is a link, is no part of the page.
 

@@ -58,6 +58,53 @@ def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> 
         assert watched.faults == []
 
 
+def asked(watched: Watched) -> set[str]:
+    """Return the files that the page has asked for, recordings apart."""
+    paths = {url.removeprefix(watched.origin.partition("#")[0]) for url in watched.requests}
+    return {path for path in paths if not path.startswith(("rec/", "data:", "#"))}
+
+
+def test_the_first_screen_needs_little(browser: Browser, address: str) -> None:
+    """The page is alive with one script, no recording has been fetched, and no part further down has come."""
+    with opened(browser, address, **DESKTOP) as watched:
+        expect(watched.page.locator("#top").get_by_role("slider", name="Micro-batch")).to_be_enabled()
+        early = {name.removeprefix("parts/") for name in asked(watched) if name.startswith("parts/")}
+
+        assert asked(watched) >= {"", "app.js", "app.css"}
+        assert early <= {"kit.js", "gpu_memory.js", "split_sum.js"}  # what is near the first screen
+        assert fetched(watched) <= {"memory_wall", "split_sum"}
+        assert "math.woff2" not in asked(watched)
+        assert watched.page.locator("main details.deeper [data-later=waiting]").count() > 0
+
+
+@pytest.mark.parametrize(("part", "script"), [("planner", "planner.js"), ("forecast", "forecast.js")])
+def test_a_link_brings_what_it_leads_to(browser: Browser, address: str, part: str, script: str) -> None:
+    """A link to a fold opens it, and fetches its script and recordings; its controls work, and no other part comes."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        assert f"parts/{script}" not in asked(watched)
+        page.evaluate("part => location.hash = part", part)
+        place = page.locator(f"#{part}")
+        expect(place.locator("[data-later]")).to_have_attribute("data-later", "alive")
+        expect(place).to_be_in_viewport()
+        expect(place.locator("input, select").first).to_be_enabled()
+
+        assert f"parts/{script}" in asked(watched)
+        assert "parts/playground.js" not in asked(watched)
+        assert watched.faults == []
+
+
+def test_a_part_that_cannot_come_stays_readable(browser: Browser, address: str) -> None:
+    """Where a script cannot be fetched, the part says so in its element, and its text stays."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        page.route("**/parts/mathematics.js", lambda route: route.abort())
+        place = page.locator("#mathematics")
+        place.scroll_into_view_if_needed()
+        expect(place.locator("[data-later]").first).to_have_attribute("data-later", "failed")
+        expect(place).to_contain_text("The gradient of a sum is the sum of the gradients")
+
+
 def test_lanes_follow_keys(alive: Watched) -> None:
     """With the arrow keys the lanes show another way, and the sentence below says its bytes."""
     page = alive.page

@@ -195,6 +195,7 @@ def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
 def test_formulas_fit_on_a_phone(browser: Browser, address: str) -> None:
     """No equation of the chapters is wider than its place on a phone."""
     with opened(browser, address, **PHONE) as watched:
+        bring_to_life(watched.page)
         unfold(watched.page)
         wide = watched.page.evaluate("""() => [...document.querySelectorAll('main .equation')]
             .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)""")
