@@ -75,9 +75,9 @@ describe("numbers", () => {
 });
 
 test("words at a line are where they are not cut", () => {
-  expect(beside(10, "linear, 256", 300)).toBe(16);
-  expect(beside(290, "linear, 256", 300)).toBe(290 - 6 - 82.5);
-  expect(beside(60, "square root, betas kept, 256", 150)).toBe(0);
+  expect(beside(10, "linear, 256", 300)).toEqual({ x: 16, end: false });
+  expect(beside(290, "linear, 256", 300)).toEqual({ x: 284, end: true });
+  expect(beside(60, "square root, betas kept, 256", 150)).toEqual({ x: 150, end: true });
 });
 
 describe("curves", () => {

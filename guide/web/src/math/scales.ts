@@ -71,12 +71,11 @@ export function apart(marks: readonly number[], place: Scale, room: number): num
   return kept;
 }
 
-/** Where the words at an upright line begin: to its right, else to its left, else as far right as they are not cut. */
-export function beside(place: number, words: string, width: number): number {
+/** Where the words at an upright line stand: to its right, else to its left, else at the edge; `end` says that they end there. */
+export function beside(place: number, words: string, width: number): { x: number; end: boolean } {
   const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
   const GAP = 6;
-  const length = words.length * WIDEST;
-  if (place + GAP + length <= width) return place + GAP;
-  if (place - GAP - length >= 0) return place - GAP - length;
-  return Math.max(0, width - length);
+  const room = words.length * WIDEST + GAP;
+  if (place + room <= width) return { x: place + GAP, end: false };
+  return { x: place - room >= 0 ? place - GAP : width, end: true };
 }
