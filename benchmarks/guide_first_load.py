@@ -187,9 +187,9 @@ def main() -> None:
         "| page | text | script | styles | fonts | recordings | in all | readable after | alive after |",
         "|:--|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for number, of in enumerate(runs, start=1):
+    for dist, of in zip(arguments.dist, runs, strict=True):
         sizes = [statistics.median(one[name] for one in of) / 1000 for name in KINDS]
-        cells = [str(number), *(f"{size:.0f} kB" for size in (*sizes, sum(sizes)))]
+        cells = [dist.as_posix(), *(f"{size:.0f} kB" for size in (*sizes, sum(sizes)))]
         rows.append(f"| {' | '.join([*cells, spread('readable', of), spread('alive', of)])} |")
     if rates:
         rows += ["", f"Frames a second while a run streams: {', '.join(f'{rate:.0f}' for rate in rates)}."]

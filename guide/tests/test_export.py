@@ -15,6 +15,7 @@ from anybatch_guide.built import MAX_BYTES, Asset, read_page, recordings, with_t
 from anybatch_guide.export import export_file, export_folder, single_file
 from guide.tests.browser.chromium import Watched, opened
 from guide.tests.served import PAGE, Served
+from tests.faults import sees
 
 NO_FONT = ("OTS parsing error", "Failed to decode downloaded font")  # what the small page has for a font is none
 SAID = "#said:not(:empty)"
@@ -36,6 +37,12 @@ def test_single_file_holds_everything(tmp_path: Path) -> None:
     assert "data:font/woff2;base64,d09GMg==" in html
 
 
+@sees(
+    "parts_left_out_of_the_file",
+    "guide/src/anybatch_guide/export.py",
+    '*(path for path in sorted(page) if path.startswith("parts/")), ',
+    "",
+)
 def test_policy_of_a_single_file() -> None:
     """Exactly the scripts and styles that stand in the file may run, by their digests, and nothing may be asked for."""
     html = single_file(read_page(PAGE))
