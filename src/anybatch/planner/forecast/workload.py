@@ -19,7 +19,7 @@ BACKWARD_SHARE = 2 / 3
 """A backward has two products for each of the forward's, one for inputs and one for weights."""
 CONTROL_LATENCY_SECONDS = 100e-6
 """The least latency of a round of the control plane: one of many between two namespaces of one machine, whose cores
-others used (benchmarks/control_plane.py). Of that TCP takes 30 us (benchmarks/results/several_hosts_cpu_2026-11-23.md),
+others used (benchmarks/control_plane.py). Of that TCP takes 30 us (benchmarks/results/several_hosts_cpu_2026-11-24.md),
 threads that wake each other and Python the rest."""
 
 
