@@ -1,5 +1,6 @@
 """The security list against a real server, whose answers are read byte by byte; see `guide/tests/security.py`."""
 
+import gzip
 import socket
 import subprocess
 import sys
@@ -91,6 +92,23 @@ def test_body_within_its_time(server: Served) -> None:
             stop.set()
             dripping.join()
     assert answered.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    ("accepted", "compressed"),
+    [
+        *(("gzip, deflate, br", True), ("br;q=1.0, GZIP;q=0.8", True), ("gzip;q=0, br", False), ("gzip;q=0.0", False)),
+        *(("identity", False), ("x-gzip-not", False), ("", False), (";;,", False)),
+    ],
+)
+def test_text_travels_compressed(accepted: str, compressed: bool, server: Served) -> None:
+    """The page comes compressed to whoever takes gzip, as it is to all others, and the same after unpacking."""
+    plain = server.ask("GET", "/")
+    answer = server.ask("GET", "/", headers={"Accept-Encoding": accepted})
+
+    assert (answer.headers.get("content-encoding") == "gzip") == compressed
+    assert (gzip.decompress(answer.body) if compressed else answer.body) == plain.body
+    assert answer.headers["vary"] == "accept-encoding"
 
 
 def test_no_outgoing_traffic(server: Served) -> None:

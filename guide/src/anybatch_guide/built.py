@@ -37,6 +37,11 @@ class Asset:
     content: bytes
     media_type: str
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it is worth compressing: fonts and pictures are compressed already."""
+        return self.media_type.startswith(("text/", "application/json", "image/svg"))
+
 
 def read_page(folder: Path) -> dict[str, Asset]:
     """Return the page's files by their paths: index.html, scripts, styles, pictures, parts/NAME.js, rec/NAME.json.

@@ -5,6 +5,7 @@ Nothing here imports torch: that is the worker's.
 """
 
 import contextlib
+import gzip
 import json
 import math
 import re
@@ -31,6 +32,7 @@ from anybatch_guide.worker_process import COMMAND
 
 Handler = Callable[[Request], Awaitable[Response]]
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_WEIGHS_NOTHING: Final = re.compile(r"q=0(\.0*)?")
 _MAX_SETTINGS: Final = 32
 _MAX_WORD: Final = 64
 
@@ -86,17 +88,30 @@ def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, admission: A
 
 
 def serve_files(page: Mapping[str, Asset]) -> Handler:
-    """Serve the files of the page; a path is looked up in a list and never joined to a folder."""
+    """Serve the files of the page, text compressed; a path is looked up in a list and never joined to a folder."""
     html = with_transport(page["index.html"].content.decode(), "live").encode()
     files = {**page, "index.html": Asset(html, page["index.html"].media_type)}
+    compressed: dict[str, bytes] = {}  # as they are asked for
 
     async def serve_file(request: Request) -> Response:
-        asset = files.get(request.path_params["path"] or "index.html")
+        path = request.path_params["path"] or "index.html"
+        asset = files.get(path)
         if asset is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, "There is nothing here.")
-        return Response(asset.content, media_type=asset.media_type)
+        headers = {"vary": "accept-encoding"}
+        if not asset.is_text or not _takes_gzip(request.headers.get("accept-encoding", "")):
+            return Response(asset.content, media_type=asset.media_type, headers=headers)
+        if path not in compressed:
+            compressed[path] = gzip.compress(asset.content, mtime=0)
+        return Response(compressed[path], media_type=asset.media_type, headers={**headers, "content-encoding": "gzip"})
 
     return serve_file
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Return whether a header Accept-Encoding names gzip, and does not weigh it with 0 (RFC 9110, 12.5.3)."""
+    words = [one.lower().replace(" ", "").partition(";") for one in accepted.split(",")]
+    return any(name == "gzip" and not _WEIGHS_NOTHING.fullmatch(weight) for name, _, weight in words)
 
 
 def _state(runs: Runs, stream: Stream) -> Handler:
