@@ -170,3 +170,22 @@ def test_changed_lines_are_counted() -> None:
     assert equality.changed(loops.whole_batch, loops.whole_batch) == 0
     assert equality.changed(loops.whole_batch, loops.three_lines) == 3
     assert rules.three_lines({"changed_lines": 3, "findings": 0}) == "true"
+
+
+def test_words_in_quotation_marks_have_a_source() -> None:
+    """A claim is in our words, without quotation marks; one that quotes has to name the one text that says it so."""
+    quoting = [name for name, claim in CLAIMS.items() if quotes(claim.said) and len(claim.sources) != 1]
+    assert not quoting
+
+
+def test_a_quotation_is_seen() -> None:
+    """The check above is of use: it takes each of the usual marks for one, and an apostrophe for none."""
+    assert all(
+        quotes(said) for said in ('They say "faster".', "They say \u201cfaster\u201d.", "They say \u00abfaster\u00bb.")
+    )
+    assert not quotes("A batch's gradient is the mean.")
+
+
+def quotes(said: str) -> bool:
+    """Return whether a claim has words in quotation marks."""
+    return any(mark in said for mark in '"\u201c\u201d\u201e\u00ab\u00bb')
