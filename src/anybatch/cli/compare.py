@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
 from anybatch.cli.parser import Parser, add_recipe, count, integer, number
+from anybatch.cli.progress_line import say_on_one_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import hide_logs_of_torch, let_threads_sleep
@@ -57,7 +58,10 @@ def run(words: Sequence[str]) -> int:
         price_per_hour=given.price,
         most_seconds=given.seconds,
         title=f"{given.recipe}: which way of using devices?",
+        tell=say_on_one_line if sys.stderr.isatty() else None,
     )
+    if sys.stderr.isatty():
+        say_on_one_line("")
     if given.link is not None:
         from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (brings torch)
         from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (brings torch)

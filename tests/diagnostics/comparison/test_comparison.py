@@ -146,13 +146,42 @@ def test_a_variance_is_handed_on_with_the_gradient_only() -> None:
     assert result("small batch", 1.0, error=None).with_variance_of(native).gradient_variance is None
 
 
+def note_in(file: Path, words: str) -> None:
+    """Write a line behind the others."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(f"{words}\n")
+
+
 @pytest.fixture(scope="module")
-def measured() -> ComparisonReport:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for what a comparison says while it is made."""
+    return tmp_path_factory.mktemp("told") / "words"
+
+
+@pytest.fixture(scope="module")
+def measured(told: Path) -> ComparisonReport:
     """Return a small job in all ways on two ranks."""
     job = MeasuredJob(recipe=SPEC, effective_batch_size=16)
     return compare(
-        job.train_spec, partial(first_batches, job), effective_batch_size=16, micro_batch_size=2, num_rounds=1
+        job.train_spec,
+        partial(first_batches, job),
+        effective_batch_size=16,
+        micro_batch_size=2,
+        num_rounds=1,
+        tell=partial(note_in, told),
     )
+
+
+@pytest.mark.ranks
+def test_what_is_done_next_is_told_once(measured: ComparisonReport, told: Path) -> None:
+    """Before each way is measured one rank names it: of its memory and gradient, then of its steps."""
+    lines = told.read_text(encoding="utf-8").splitlines()
+    names = [one.way.name for one in measured.results]
+
+    assert lines[0] == "the un-split batch"
+    for place, name in enumerate(names, 1):
+        assert lines[place] == f"memory and gradient of {name}, {place} of {len(names)} ways"
+    assert [line.partition(",")[0] for line in lines[len(names) + 1 :]] == [f"steps of {name}" for name in names]
 
 
 @sees(

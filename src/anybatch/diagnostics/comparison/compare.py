@@ -36,6 +36,7 @@ def compare(
     num_rounds: int = 5,
     most_seconds: float = 60.0,
     title: str = "ways of using devices",
+    tell: Callable[[str], None] | None = None,
 ) -> ComparisonReport:
     """Run a job in all ways of using devices, interleaved, and compare time, memory, traffic and gradients.
 
@@ -56,6 +57,7 @@ def compare(
         num_rounds: rounds at most.
         most_seconds: no further round is begun after so long; there is one in any case.
         title: the first line of the report.
+        tell: function (words) that is called in another process with what is done next; at the top of a module.
 
     Raises:
         BatchSizeError: sizes that do not fit together.
@@ -80,7 +82,13 @@ def compare(
         message = f"{num_devices} CUDA devices were asked for, and there are {found_devices}. Use fewer, or the CPU."
         raise UserError(message)
     job = ComparedJob(
-        train=train, data=data, ways=ways, device_type=kind, num_rounds=num_rounds, most_seconds=most_seconds
+        train=train,
+        data=data,
+        ways=ways,
+        device_type=kind,
+        num_rounds=num_rounds,
+        most_seconds=most_seconds,
+        tell=tell,
     )
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     with RankPool(num_devices, backend=backend, timeout_seconds=600 + 20 * most_seconds) as pool:

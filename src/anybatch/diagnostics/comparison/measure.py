@@ -52,6 +52,7 @@ class ComparedJob:
         device_type: "cpu" or "cuda".
         num_rounds: rounds of timed steps at most.
         most_seconds: no further round is begun after so long.
+        tell: function (words) that rank 0 calls with what it does next, and that can be sent to it; None for none.
     """
 
     train: Callable[[], TrainSpec]
@@ -60,6 +61,7 @@ class ComparedJob:
     device_type: str
     num_rounds: int
     most_seconds: float
+    tell: Callable[[str], None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,13 +124,17 @@ class _Runs:
     def run(self) -> dict[str, RankFigures]:
         """Return the figures of every way that could be run, and the reasons of the others."""
         found = {way.name: RankFigures(reason=way.unmeasured) for way in self._job.ways}
-        self._run_native_batch()
         ways = [way for way in self._job.ways if not way.unmeasured]
-        for way in ways:
+        self._tell("the un-split batch")
+        self._run_native_batch()
+        for number, way in enumerate(ways):
+            self._tell(f"memory and gradient of {way.name}, {number + 1} of {len(ways)} ways")
             self._try(way, found[way.name], self._facts)
         begun = time.perf_counter()
-        for _ in range(self._job.num_rounds):
+        for number in range(self._job.num_rounds):
+            left = max(0.0, self._job.most_seconds - (time.perf_counter() - begun))
             for way in ways:
+                self._tell(f"steps of {way.name}, round {number + 1}; the last round begins within {left:.0f} s")
                 # Ways take turns, so that a machine that slows down slows all of them.
                 if not found[way.name].reason:
                     self._try(way, found[way.name], self._timed)
@@ -136,6 +142,10 @@ class _Runs:
             if self._world.gather_numbers([time.perf_counter() - begun])[0][0] > self._job.most_seconds:
                 break
         return found
+
+    def _tell(self, words: str) -> None:
+        if self._job.tell is not None and self._world.rank == 0:
+            self._job.tell(words)
 
     def _try(self, way: Way, figures: RankFigures, measure: Callable[[Way, RankFigures], None]) -> None:
         """Measure on the ranks that a way has; the others wait. What fails on one rank is not measured on any."""
