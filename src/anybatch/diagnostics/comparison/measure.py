@@ -134,7 +134,7 @@ class _Runs:
         for number in range(self._job.num_rounds):
             left = max(0.0, self._job.most_seconds - (time.perf_counter() - begun))
             for way in ways:
-                self._tell(f"steps of {way.name}, round {number + 1}; the last round begins within {left:.0f} s")
+                self._tell(f"steps of {way.name}, round {number + 1}; the last round begins within {math.ceil(left)} s")
                 # Ways take turns, so that a machine that slows down slows all of them.
                 if not found[way.name].reason:
                     self._try(way, found[way.name], self._timed)
