@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import report
@@ -27,6 +28,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.errors import MemoryExhaustedError, UserError
+from anybatch.planner.proposals.answer_text import code_of
 from anybatch.recipes.planning.library_models import class_loss, own_loss
 from anybatch.recipes.planning.plan_subject import adamw
 from anybatch.testing import memory_budget
@@ -80,28 +82,25 @@ def cases() -> dict[str, Case]:
     }
 
 
-def runs(case: Case, lines: list[str], num_bytes: int) -> bool:
+def runs(case: Case, code: str, num_bytes: int) -> bool:
     """Return whether two steps of two micro-batches run in so many bytes, the printed lines executed before.
 
     Args:
         case: the model.
-        lines: of the changes.
+        code: the lines, of which the last may make the engine.
         num_bytes: of memory for tensors.
     """
-    names: dict[str, Any] = {"model": case.make().train(), "torch": torch, "optimizer": adamw}
-    for each in "\n".join(lines).replace("lr=...", "lr=1e-3").split("engine = "):
-        exec(each.partition("ab.Engine(")[0], names)  # noqa: S102 (what a user would write)
+    made: dict[str, Any] = {"model": case.make().train(), "torch": torch, "optimizer": adamw}
+
+    def engine_of(*_: object, **given: Any) -> ab.Engine:  # noqa: ANN401 (what the lines give it)
+        fixed = {"micro_batch_size": case.size, "norms": "keep", "check_loss": False}
+        return ab.Engine(made["model"], made["optimizer"], case.loss, **fixed, **given)
+
+    made["ab"] = SimpleNamespace(Engine=engine_of)
+    exec(code.replace("lr=...", "lr=1e-3"), made)  # noqa: S102 (what a user would write)
     batch = {name: value.expand(2 * case.size, *value.shape[1:]).clone() for name, value in case.sample.items()}
-    engine = ab.Engine(
-        names["model"],
-        names["optimizer"],
-        case.loss,
-        micro_batch_size=case.size,
-        precision="bf16" if any("precision=" in each for each in lines) else "fp32",
-        norms="keep",
-        check_loss=False,
-    )
-    with engine, memory_budget(num_bytes, names["model"], engine.optimizer):
+    engine: ab.Engine = made.get("engine") or engine_of()
+    with engine, memory_budget(num_bytes, made["model"], engine.optimizer):
         try:
             return not any(engine.step(batch).too_large for _ in range(2))
         except (torch.OutOfMemoryError, MemoryExhaustedError):
@@ -129,8 +128,7 @@ def rows() -> Iterator[str]:
                 yield f"| {name} | {' + '.join(changes)} | - | - | {str(error).partition('. ')[0]} |"
                 continue
             planned = plan.baseline.peak.num_bytes
-            lines = [change.how for change in plan.asked]
-            within, below = (runs(case, lines, int(part * planned)) for part in (1.0, 0.97))
+            within, below = (runs(case, code_of(plan.asked), int(part * planned)) for part in (1.0, 0.97))
             said = ("yes" if within else "NO", "runs" if below else "runs out")
             yield f"| {name} | {' + '.join(changes) or 'as it is'} | {planned / 2**20:.1f} | {' | '.join(said)} |"
 

@@ -347,6 +347,8 @@ def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
         plan, refused = planned(one), ""
     except UserError as error:
         plan, refused = None, str(error)
+    except Exception as error:  # noqa: BLE001 (of a model that cannot be made; else a fault of the planner)
+        plan, refused = None, f"NOT AS AN ERROR OF OURS: {type(error).__name__}: {error}"
     took = time.perf_counter() - start
     try:
         found = allocated(one)

@@ -168,7 +168,7 @@ def test_what_gains_nothing_is_not_asked_for() -> None:
 @pytest.mark.parametrize("name", ["checkpointing", "checkpointing every 2nd block", "checkpointing all but products"])
 @sees(
     "fit: the lines to write checkpoint other blocks",
-    "src/anybatch/planner/proposals/changes.py",
+    "src/anybatch/planner/proposals/how_to_write.py",
     'lines += [*loop, "    block.forward = partial(again, block.forward)"]',
     'lines += [*loop, "    block.forward = partial(again, block.forward)", "    break"]',
 )
@@ -243,7 +243,7 @@ def test_changes_leave_what_is_given_alone() -> None:
 
     assert [one.name for one in plan.asked] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
     assert plan.precision == "bf16"  # numbers in float32 meet layers in bf16
-    assert 'precision="bf16"' in plan.asked[0].how
+    assert plan.asked[0].engine == 'precision="bf16"'
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
 

@@ -48,7 +48,7 @@ def _of_combination(one: Combination) -> dict[str, Any]:
         "strategy": one.strategy or None,
         "same_step": one.same_step,
         "costs": {change.name: change.costs for change in one.changes if change.costs},
-        "how": code_of(one.changes),
+        "how": code_of(one.changes, one.strategy, one.spec.strategy),
         "why_not": one.why or None,
         **({} if one.fit is None else _of_fit(one.fit)),
     }

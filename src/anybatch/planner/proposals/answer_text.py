@@ -1,12 +1,14 @@
 """The changes that let a step fit together, as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import wrap
 
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.core.units import in_bytes, three_digits
+from anybatch.parallel.strategy import Strategy
 from anybatch.planner.proposals.changes import Change
 from anybatch.planner.proposals.combinations import Answer, Combination
+from anybatch.planner.proposals.how_to_write import engine_line, strategy_lines
 from anybatch.planner.proposals.ranking import Fit, PlanTarget
 
 _WIDTH, _COLUMNS = 11, 80
@@ -28,14 +30,28 @@ def answer_lines(answer: Answer, target: PlanTarget, batch_norms: Sequence[str])
         lines = [
             *_rows("fits with", [best.name, *_what_fits(best.fit, target)]),
             *_rows("costs", _costs(best, batch_norms)),
-            *(["", *_code(best)] if best.changes else []),
+            *([""] if best.changes or best.strategy else []),
+            *(f"  {line}" for line in code_of(best.changes, best.strategy, best.spec.strategy).splitlines()),
         ]
     return [*lines, "", *_table(answer.tried, target)]
 
 
-def code_of(changes: Sequence[Change]) -> str:
-    """Return the lines to write for changes, each below its name."""
-    return "\n".join(f"# {one.name}\n{one.how}" for one in changes)
+def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
+    """Return the lines to write for changes together, those of each below its name; the engine is made last, once.
+
+    Args:
+        changes: in the order in which they are made.
+        named: what the strategy is called that ranks share the step by, where that was chosen too.
+        strategy: as in `StepSpec`.
+    """
+    parts = [f"# {one.name}\n{one.how}" for one in changes if one.how]
+    of_engine = {one.name: one.engine for one in changes if one.engine}
+    if named:
+        before, of_engine[named] = strategy_lines(strategy)
+        parts += before
+    if of_engine:
+        parts.append(f"# {', '.join(of_engine)}\n{engine_line(', '.join(dict.fromkeys(of_engine.values())))}")
+    return "\n".join(parts)
 
 
 def in_seconds(seconds: float) -> str:
@@ -71,14 +87,6 @@ def _costs(best: Combination, batch_norms: Sequence[str]) -> list[str]:
         said.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
         said.append('ab.Engine(..., norms="exact") sees the whole batch, "freeze" needs none; GroupNorm does not care')
     return said
-
-
-def _code(best: Combination) -> list[str]:
-    lines = [f"  {line}" for line in code_of(best.changes).splitlines()]
-    if best.strategy:
-        words = {"FSDP": '"fsdp"', "ZeRO-1": '"zero1"'}
-        lines.append(f"  engine = ab.Engine(..., strategy={words.get(best.strategy, repr(best.strategy))})")
-    return lines
 
 
 def _table(tried: Sequence[Combination], target: PlanTarget) -> list[str]:

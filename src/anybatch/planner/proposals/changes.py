@@ -3,17 +3,16 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from textwrap import wrap
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.blocks import Blocks, repeated_blocks
+from anybatch.core.blocks import repeated_blocks
 from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
@@ -24,6 +23,13 @@ from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import trainable
 from anybatch.planner.cost.step_time import CostLine
 from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
+from anybatch.planner.proposals.how_to_write import (
+    adapter_lines,
+    checkpointing_lines,
+    engine_line,
+    four_bit_lines,
+    offloading_lines,
+)
 from anybatch.planner.proposals.stand_ins import (
     AdamW8bit,
     adapted,
@@ -47,7 +53,8 @@ class Change:
 
     Attributes:
         name: a few words for the table of a plan, by which it can be asked for.
-        how: the code to write for it, in lines.
+        how: the lines to write for it before the engine is made; empty for none.
+        engine: the arguments that the engine gets for it, as code; empty for none.
         costs: what it costs, as a clause.
         same_step: the step computes the same gradient and update, up to rounding as the step has it already.
         apply: function step -> the step with it; None where it is worked out from the traces of the step without it.
@@ -56,12 +63,18 @@ class Change:
     """
 
     name: str
-    how: str
+    how: str = ""
+    engine: str = ""
     costs: str = ""
     same_step: bool = True
     apply: Callable[[TrainSpec], TrainSpec] | None = None
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
     recost: Callable[[CostLine], CostLine] | None = None
+
+    @property
+    def code(self) -> str:
+        """The lines to write for this change alone."""
+        return "\n".join(filter(None, (self.how, engine_line(self.engine))))
 
 
 def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
@@ -111,21 +124,16 @@ def _makes(spec: StepSpec) -> bool:
 
 
 def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
-    spec, found = ready, []
-    if spec.profile != "cpu" and optimizer_name(ready.trained) in {"Adam", "AdamW"}:
+    found = []
+    if ready.profile != "cpu" and optimizer_name(ready.trained) in {"Adam", "AdamW"}:
         found.append(_eight_bit())
     module = as_module(ready.trained.model)
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if not can_make or has_adapters or not linear_layers(module):
         return found
-    # Layers in bf16 take no inputs in float32, as tokens are none and images are.
-    takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(spec.sample))
-    autocasts = takes_numbers and spec.trained.precision == "fp32"
-    # Of a model that stands for one of transformers, peft knows the layers by a word.
-    targets = "'all-linear'" if spec.called else _listed(linear_names(module))
-    found.append(_adapters(rank, targets, four_bits=False, autocasts=autocasts))
-    if spec.profile != "cpu":
-        found.append(_adapters(rank, targets, four_bits=True, autocasts=autocasts))
+    found.append(_adapters(ready, rank, four_bits=False))
+    if ready.profile != "cpu":
+        found.append(_adapters(ready, rank, four_bits=True))
     return found
 
 
@@ -217,7 +225,7 @@ def _of_precision(spec: StepSpec) -> list[Change]:
     return [
         Change(
             name="bf16 autocast",
-            how='engine = ab.Engine(..., precision="bf16")',
+            engine='precision="bf16"',
             costs="products are rounded to bf16, weights and sums stay in float32",
             same_step=False,
             apply=lambda train: dataclasses.replace(train, precision="bf16"),
@@ -234,7 +242,7 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
     configs = (getattr(one, "config", None) for one in as_module(ready.trained.model).modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
     # What stands for a model of transformers stands for one that fills a cache.
-    caching = "\nmodel.config.use_cache = False" if has_cache or ready.called else ""
+    caching = ["model.config.use_cache = False"] if has_cache or ready.called else []
     ways: tuple[tuple[str, Keeping, int, str], ...] = (
         ("checkpointing", "inputs", 1, "each block's forward runs twice"),
         ("checkpointing every 2nd block", "inputs", 2, "every second block's forward runs twice"),
@@ -243,64 +251,12 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
     return [
         Change(
             name=name,
-            how=_checkpointing_lines(rows, keeping, every, ready.called) + caching,
+            how="\n".join([*checkpointing_lines(rows, keeping, every, ready.called), *caching]),
             costs=costs,
             apply=partial(_checkpointed, keeping, every),
         )
         for name, keeping, every, costs in ways
     ]
-
-
-def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int, called: Mapping[str, str]) -> str:
-    lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
-    again = "again = partial(checkpoint, use_reentrant=False)"
-    if keeping == "products":
-        lines += [
-            "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",
-            "aten = torch.ops.aten",
-            "products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,",
-            "            aten._scaled_dot_product_flash_attention.default,",
-            "            aten._scaled_dot_product_efficient_attention.default}",
-            "def keep(context, operation, *args, **kwargs):",
-            "    policy = CheckpointPolicy",
-            "    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE",
-        ]
-        again = (
-            "again = partial(checkpoint, use_reentrant=False,\n"
-            "                context_fn=partial(create_selective_checkpoint_contexts, keep))"
-        )
-    lines.append(again)
-    for loop in _loops(rows, every, called):
-        lines += [*loop, "    block.forward = partial(again, block.forward)"]
-    return "\n".join(lines)
-
-
-def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str]) -> list[list[str]]:
-    """Return the heads of loops over repeated blocks: by class, so that they hold of a model that adapters wrap.
-
-    Args:
-        rows: the blocks.
-        every: second one, or each.
-        called: as in `StepSpec`.
-    """
-    kinds = [called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows]
-    # Of several rows of one class every second block is one of each row.
-    if every == 1 or len(set(kinds)) == len(kinds):
-        step = "" if every == 1 else f"[::{every}]"
-        found = "[one for one in model.modules() if type(one).__name__ == {!r}]"
-        return [[f"blocks = {found.format(kind)}", f"for block in blocks{step}:"] for kind in dict.fromkeys(kinds)]
-    loops = []
-    for blocks, kind in zip(rows, kinds, strict=True):
-        where = called.get(blocks.path, blocks.path)
-        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where.split(".") if part)
-        of_kind = f"type(one).__name__ == {kind!r}"
-        loops.append(
-            [
-                f"blocks = [one for one in model{path}.children() if {of_kind}]",
-                f"for block in blocks[::{every}]:",
-            ]
-        )
-    return loops
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -340,26 +296,32 @@ def of_weights(spec: StepSpec) -> list[Change]:
     if not can_make or isinstance(ready.trained.optimizer, Optimizer):
         return []
     how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
-    asked = '\nengine = ab.Engine(..., bf16_weights="{}")'
     costs = "forward and backward are rounded to bf16; "
     ways: tuple[tuple[str, Bf16Weights, str, str], ...] = (
-        ("bf16 weights", "copied", how + "copies", "updates go to copies in float32"),
+        ("bf16 weights", "copied", "copies", "updates go to copies in float32"),
         (
             "bf16 weights, split",
             "split",
-            how + "weights" + asked.format("split"),
+            "weights",
             "updates go to float32 weights, of which the engine keeps the lower 16 bits",
         ),
         (
             "bf16 weights, rounded stochastically",
             "stochastic",
-            how + "weights" + asked.format("stochastic"),
+            "weights",
             "so are weights and optimizer state after each update, stochastically",
         ),
     )
     return [
-        Change(name=name, how=lines, costs=costs + said, same_step=False, apply=partial(_in_bfloat16, way))
-        for name, way, lines, said in ways
+        Change(
+            name=name,
+            how=how + what,
+            engine="" if way == "copied" else f'bf16_weights="{way}"',
+            costs=costs + said,
+            same_step=False,
+            apply=partial(_in_bfloat16, way),
+        )
+        for name, way, what, said in ways
     ]
 
 
@@ -373,19 +335,10 @@ def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
     rows = repeated_blocks(as_module(ready.trained.model))
     if ready.profile == "cpu" or not can_make or not rows:
         return []
-    lines = [
-        "def offloaded(forward):",
-        "    def run(*args, **kwargs):",
-        "        with torch.autograd.graph.save_on_cpu(pin_memory=True):",
-        "            return forward(*args, **kwargs)",
-        "    return run",
-    ]
-    for loop in _loops(rows, 1, ready.called):
-        lines += [*loop, "    block.forward = offloaded(block.forward)"]
     return [
         Change(
             name="offloading",
-            how="\n".join(lines),
+            how="\n".join(offloading_lines(rows, ready.called)),
             costs="what blocks save goes to the host and back over PCIe",
             apply=lambda train: dataclasses.replace(train, model=offloaded(train.model)),
         )
@@ -406,36 +359,18 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Return a list of names as code, in lines of some length."""
-    lines = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
-    return ("\n" + 11 * " ").join(lines)
-
-
-def _adapters(rank: int, targets: str, *, four_bits: bool, autocasts: bool) -> Change:
-    named = "layers" if targets.startswith("[") else targets
-    lines = [
-        "from peft import LoraConfig, get_peft_model",
-        *([f"layers = {targets}"] if named == "layers" else []),
-        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules={named})",
-        "model = get_peft_model(model, adapters)",
-        *(['engine = ab.Engine(..., precision="bf16")'] if autocasts else []),
-    ]
-    loading = "model.to(torch.bfloat16)"
+def _adapters(ready: StepSpec, rank: int, *, four_bits: bool) -> Change:
+    module, called = as_module(ready.trained.model), ready.called
+    # Layers in bf16 take no inputs in float32, as tokens are none and images are.
+    takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(ready.sample))
+    autocasts = takes_numbers and ready.trained.precision == "fp32"
+    loading = four_bit_lines(module, repeated_blocks(module), called) if four_bits else ["model.to(torch.bfloat16)"]
     costs = "other parameters are trained: a product of two narrow matrices beside each linear layer, on a base in bf16"
-    if four_bits:
-        loading = (
-            "from transformers import BitsAndBytesConfig\n"
-            "four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',\n"
-            "                               bnb_4bit_use_double_quant=True,\n"
-            "                               bnb_4bit_compute_dtype=torch.bfloat16)\n"
-            "model = AutoModelForCausalLM.from_pretrained(..., quantization_config=four_bits)"
-        )
-        costs += "; its layers are rounded to 4 bits"
     return Change(
         name=f"LoRA of rank {rank}{' on a base in 4 bits' if four_bits else ''}",
-        how="\n".join((loading, *lines)),
-        costs=costs,
+        how="\n".join((*loading, *adapter_lines(linear_names(module), rank, called))),
+        engine='precision="bf16"' if autocasts else "",
+        costs=costs + ("; its layers are rounded to 4 bits" if four_bits else ""),
         same_step=False,
         apply=partial(_with_adapters, rank, four_bits, autocasts),
     )

@@ -141,7 +141,7 @@ def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
     near = [one for one in fitting if (one.seconds or 0.0) <= limit]
 
     def effort(one: Combination) -> tuple[int, int, float]:
-        return len(one.changes), sum(change.how.count("\n") for change in one.changes), one.seconds or 0.0
+        return len(one.changes), sum(change.code.count("\n") for change in one.changes), one.seconds or 0.0
 
     return min(near, key=effort)
 

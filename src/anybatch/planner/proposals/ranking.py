@@ -15,6 +15,7 @@ from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
 from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
 from anybatch.planner.proposals.changes import Change, changed, possible_changes
+from anybatch.planner.proposals.how_to_write import engine_line, strategy_lines
 from anybatch.planner.proposals.more_ranks import smallest_world
 from anybatch.planner.trace.step_spec import StepSpec, built
 
@@ -189,7 +190,7 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
         # A change that cannot be planned must not keep the others from the table.
         except UserError:
             continue
-        found.append(fit_of(spec, after, target, name=change.name, how=change.how))
+        found.append(fit_of(spec, after, target, name=change.name, how=change.code))
     return [*found, *_dealt(spec, envelopes, target, fits=fits)]
 
 
@@ -221,7 +222,7 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
     found = []
     try:
         if spec.world_size > 1 and not envelopes.sharded:
-            found.append(_under(spec, "zero1", target, name="ZeRO-1", how='strategy="zero1"'))
+            found.append(_under(spec, "zero1", target, name="ZeRO-1"))
             found.append(_fsdp(spec, target))
         # More devices than planned are a proposal only where nothing on the planned number of them helps.
         if not fits and not any(one.fits for one in found):
@@ -243,23 +244,22 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     fit = _fsdp(dataclasses.replace(spec, world_size=smallest), target)
     if checkpointed is None:
         return [fit]
-    how = f"{fit.how}; {checkpointed.how}"
+    how = f"{checkpointed.code}\n{fit.how}"
     return [dataclasses.replace(fit, name=f"{fit.name}, checkpointing", how=how)]
 
 
-def _under(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, *, name: str, how: str) -> Fit:
+def _under(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, *, name: str) -> Fit:
     """Plan the step under another strategy."""
     spec = dataclasses.replace(spec, strategy=strategy)
+    before, argument = strategy_lines(strategy)
+    how = "\n".join((*before, engine_line(argument)))
     return fit_of(spec, envelopes_of(spec, target), target, name=f"{name} over {spec.world_size} ranks", how=how)
 
 
 def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
     """Plan FSDP2; under bf16 its weights are gathered in bf16 too, and gradients reduced in float32."""
     spec, _ = built(spec)
-    if spec.trained.precision != "bf16":
-        return _under(spec, "fsdp", target, name="FSDP", how='strategy="fsdp", the optimizer as a function')
-    how = "strategy=FSDP(Sharding(param_dtype=torch.bfloat16)), the optimizer as a function"
-    return _under(spec, sharded_in_bfloat16, target, name="FSDP", how=how)
+    return _under(spec, sharded_in_bfloat16 if spec.trained.precision == "bf16" else "fsdp", target, name="FSDP")
 
 
 def sharded_in_bfloat16() -> Strategy:

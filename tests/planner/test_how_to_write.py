@@ -1,0 +1,131 @@
+"""The lines to write for changes: together they run as they stand, on the user's own modules."""
+
+import dataclasses
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.planner.budget import budget_of
+from anybatch.planner.plan import make_plan
+from anybatch.planner.proposals.answer_text import code_of
+from anybatch.planner.proposals.changes import changed, named_change
+from anybatch.planner.proposals.ranking import sharded_in_bfloat16
+from anybatch.planner.proposals.stand_ins import FourBitLinear
+from anybatch.planner.trace.step_spec import built
+from tests.faults import sees
+from tests.planner.test_combinations import Net, adamw, spec_of
+
+
+@sees(
+    "fit: the engine is made before the changes that follow",
+    "src/anybatch/planner/proposals/answer_text.py",
+    'parts.append(f"# {',
+    'parts.insert(1, f"# {',
+)
+def test_the_engine_is_made_last_and_once() -> None:
+    """Lines of several changes make one engine, behind everything it is given, with the arguments of all of them."""
+    asked = ("bf16 autocast", "bf16 weights, split", "fused optimizer", "checkpointing")
+    changes = [named_change(spec_of(), name) for name in asked]
+    found: list[dict[str, Any]] = []
+
+    def engine(*_: object, **given: Any) -> None:
+        kinds = {one.dtype for one in names["model"].parameters()}
+        wrapped = [isinstance(block.forward, partial) for block in names["model"].blocks]
+        found.append({**given, "kinds": kinds, "wrapped": wrapped, "optimizer": names["optimizer"]})
+
+    names: dict[str, Any] = {"model": Net(), "torch": torch, "ab": SimpleNamespace(Engine=engine), "optimizer": adamw}
+    exec(code_of(changes).replace("lr=...", "lr=0.1"), names)  # noqa: S102 (our own lines)
+
+    (made,) = found
+    assert made["precision"] == "bf16"
+    assert made["bf16_weights"] == "split"
+    assert made["kinds"] == {torch.bfloat16}
+    assert made["wrapped"] == [True] * 4
+    assert made["optimizer"] is not adamw
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_strategy_is_written_as_it_is_planned(precision: str) -> None:
+    """FSDP under bf16 is planned with weights gathered in bf16, and the lines say so; in float32 its name does."""
+    planned = sharded_in_bfloat16 if precision == "bf16" else "fsdp"
+    names: dict[str, Any] = {"torch": torch, "ab": SimpleNamespace(Engine=lambda *_, **given: given)}
+    exec(code_of((), "FSDP", planned), names)  # noqa: S102 (our own lines)
+
+    written = names["engine"]["strategy"]
+    if isinstance(planned, str):
+        assert written == planned
+    else:
+        assert type(written) is type(planned())
+        assert vars(written)["_sharding"] == vars(planned())["_sharding"]
+
+
+class _Linear4bit(nn.Linear):
+    """Takes what bitsandbytes' own takes."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, **options: Any) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.options = options
+
+
+@sees(
+    "fit: a base in 4 bits of one's own model is loaded by transformers",
+    "src/anybatch/planner/proposals/how_to_write.py",
+    "if library in _LOADS_IN_FOUR_BITS:",
+    "if library:",
+)
+def test_a_base_in_four_bits_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a model that no library loads are rounded one by one: those that the plan has in 4 bits, no others."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(nn=SimpleNamespace(Linear4bit=_Linear4bit)))
+    monkeypatch.setattr(nn.Module, "cuda", lambda self: self)
+    spec = spec_of()
+    change = named_change(spec, "LoRA of rank 2 on a base in 4 bits")
+    before, _, peft = change.how.partition("from peft")
+    names: dict[str, Any] = {"model": Net(), "torch": torch}
+    exec(before, names)  # noqa: S102 (our own lines)
+
+    planned = built(changed(spec, [change]))[0].trained.model
+    assert isinstance(planned, nn.Module)
+    rounded = {name.removesuffix(".base") for name, one in planned.named_modules() if isinstance(one, FourBitLinear)}
+    written = {name: one for name, one in names["model"].named_modules() if isinstance(one, _Linear4bit)}
+    assert rounded == set(written)
+    assert len(rounded) == 8
+    assert {one.weight.dtype for one in written.values()} == {torch.bfloat16}
+    assert all(one.options == {"compute_dtype": torch.bfloat16, "quant_type": "nf4"} for one in written.values())
+    assert "target_modules=layers" in peft
+
+
+@pytest.mark.parametrize(
+    ("library", "loader"),
+    [("transformers.models.bert.modeling_bert", "BertForMaskedLM"), ("diffusers.models.unets", "UNet2DConditionModel")],
+)
+def test_a_base_in_four_bits_of_a_library(library: str, loader: str) -> None:
+    """A model of a library that loads in 4 bits is loaded by its own class; a stand-in, by its task."""
+    kind = type(loader, (Net,), {"__module__": library})
+
+    how = named_change(spec_of(kind), "LoRA of rank 2 on a base in 4 bits").how
+    assert f"from {library.partition('.')[0]} import BitsAndBytesConfig, {loader}" in how
+    assert f"model = {loader}.from_pretrained(..., quantization_config=four_bits)" in how
+
+    stand_in = dataclasses.replace(spec_of(), called={"Block": "LlamaDecoderLayer", "blocks": "model.layers"})
+    assert "AutoModelForCausalLM" in named_change(stand_in, "LoRA of rank 2 on a base in 4 bits").how
+
+
+@pytest.mark.slow
+def test_the_answer_prints_its_strategy() -> None:
+    """What a plan over ranks answers has the strategy in its lines, where one was chosen, in text and as JSON alike."""
+    spec = dataclasses.replace(spec_of(partial(Net, 256), sample=torch.zeros(1, 256)), world_size=2)
+    stays = 16 * sum(parameter.numel() for parameter in Net(256).parameters()) // 2**20
+    plan = make_plan(spec, budget_of(f"{1300 + stays * 3 // 4}MiB", world_size=2, headroom=0.0), 8, fit=True)
+
+    assert plan.answer is not None
+    best = plan.answer.best
+    assert best is not None
+    lines = code_of(best.changes, best.strategy, best.spec.strategy).splitlines()
+    assert best.strategy
+    assert any(line.startswith("engine = ab.Engine(..., strategy=") for line in lines)
+    assert [f"  {line}" for line in lines] == [line for line in str(plan).splitlines() if line[2:] in lines]
