@@ -1,7 +1,7 @@
 """What a loss writes to outside of its model, in the ways that people write, is of its samples alone."""
 
 import functools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -284,6 +284,30 @@ def test_a_large_tensor_is_taken_to_be_only_read() -> None:
     reached.restore()
 
     assert large[0] == 1
+
+
+class MadeWhenAsked(OrderedDict[str, Any]):
+    """Holds classes, and gives an object of one at each look-up, as the table of activations of transformers does."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+@sees(
+    "a mapping is put back by what it makes",
+    "src/anybatch/engine/restoring.py",
+    "kept = dict(_items(value)) if isinstance(value, dict) else value.copy()",
+    "kept = value.copy()",
+)
+def test_a_mapping_holds_what_it_holds() -> None:
+    """What a mapping makes when it is asked is no change of it; what is added to it is taken out, in its order."""
+    table = MadeWhenAsked(relu=nn.ReLU, bilinear=nn.Bilinear)  # the second cannot be made without arguments
+    reached = ReachedState([lambda: table], nn.Linear(1, 1))
+    table["tanh"] = nn.Tanh
+    table.move_to_end("relu")
+    reached.restore()
+
+    assert list(OrderedDict.items(table)) == [("relu", nn.ReLU), ("bilinear", nn.Bilinear)]
 
 
 @pytest.mark.slow

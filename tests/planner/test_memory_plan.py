@@ -542,6 +542,29 @@ def test_what_is_read_is_named_with_its_place() -> None:
         find_envelopes(small(loss=ab.mean_over_samples(lambda model, _: model.missing)), 2**20)
 
 
+class Skipping(nn.Module):
+    """Leaves its layer out at random, and with it every gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if torch.rand(1) > 0.0 else x
+
+
+@sees(
+    "a branch that ends a trace is not told of",
+    "src/anybatch/planner/trace/step_trace.py",
+    "as_planning_errors(self._twin_run.modules, lambda: self._reads.at)",
+    "as_planning_errors(self._twin_run.modules)",
+)
+def test_a_branch_that_ends_a_trace_is_named() -> None:
+    """Where the step fails behind a truth value that it has read, as adapters that drop modules do, that is said."""
+    with pytest.raises(CannotPlanError, match=r"does not require grad.* had read .*, in Skipping at .*torch.rand"):
+        find_envelopes(small(model=Skipping), 2**20)
+
+
 @pytest.mark.slow
 def test_what_is_read_and_changes_nothing_is_planned() -> None:
     """A number that is only written down does not stand in the way; that it was read is noted."""

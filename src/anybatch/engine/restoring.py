@@ -1,7 +1,7 @@
 """Snapshots of what the user's objects hold: attributes, variables, contents of containers, values of tensors."""
 
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, MutableMapping
 from types import CellType, MemberDescriptorType
 from typing import Any
@@ -110,7 +110,7 @@ class Snapshot:
             if depth and value.flags.writeable:
                 self._add_values(value, value.nbytes, is_limited=is_limited)
         elif isinstance(value, (list, dict, set, deque)):
-            kept = value.copy()
+            kept = dict(_items(value)) if isinstance(value, dict) else value.copy()
             self._restores.append(lambda: _refill(value, kept))
             if depth and len(kept) <= _MOST_ENTRIES:
                 for one in list(kept.values() if isinstance(kept, dict) else kept):
@@ -166,11 +166,25 @@ def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401 (a container of any 
 
 def _fill(now: MutableMapping[Any, Any], before: Any) -> None:  # noqa: ANN401 (a mapping of the same kind)
     """Put back what a mapping held, in its order; one that is as it was is not touched."""
-    if list(now) == list(before) and not any(map(_is_other, now.values(), before.values())):
+    there = _items(now) if isinstance(now, dict) else list(now.items())
+    if [name for name, _ in there] == list(before) and not any(value is not before[name] for name, value in there):
         return
-    for name in list(now):
-        del now[name]
-    now.update(before)
+    kind = _kind(now)
+    for name, _ in there:
+        kind.__delitem__(now, name)
+    for name, value in before.items():
+        kind.__setitem__(now, name, value)
+
+
+def _items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return what a mapping holds, not what it makes of it when it is asked, as transformers' table of activations."""
+    return list(_kind(mapping).items(mapping))
+
+
+def _kind(mapping: Any) -> Any:  # noqa: ANN401 (a class whose methods no class of the user's has replaced)
+    if isinstance(mapping, dict):
+        return OrderedDict if isinstance(mapping, OrderedDict) else dict
+    return type(mapping)
 
 
 def _is_other(one: object, other: object) -> bool:

@@ -74,13 +74,14 @@ _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 @contextmanager
-def as_planning_errors(modules: nn.Module) -> Iterator[None]:
+def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> Iterator[None]:
     """Say of a step that does not run without data that it cannot be planned, and where it stopped.
 
     torch logs at length what it is about to raise; it is said here, in a sentence.
 
     Args:
         modules: what is trained, for the name of the module that was running.
+        read_at: returns where the step had read a number or truth value from a tensor, empty if it had not.
 
     Raises:
         CannotPlanError: with why.
@@ -104,6 +105,8 @@ def as_planning_errors(modules: nn.Module) -> Iterator[None]:
             "cannot plan, will probe: the step does not run on tensors without data "
             f"({type(error).__name__}: {first}){place(traceback.walk_tb(error.__traceback__), names)}. {why}"
         )
+        if read_at():
+            message += f" It had read a number or truth value that no tensor has here{read_at()}."
         raise CannotPlanError(message) from error
     finally:
         log.disabled = was_disabled

@@ -204,7 +204,7 @@ class StepTracer:
         # Entered last, the ledger sees an operation first; the fake mode, entered first, makes the result.
         ledger = self._twin_run.ledger
         with (
-            as_planning_errors(self._twin_run.modules),
+            as_planning_errors(self._twin_run.modules, lambda: self._reads.at),
             self._mode,
             self._reads,
             allocating_as(self._spec.profile),
