@@ -166,7 +166,7 @@ def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401 (a container of any 
 
 def _fill(now: MutableMapping[Any, Any], before: Any) -> None:  # noqa: ANN401 (a mapping of the same kind)
     """Put back what a mapping held, in its order; one that is as it was is not touched."""
-    there = _items(now) if isinstance(now, dict) else list(now.items())
+    there = _items(now)
     if [name for name, _ in there] == list(before) and not any(value is not before[name] for name, value in there):
         return
     kind = _kind(now)
@@ -176,7 +176,7 @@ def _fill(now: MutableMapping[Any, Any], before: Any) -> None:  # noqa: ANN401 (
         kind.__setitem__(now, name, value)
 
 
-def _items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def _items(mapping: MutableMapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Return what a mapping holds, not what it makes of it when it is asked, as transformers' table of activations."""
     return list(_kind(mapping).items(mapping))
 
