@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
 from anybatch.cli.parser import Parser, add_recipe, count, integer, number
-from anybatch.cli.progress_line import say_on_one_line
+from anybatch.cli.progress_line import progress_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import hide_logs_of_torch, let_threads_sleep
@@ -47,21 +47,20 @@ def run(words: Sequence[str]) -> int:
 
     size = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
     job = MeasuredJob(recipe=given.recipe, effective_batch_size=size, precision=given.precision, seed=given.seed)
-    report = compare(
-        job.train_spec,
-        partial(first_batches, job),
-        effective_batch_size=size,
-        micro_batch_size=given.micro_batch_size,
-        num_devices=given.devices,
-        device_type=given.device,
-        num_samples=given.samples,
-        price_per_hour=given.price,
-        most_seconds=given.seconds,
-        title=f"{given.recipe}: which way of using devices?",
-        tell=say_on_one_line if sys.stderr.isatty() else None,
-    )
-    if sys.stderr.isatty():
-        say_on_one_line("")
+    with progress_line() as tell:
+        report = compare(
+            job.train_spec,
+            partial(first_batches, job),
+            effective_batch_size=size,
+            micro_batch_size=given.micro_batch_size,
+            num_devices=given.devices,
+            device_type=given.device,
+            num_samples=given.samples,
+            price_per_hour=given.price,
+            most_seconds=given.seconds,
+            title=f"{given.recipe}: which way of using devices?",
+            tell=tell,
+        )
     if given.link is not None:
         from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (brings torch)
         from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (brings torch)

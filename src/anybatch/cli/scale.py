@@ -7,6 +7,7 @@ from pathlib import Path
 
 from anybatch.cli.forecast_options import add_forecast_options, run_forecast
 from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size
+from anybatch.cli.progress_line import progress_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
@@ -94,20 +95,23 @@ def scale_recipe(given: argparse.Namespace) -> int:
     from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
 
     job = MeasuredJob(recipe=given.recipe, effective_batch_size=given.effective_batch_size, seed=given.seed)
-    report = measure_scaling(
-        job.train_spec,
-        job.data,
-        ranks=given.ranks or (2,),
-        settings=RunSettings(
-            strategy=given.strategy,
-            micro_batch_size=given.micro_batch_size,
-            bucket_bytes=given.bucket,
-            num_workers=given.workers,
-        ),
-        bucket_sizes=given.buckets,
-        most_seconds=given.seconds,
-        apply=given.apply,
+    settings = RunSettings(
+        strategy=given.strategy,
+        micro_batch_size=given.micro_batch_size,
+        bucket_bytes=given.bucket,
+        num_workers=given.workers,
     )
+    with progress_line() as tell:
+        report = measure_scaling(
+            job.train_spec,
+            job.data,
+            ranks=given.ranks or (2,),
+            settings=settings,
+            bucket_sizes=given.buckets,
+            most_seconds=given.seconds,
+            apply=given.apply,
+            tell=tell,
+        )
     sys.stdout.write(f"{given.recipe}: why is it not linear?\n{report}\n")
     write_report_files(report, draw_scaling, json_file=given.json, figure=given.figure)
     return Status.DONE

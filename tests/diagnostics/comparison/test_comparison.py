@@ -23,6 +23,7 @@ from anybatch.planner.forecast.from_comparison import largest_worlds
 from anybatch.planner.forecast.workload import Cluster
 from anybatch.recipes.measured_job import MeasuredJob
 from tests.cli.small import SPEC
+from tests.diagnostics.told_lines import note_in
 from tests.faults import sees
 
 
@@ -144,12 +145,6 @@ def test_a_variance_is_handed_on_with_the_gradient_only() -> None:
     assert result("accumulated", 1.0).with_variance_of(native).gradient_variance == 0.5
     assert result("accumulated", 1.0, error=0.1).with_variance_of(native).gradient_variance is None
     assert result("small batch", 1.0, error=None).with_variance_of(native).gradient_variance is None
-
-
-def note_in(file: Path, words: str) -> None:
-    """Write a line behind the others."""
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(f"{words}\n")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What ranks measure: their own share without reduction, the buckets that were asked for, and every kind of step."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord
+from tests.diagnostics.told_lines import note_in
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -100,9 +102,14 @@ def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
     "imagined = World(world.rank, world.size, world.device)",
     "imagined = World(device=world.device)",
 )
-def test_kinds_of_step(two_ranks: Ranks) -> None:
-    """Both ranks return the same: each kind as often as the others, the messages of its buckets, the share of each."""
-    found: list[RankTimes] = two_ranks.run(measure_ranks, request(bucket_sizes=(1, 100, 10**6)))[0]
+def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Both ranks return the same: each kind as often as the others, the messages of its buckets, the share of each.
+
+    One of them says before each part of it what it is.
+    """
+    told = tmp_path / "words"
+    asked = request(bucket_sizes=(1, 100, 10**6), tell=partial(note_in, told))
+    found: list[RankTimes] = two_ranks.run(measure_ranks, asked)[0]
 
     assert [one.rank for one in found] == [0, 1]
     assert [one.share for one in found] == [7, 7]
@@ -119,6 +126,11 @@ def test_kinds_of_step(two_ranks: Ranks) -> None:
     assert first.loading
     assert first.loading_alone
     assert not second.loading_alone
+    lines = told.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "2 ranks: loading a share"
+    rounds = [line for line in lines if "in turns" in line]
+    assert rounds[-1] == f"2 ranks: steps of {len(first.steps)} kinds in turns, round {len(rounds)} of {len(rounds)}"
+    assert lines[-1] == "2 ranks: steps that load their samples, 2 of 2 times"
 
 
 def test_a_change_is_tried(two_ranks: Ranks) -> None:

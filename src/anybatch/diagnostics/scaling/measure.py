@@ -89,6 +89,7 @@ class ScaleRequest:
         bucket_sizes: bytes of the buckets to try; None for the usual ones and some of the model's own.
         most_seconds: about the seconds that steps in turns may take.
         device: where to compute; None for the rank's own accelerator, or the CPU.
+        tell: function (words) that rank 0 calls with what it does next; None for none.
     """
 
     train: Callable[[], TrainSpec]
@@ -97,6 +98,7 @@ class ScaleRequest:
     bucket_sizes: tuple[int, ...] | None = None
     most_seconds: float = 20.0
     device: str | None = None
+    tell: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,7 @@ class _RankMeasurement:
 
     def times(self) -> RankTimes:
         """Measure everything, at the same time as the other ranks."""
+        self._tell("loading a share")
         share = self._placement.plan(len(self._batches[0].sample_ids)).shares[self._world.rank]
         load_seconds, load_processor_seconds = self._load()
         spec = self._request.train()
@@ -188,7 +191,8 @@ class _RankMeasurement:
         steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
         loading: list[StepSeconds] = []
         loading_alone: list[StepSeconds] = []
-        for _ in range(NUM_REPEATS):
+        for number in range(NUM_REPEATS):
+            self._tell(f"steps that load their samples, {number + 1} of {NUM_REPEATS} times")
             loading += self.loading_steps(self._settings)
             if self._world.rank == 0 and self._world.size > 1:
                 loading_alone += self._timed_loading_steps(self._settings, alone=True)
@@ -261,6 +265,7 @@ class _RankMeasurement:
         found: dict[str, list[StepSeconds]] = {kind: [] for kind in kinds}
         rounds, number = WARM_UP_STEPS + LEAST_ROUNDS, 0
         while number < rounds:
+            self._tell(f"steps of {len(kinds)} kinds in turns, round {number + 1} of {rounds}")
             begun = time.perf_counter()
             # Each goes first as often as last: a step that follows a longer one finds other caches and clock rates.
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
@@ -330,10 +335,16 @@ class _RankMeasurement:
 
     def _fastest_size(self) -> int:
         """Return the micro-batch size that "auto" takes on these ranks."""
+        self._tell("trying sizes of micro-batches")
         clock = PhaseClock(self._world.device, waits=False)
         with self._engine(self._settings, clock, reduces=True) as engine:
             size = engine.step(self._batches[0]).plan.cut.micro_batch_size
         return size or len(self._batches[0].sample_ids)
+
+    def _tell(self, words: str) -> None:
+        if self._request.tell is not None and self._world.rank == 0:
+            ranks = f"{self._world.size} {'rank' if self._world.size == 1 else 'ranks'}"
+            self._request.tell(f"{ranks}: {words}")
 
     def _barrier(self) -> None:
         self._world.gather_numbers([0.0])

@@ -34,6 +34,7 @@ def measure_scaling(
     most_seconds: float = 20.0,
     apply: bool = False,
     num_cores: int | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> ScaleReport:
     """Start ranks on the CPUs of this machine, measure the steps of a job, and say what keeps them from being faster.
 
@@ -54,6 +55,7 @@ def measure_scaling(
         most_seconds: about the seconds that steps in turns may take, for each number of ranks.
         apply: try the change that belongs to the first cause that has one to try.
         num_cores: that ranks share; None asks the system.
+        tell: function (words) that is called in another process with what is done next; at the top of a module.
 
     Raises:
         UserError: no number of ranks, or one below 1.
@@ -71,6 +73,7 @@ def measure_scaling(
         bucket_sizes=None if bucket_sizes is None else tuple(bucket_sizes),
         most_seconds=most_seconds,
         device="cpu",
+        tell=tell,
     )
     # One rank alone is measured beside the others, at the same time of day.
     sizes = sizes if len(sizes) == 1 else [size for size in sizes if size > 1]
