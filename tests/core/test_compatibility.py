@@ -151,6 +151,8 @@ def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
         if cell(feature, Feature.LOW_PARAMETERS).verdict is Verdict.REFUSED:
             assert cell(feature, Feature.MASTER_WEIGHTS).verdict is Verdict.REFUSED
             assert cell(feature, Feature.CAST).verdict is Verdict.REFUSED
+            assert cell(feature, Feature.SPLIT_WEIGHTS).verdict is Verdict.REFUSED
+            assert cell(feature, Feature.ROUNDED_WEIGHTS).verdict is Verdict.REFUSED
 
 
 def test_page_has_every_feature_and_every_reason() -> None:

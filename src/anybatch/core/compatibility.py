@@ -91,6 +91,8 @@ class Feature(Enum):
     DIRECT = (_UPDATE, "an update of the parameters themselves")
     MASTER_WEIGHTS = (_UPDATE, "float32 master weights (an optimizer given as a function)")
     CAST = (_UPDATE, "gradients cast to bf16 or fp16 (an optimizer instance over such parameters)")
+    SPLIT_WEIGHTS = (_UPDATE, "bf16_weights='split'")
+    ROUNDED_WEIGHTS = (_UPDATE, "bf16_weights='stochastic'")
     BALANCED = (_DEAL, "deal='balanced'")
     FIXED = (_DEAL, "deal='fixed'")
     MICRO_BATCH_SIZE = (_CUT, "a named micro_batch_size")
@@ -171,6 +173,22 @@ _NARROW_FSDP = Cell(
     "bf16, or strategy='all_reduce'.",
 )
 
+_WHOLE_WEIGHTS = Cell(
+    Verdict.REFUSED,
+    "it shares the update out over ranks, replaces parameters or copies them, and an update in pieces needs whole ones "
+    "on each rank",
+    "Use strategy='all_reduce', or leave bf16_weights out.",
+)
+_WIDE_WEIGHTS = Cell(
+    Verdict.REFUSED,
+    "no trainable parameter is in bf16, so that there is nothing to keep beside it",
+    "Call model.to(torch.bfloat16), or leave bf16_weights out.",
+)
+_SKIPPED_PIECES = Cell(
+    Verdict.REFUSED,
+    "its scaler may skip an update, which is in pieces here",
+    "Use precision='bf16' or 'fp32'.",
+)
 _ONE_PROCESS = Cell(
     Verdict.REFUSED,
     "its replicas are threads of one process, and each rank would train a model of its own",
@@ -220,7 +238,8 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.NORMS_SYNC: _JOINS_RANKS,
 }
 _DISTRIBUTED = (Feature.ALL_REDUCE, Feature.DDP, Feature.ZERO1, Feature.FSDP)
-_NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST)
+_IN_PIECES = (Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS)
+_NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, *_IN_PIECES)
 # Keyed by sets, so that a pair is found in either order.
 _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
@@ -330,6 +349,13 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "Leave torch.compile out, or use rng='micro_batch'.",
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
+    **{
+        frozenset((way, strategy)): _WHOLE_WEIGHTS
+        for way in _IN_PIECES
+        for strategy in (Feature.ZERO1, Feature.DATA_PARALLEL)
+    },
+    **{frozenset((way, Feature.WIDE_PARAMETERS)): _WIDE_WEIGHTS for way in _IN_PIECES},
+    **{frozenset((way, Feature.FP16)): _SKIPPED_PIECES for way in _IN_PIECES},
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,
     frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
     frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
