@@ -7,8 +7,12 @@ it, context and all. The guide gives the context of that machine by itself (1343
 usual one. Of torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed sequences, batch 2; active
 memory. Plans are of eager execution, and their adapters are on one matrix of a block more (keys).
 FSDP2 on 8 and 128 H100s is compared in `plan_sharded`.
+
+The second table takes a full fine-tuning of the same page apart that sums gradients in bf16, which the engine does not:
+what of it is another number of bytes, and what is a number that is not known.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.memory.trace import MemoryTrace, Phase
 from anybatch.recipes.planning.library_models import own_loss
 
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
@@ -133,6 +138,55 @@ def rows() -> Iterator[tuple[str, float, float, str]]:
         yield f"Llama {name}, {length} tokens", plan.baseline.peak.num_bytes / GIBIBYTE, gib, TORCHTUNE
 
 
+FULL = ["fused optimizer", "checkpointing", "loss in chunks of 1024 tokens"]
+PUBLISHED_FULL = 24.9
+"""GiB of Llama 3.2 3B in bf16, all weights trained: 2 samples of 4,096 tokens, one micro-batch, compiled."""
+
+
+def parts() -> Iterator[str]:
+    """Yield the table of that recipe's memory, part by part: as published, as far as arithmetic tells, and as planned.
+
+    What is published has weights, gradients and both averages in bf16, whose bytes are known; the rest is what is left.
+    """
+    plan = ab.plan(
+        "llama-3.2-3b",
+        device="80GiB",
+        effective_batch_size=2,
+        micro_batch_size=2,
+        sequence_length=4096,
+        precision="bf16",
+        changes=["bf16 weights, rounded stochastically", *FULL],
+        proposals=False,
+    )
+    half = 2 * plan.num_parameters / GIBIBYTE
+    trace = plan.baseline.envelope.at(plan.baseline.micro_batch_size)
+    held = {phase: highest(trace, phase) for phase in ("backward", "update")}
+    at = {name: size / GIBIBYTE for name, size in held["backward"].items()}
+    total, widened = sum(at.values()), sum(held["update"].values()) / GIBIBYTE
+    yield "| GiB, at the peak of the backward | published | planned |"
+    yield "|---|--:|--:|"
+    yield f"| weights, in bf16 | {half:.2f} | {at['weights']:.2f} |"
+    yield f"| gradients: in bf16; the engine sums them in float32 | {half:.2f} | {at['gradients']:.2f} |"
+    yield f"| AdamW's two averages, in bf16 | {2 * half:.2f} | {at['optimizer']:.2f} |"
+    yield f"| inputs of blocks; gradients of autograd's own come as these go | - | {at['activations']:.2f} |"
+    left = PUBLISHED_FULL - 4 * half
+    yield f"| one block run again and its backward: compiled, or not | {left:.2f} | {at['temporaries']:.2f} |"
+    yield f"| in all | {PUBLISHED_FULL:.2f} | {total:.2f} |"
+    yield f"| in the update, whose largest weight is in float32 then | - | {widened:.2f} |"
+
+
+def highest(trace: MemoryTrace, phase: Phase) -> dict[str, int]:
+    """Return the bytes by category at the moment of a phase at which the most is held."""
+    held: Counter[str] = Counter()
+    most: dict[str, int] = {}
+    for event in trace.events:
+        one = trace.allocations[abs(event) - 1]
+        held[one.category] += one.num_bytes if event > 0 else -one.num_bytes
+        if event > 0 and one.phase == phase and held.total() > sum(most.values()):
+            most = dict(held)
+    return most
+
+
 def main() -> None:
     """Plan and print."""
     options = report.parser(__doc__).parse_args()
@@ -149,6 +203,10 @@ def main() -> None:
             f"{len(sizes)} figures: off by {sizes[len(sizes) // 2]:.1f}% in the middle, {sizes[-1]:.1f}% at most.",
             "",
             *lines,
+            "",
+            "A recipe that sums gradients in bf16, and the engine's nearest:",
+            "",
+            *parts(),
         ],
         title="Plans against published figures of GPUs",
         command="python benchmarks/plan_published.py",

@@ -1,6 +1,7 @@
 """The composition table is whole, says why, and is checked the way it is printed."""
 
 import itertools
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from anybatch.core.compatibility import (
     Cell,
     Feature,
     Verdict,
-    as_markdown,
     cell,
     meetings,
     pairs,
@@ -21,6 +21,7 @@ from anybatch.core.compatibility import (
 from anybatch.errors import CompositionError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
+as_markdown = runpy.run_path(str(PAGE.with_name("write_composition.py")))["as_markdown"]
 ALL_PAIRS = pairs(Feature)
 AXES = dict.fromkeys(feature.axis for feature in Feature)
 
@@ -151,6 +152,8 @@ def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
         if cell(feature, Feature.LOW_PARAMETERS).verdict is Verdict.REFUSED:
             assert cell(feature, Feature.MASTER_WEIGHTS).verdict is Verdict.REFUSED
             assert cell(feature, Feature.CAST).verdict is Verdict.REFUSED
+            assert cell(feature, Feature.SPLIT_WEIGHTS).verdict is Verdict.REFUSED
+            assert cell(feature, Feature.ROUNDED_WEIGHTS).verdict is Verdict.REFUSED
 
 
 def test_page_has_every_feature_and_every_reason() -> None:

@@ -151,6 +151,15 @@ def right_on_demand(model, data, optimizer, steps=6, grad_accum=4):
         optimizer.zero_grad()
 
 
+def class_weights_in_windows_of_two(model, loader, optimizer):
+    weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0])
+    for i, (x, y) in enumerate(loader):
+        (F.cross_entropy(model(x), y, weight=weights) / 2).backward()
+        if (i + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def class_weights_per_micro_batch(model, loader, optimizer, accumulation_steps):
     weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0])
     batches = iter(loader)
@@ -559,6 +568,7 @@ WRONG = {
     across_samples: {"not_a_weighted_sum"},
     endless: {"does_not_end"},
     class_weights_per_micro_batch: {"mean_of_weighted_means"},
+    class_weights_in_windows_of_two: {"uneven_weights", "wrong_total"},
     looks_ahead: {"tail_carried"},
 }
 RIGHT_ON_RANKS = (ddp_right, all_reduce_right)

@@ -72,6 +72,29 @@ def num_hooks() -> tuple[int, int]:
     return len(optimizers._global_optimizer_pre_hooks), len(nn.modules.module._global_forward_pre_hooks)  # noqa: SLF001
 
 
+def with_settings(args, model, optimizer, train_loader):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201 (as people write it)
+    """Accumulate as often as an attribute says that nobody has listed."""
+    for i, (x, y) in enumerate(train_loader):
+        (F.cross_entropy(model(x), y) / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@sees(
+    "a setting that accumulates is guessed",
+    "src/anybatch/diagnostics/loop_check/roles.py",
+    '"accumulation_steps" if "accum" in name.lower() else ""',
+    '""',
+)
+def test_a_setting_that_accumulates_is_known_by_its_word() -> None:
+    """A settings object is asked for accumulation steps by any name with that word in it; the loop's fault is found."""
+    found = check_loop(with_settings)
+
+    assert found.codes == {"tail_carried"}
+    assert found.accumulation_steps == 3
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_weights_are_read_from_the_gradient(reduction: str) -> None:
     """Row i of the model's gradient is sample i's weight times its loss's gradient, computed the plain way."""

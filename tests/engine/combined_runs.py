@@ -14,6 +14,7 @@ Pair = tuple[Feature, Feature]
 Standing = tuple[frozenset[Pair], frozenset[Pair], Features | None]
 ROUNDING = frozenset(
     {Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, Feature.COMPRESSED}
+    | {Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS}
 )
 STATISTICS = frozenset(feature for feature in Feature if feature.axis.name == "norms")
 BAD = frozenset({Verdict.REFUSED, Verdict.EXCLUSIVE})

@@ -45,9 +45,12 @@ DEFAULTS = (
 IMPLIED = {
     Feature.MASTER_WEIGHTS: Feature.LOW_PARAMETERS,
     Feature.CAST: Feature.LOW_PARAMETERS,
+    Feature.SPLIT_WEIGHTS: Feature.LOW_PARAMETERS,
+    Feature.ROUNDED_WEIGHTS: Feature.LOW_PARAMETERS,
     Feature.LOW_PARAMETERS: Feature.MASTER_WEIGHTS,
     **dict.fromkeys([feature for feature in Feature if feature.axis.name == "norms"], Feature.BATCH_NORM),
 }
+IN_FLOAT32 = {Feature.MASTER_WEIGHTS, Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS}
 GROUP_SIZE = 3
 STRATEGIES = {
     Feature.SINGLE: "single",
@@ -306,7 +309,7 @@ def run(features: Features, world: ab.World) -> Found:
     model = compiled(network, features) if Feature.COMPILED in features else network
     optimizer = keeping(parameters, features)
     sharded = Feature.FSDP in features and Feature.CAST not in features  # it makes other parameters
-    instance = not features & {Feature.MASTER_WEIGHTS} and not sharded
+    instance = not features & IN_FLOAT32 and not sharded
     made: list[Keeping] = [optimizer]
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Keeping:
@@ -345,11 +348,12 @@ def run(features: Features, world: ab.World) -> Found:
     kept = dense(whole(dict(zip(parameters, made[0].kept, strict=True))))
     after = whole(trainable(network, objective))
     moved: Named = {name: parameter - before[name] for name, parameter in after.items() if parameter is not None}
-    errors = (
-        relative_error(computed, expected),
-        relative_error(kept, clipped(features, expected)),
-        relative_error(moved, {name: updated(before[name], kept[name]) - before[name] for name in kept}),
-    )
+    by_hand = {name: updated(before[name], kept[name]) for name in kept}
+    errors = [relative_error(computed, expected), relative_error(kept, clipped(features, expected))]
+    if Feature.ROUNDED_WEIGHTS in features:
+        apart = max(steps_apart(after[name], before[name], kept[name]) for name in kept)
+        return Found(error=max(*(one / tolerance(features) for one in errors), apart))
+    errors.append(relative_error(moved, {name: value - before[name] for name, value in by_hand.items()}))
     return Found(error=max(errors) / tolerance(features))
 
 
@@ -376,6 +380,8 @@ def arguments(features: Features) -> dict[str, Any]:
     chosen: Mapping[Feature, dict[str, Any]] = {
         Feature.BF16: {"precision": "bf16"},
         Feature.FP16: {"precision": "fp16"},
+        Feature.SPLIT_WEIGHTS: {"bf16_weights": "split"},
+        Feature.ROUNDED_WEIGHTS: {"bf16_weights": "stochastic"},
         Feature.FIXED: {"deal": "fixed"},
         Feature.MICRO_BATCH_SIZE: {"micro_batch_size": 3},
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
@@ -547,6 +553,14 @@ def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Ten
     if gradient is None:
         return parameter
     return torch.sub(parameter.to(gradient.dtype), gradient, alpha=LEARNING_RATE).to(parameter.dtype)
+
+
+def steps_apart(after: torch.Tensor | None, before: torch.Tensor, gradient: torch.Tensor | None) -> float:
+    """Return how many steps of bf16 a parameter is from what SGD makes of it: less than one, rounded either way."""
+    assert after is not None
+    exact = before.float() if gradient is None else before.float() - LEARNING_RATE * gradient.float()
+    # Neighbours are at most 2**-7 of the larger one apart.
+    return float(((after.float() - exact).abs() / (2.0**-7 * exact.abs()).clamp(min=1e-30)).max())
 
 
 def is_wide(features: Features) -> bool:

@@ -236,8 +236,8 @@ def test_ranks_round_alike(way: Bf16Weights, two_ranks: Ranks) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "an instance over the weights": {"optimizer": lambda network: torch.optim.SGD(network.parameters(), lr=0.1)},
-    "strategy='zero1' shares the update": {"strategy": "zero1"},
-    "precision='fp16' scales": {"precision": "fp16"},
+    "it shares the update out over ranks": {"strategy": "zero1"},
+    "its scaler may skip an update": {"precision": "fp16"},
     "no trainable parameter is in bf16": {"to": torch.float32},
     "is in fp16": {"to": torch.float16},
     "must be 'copied', 'split' or 'stochastic'": {"way": "kahan"},

@@ -30,6 +30,7 @@ from anybatch.parallel.zero1 import Zero1
 from anybatch.testing import relative_error
 from tests.engine.combined_runs import Pair, combined_runs
 from tests.engine.compatibility_cases import (
+    IN_FLOAT32,
     NUM_SAMPLES,
     Features,
     Found,
@@ -175,7 +176,7 @@ def test_features_are_recognised(feature: Feature) -> None:
     network, objective = build(features)
     loss = declared(objective.declared())
     modules = collect_modules(compiled(network, features) if Feature.COMPILED in features else network, loss)
-    optimizer = Keeping if Feature.MASTER_WEIGHTS in features else Keeping(network.parameters())
+    optimizer = Keeping if features & IN_FLOAT32 else Keeping(network.parameters())
     sizes = RunSizes(
         ab.World(),
         effective_batch_size=None,
@@ -190,6 +191,7 @@ def test_features_are_recognised(feature: Feature) -> None:
             loss=loss,
             precision=given.get("precision", "fp32"),
             rng=given.get("rng", "micro_batch"),
+            bf16_weights=given.get("bf16_weights", "copied"),
         ),
         modules,
         loss,

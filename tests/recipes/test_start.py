@@ -168,7 +168,7 @@ def test_the_bf16_weights_of_the_job_are_used() -> None:
         ended.append(parameters_of(run))
     torch.testing.assert_close(ended[1], ended[0], rtol=0, atol=0)
 
-    with pytest.raises(CompositionError, match="bf16_weights='split' cannot be: no trainable parameter is in bf16"):
+    with pytest.raises(CompositionError, match="with bf16_weights='split': no trainable parameter is in bf16"):
         start(dataclasses.replace(JOB, bf16_weights="split"), steps=1)
 
 

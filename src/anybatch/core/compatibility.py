@@ -91,6 +91,8 @@ class Feature(Enum):
     DIRECT = (_UPDATE, "an update of the parameters themselves")
     MASTER_WEIGHTS = (_UPDATE, "float32 master weights (an optimizer given as a function)")
     CAST = (_UPDATE, "gradients cast to bf16 or fp16 (an optimizer instance over such parameters)")
+    SPLIT_WEIGHTS = (_UPDATE, "bf16_weights='split'")
+    ROUNDED_WEIGHTS = (_UPDATE, "bf16_weights='stochastic'")
     BALANCED = (_DEAL, "deal='balanced'")
     FIXED = (_DEAL, "deal='fixed'")
     MICRO_BATCH_SIZE = (_CUT, "a named micro_batch_size")
@@ -171,6 +173,22 @@ _NARROW_FSDP = Cell(
     "bf16, or strategy='all_reduce'.",
 )
 
+_WHOLE_WEIGHTS = Cell(
+    Verdict.REFUSED,
+    "it shares the update out over ranks, replaces parameters or copies them, and an update in pieces needs whole ones "
+    "on each rank",
+    "Use strategy='all_reduce', or leave bf16_weights out.",
+)
+_WIDE_WEIGHTS = Cell(
+    Verdict.REFUSED,
+    "no trainable parameter is in bf16, so that there is nothing to keep beside it",
+    "Call model.to(torch.bfloat16), or leave bf16_weights out.",
+)
+_SKIPPED_PIECES = Cell(
+    Verdict.REFUSED,
+    "its scaler may skip an update, which is in pieces here",
+    "Use precision='bf16' or 'fp32'.",
+)
 _ONE_PROCESS = Cell(
     Verdict.REFUSED,
     "its replicas are threads of one process, and each rank would train a model of its own",
@@ -220,7 +238,8 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.NORMS_SYNC: _JOINS_RANKS,
 }
 _DISTRIBUTED = (Feature.ALL_REDUCE, Feature.DDP, Feature.ZERO1, Feature.FSDP)
-_NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST)
+_IN_PIECES = (Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS)
+_NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, *_IN_PIECES)
 # Keyed by sets, so that a pair is found in either order.
 _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
@@ -330,6 +349,13 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "Leave torch.compile out, or use rng='micro_batch'.",
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
+    **{
+        frozenset((way, strategy)): _WHOLE_WEIGHTS
+        for way in _IN_PIECES
+        for strategy in (Feature.ZERO1, Feature.DATA_PARALLEL)
+    },
+    **{frozenset((way, Feature.WIDE_PARAMETERS)): _WIDE_WEIGHTS for way in _IN_PIECES},
+    **{frozenset((way, Feature.FP16)): _SKIPPED_PIECES for way in _IN_PIECES},
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,
     frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
     frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
@@ -350,6 +376,11 @@ def cell(one: Feature, other: Feature) -> Cell:
     # In the order of the table and not of the arguments: of two equally bad features the first one gives the reason.
     owns = [cell(feature, feature) for feature in Feature if feature in (one, other)]
     return max(owns, key=lambda own: _GOOD_TO_BAD.index(own.verdict))
+
+
+def is_stated(one: Feature, other: Feature) -> bool:
+    """Return whether the table itself has something to say of two features, or of one; other pairs follow from that."""
+    return one is other or frozenset((one, other)) in _TOGETHER
 
 
 def pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
@@ -416,85 +447,3 @@ def meetings(present: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
 def _named(feature: Feature, evidence: Mapping[Feature, str]) -> str:
     shown = evidence.get(feature, "")
     return f"{feature.says} ({shown})" if shown else feature.says
-
-
-def as_markdown() -> str:
-    """Return the table as a page of the documentation."""
-    parts = [
-        _INTRODUCTION,
-        _legend(),
-        "## Features",
-        _features(),
-        "## Table",
-        _matrix(),
-        *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
-    ]
-    return "\n\n".join(parts)
-
-
-_INTRODUCTION = """# What composes with what
-
-The engine checks this table before it touches the model, and a test runs every cell on one rank and on two, on CPUs,
-with torch.compile's backends `aot_eager` and `eager`.
-A feature stands for a value that an engine is given, or for something that its model, loss or batch has.
-A pair that nothing is said of is as good as the worse of its two features by itself.
-
-This page is written from `src/anybatch/core/compatibility.py` by `python docs/write_composition.py`."""
-_MEANINGS: Mapping[Verdict, str] = {
-    Verdict.EXACT: "exact: the gradient is that of the un-split batch, to 1e-12 in float64; where bf16 or fp16 takes "
-    "part, up to their rounding, because each micro-batch's gradient is rounded once",
-    Verdict.SAME_CUT: "exact for the same cut: the gradient is that of the same micro-batches on whatever ranks",
-    Verdict.DIFFERS: "differs: it runs, but equality with the un-split batch cannot be had",
-    Verdict.UNTESTED: "untested: it runs, and has not been compared",
-    Verdict.EXCLUSIVE: "exclusive: the two never meet",
-    Verdict.REFUSED: "refused: a `CompositionError` before the model is touched; what shows only while a model runs is "
-    "refused in its first backward, before the update",
-}
-_SECTIONS: Mapping[str, Verdict] = {
-    "Refused": Verdict.REFUSED,
-    "Differs": Verdict.DIFFERS,
-    "Exact for the same cut": Verdict.SAME_CUT,
-    "Untested": Verdict.UNTESTED,
-    "Exclusive across axes": Verdict.EXCLUSIVE,
-}
-_KNOWN: Mapping[str, str] = {
-    "built": "when the engine is built",
-    "first batch": "at the first batch",
-    "running": "only while it runs",
-}
-
-
-def _legend() -> str:
-    rows = [f"| `{verdict.value}` | {_MEANINGS[verdict]} |" for verdict in Verdict]
-    return "\n".join(["| mark | meaning |", "|---|---|", *rows])
-
-
-def _features() -> str:
-    rows = [
-        f"| {number} | `{feature.name.lower()}` | {feature.axis.name} | {feature.says} | {_KNOWN[feature.axis.known]} |"
-        for number, feature in enumerate(Feature, 1)
-    ]
-    return "\n".join(["| | feature | axis | means | known |", "|---|---|---|---|---|", *rows])
-
-
-def _matrix() -> str:
-    ordered = list(Feature)
-    width = max(len(feature.name) for feature in ordered)
-    lines = [" " * (width + 4) + "".join(f"{number:>3}" for number in range(1, len(ordered) + 1))]
-    for number, row in enumerate(ordered, 1):
-        marks = "".join(f"{cell(row, column).verdict.value:>3}" for column in ordered[:number])
-        lines.append(f"{number:>2} {row.name.lower():<{width}} {marks}")
-    return "\n".join(["The diagonal is a feature by itself.", "", "```text", *lines, "```"])
-
-
-def _section(title: str, verdict: Verdict) -> str:
-    grouped: dict[Cell, list[str]] = {}
-    for one, other in pairs(Feature):
-        found = cell(one, other)
-        # Only what is stated is listed; every other pair follows from that.
-        is_stated = one is other or frozenset((one, other)) in _TOGETHER
-        if is_stated and found.verdict is verdict:
-            names = (one,) if one is other else (one, other)
-            grouped.setdefault(found, []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
-    items = [f"- {', '.join(names)}: {said.reason}. {said.instead}".rstrip() for said, names in grouped.items()]
-    return "\n\n".join([f"## {title}", "\n".join(items) or "Nothing at present."])

@@ -86,7 +86,7 @@ def check_arguments(spec: TrainSpec, hardware: Hardware) -> CheckedArguments:
     strategy, needs = choice.strategy, choice.strategy.capabilities
     refuse_misplaced(modules, needs, world, spec.precision)
     refuse_features(features, spec.optimizer, needs, world, comes_sharded=comes_sharded(modules))
-    refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, features, needs.name)
+    refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, needs)
     # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
     sizes = make_sizes(constraints=constraints | needs.constraints)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
@@ -117,7 +117,7 @@ def _composes(
 ) -> bool:
     try:
         refuse_features(features, spec.optimizer, capabilities, world)
-        refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, features, capabilities.name)
+        refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, capabilities)
     except CompositionError:
         return False
     return True

@@ -13,7 +13,6 @@ from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import Deal
 from anybatch.core.torch_internals import BatchNormBase
-from anybatch.engine.rng.generators import Rng
 from anybatch.engine.rng.per_sample_dropout import PerSample
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.torch_internals import DropoutBase, is_compiled
@@ -30,6 +29,7 @@ Features = Mapping[Feature, str]
 _PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
 _DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
 _CLIPS = {ClipByNorm: Feature.CLIP_NORM, ClipByValue: Feature.CLIP_VALUE}
+_IN_PIECES = {"split": Feature.SPLIT_WEIGHTS, "stochastic": Feature.ROUNDED_WEIGHTS}
 _DROPOUTS = {
     "micro_batch": Feature.DROPOUT_KEYED,
     "per_sample": Feature.DROPOUT_PER_SAMPLE,
@@ -80,19 +80,18 @@ def features_of(
         found[_CLIPS.get(type(clip), Feature.CLIP_GROUPS)] = ""
     if policy.feature is not None:
         found[policy.feature] = ""
-    return {**_features_of_training(modules, loss, spec.optimizer, rng=spec.rng), **found}
+    return {**_features_of_training(spec, modules, loss), **found}
 
 
-def _features_of_training(
-    modules: nn.Module, loss: Loss, optimizer: Optimizer | OptimizerFunction, *, rng: Rng
-) -> dict[Feature, str]:
+def _features_of_training(spec: TrainSpec, modules: nn.Module, loss: Loss) -> dict[Feature, str]:
+    rng = spec.rng
     dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(rng, PerSample) else _DROPOUTS[rng]
     layers = {
         Feature.BATCH_NORM: lambda module: isinstance(module, BatchNormBase) and module.training,
         dropout: lambda module: isinstance(module, DropoutBase) and module.training and module.p > 0,
         Feature.COMPILED: is_compiled,
     }
-    found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
+    found = {**_features_of_parameters(spec, modules), **_features_of_loss(loss)}
     if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be seen
         found[Feature.DROPOUT_UNKEYED] = "or whatever else may draw"
     for feature, shows in layers.items():
@@ -178,7 +177,7 @@ def refused_in_backward(error: BaseException) -> CompositionError | None:
     return CompositionError(refusal(Feature.REENTRANT, Feature.REENTRANT, {}))
 
 
-def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | OptimizerFunction) -> dict[Feature, str]:
+def _features_of_parameters(spec: TrainSpec, modules: nn.Module) -> dict[Feature, str]:
     own = trainable(modules)
     low = next((name for name, parameter in own.items() if is_low_precision(parameter)), None)
     frozen = [name for name, parameter in modules.named_parameters() if not parameter.requires_grad]
@@ -186,10 +185,15 @@ def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | Optimizer
     sparse = next((name for name, module in modules.named_modules() if _has_sparse_gradients(module)), None)
     found: dict[Feature, str] = {}
     if low is None:
-        found |= {Feature.WIDE_PARAMETERS: "", Feature.DIRECT: ""}
+        found[Feature.WIDE_PARAMETERS] = ""
     else:
         found[Feature.LOW_PARAMETERS] = f"{low!r} is {own[low].dtype}"
-        found[Feature.CAST if isinstance(optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
+    if spec.bf16_weights in _IN_PIECES:
+        found[_IN_PIECES[spec.bf16_weights]] = ""
+    elif low is None:
+        found[Feature.DIRECT] = ""
+    else:
+        found[Feature.CAST if isinstance(spec.optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
     if sparse is None:
         found[Feature.DENSE] = ""
     else:

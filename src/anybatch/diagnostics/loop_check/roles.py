@@ -167,8 +167,8 @@ class Settings:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any setting)
         if name.startswith("__"):
             raise AttributeError(name)
-        role = _ROLE_OF.get(name.lower())
-        if role in _SETTINGS:
+        role = _role_of_setting(name)
+        if role is not None:
             return self._values[role]
         return self._guesses.setdefault(name, _guess(name.lower(), self))
 
@@ -176,11 +176,17 @@ class Settings:
         return getattr(self, name)
 
     def __contains__(self, name: str) -> bool:
-        return _ROLE_OF.get(name.lower()) in _SETTINGS
+        return _role_of_setting(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 (any setting)
         """Return a setting that is known, or the default."""
         return self[name] if name in self else default  # noqa: SIM401 (this is `get`)
+
+
+def _role_of_setting(name: str) -> str | None:
+    """Return the role of a setting; what accumulates has more names than anybody lists, and one word in all of them."""
+    role = _ROLE_OF.get(name.lower(), "accumulation_steps" if "accum" in name.lower() else "")
+    return role if role in _SETTINGS else None
 
 
 def _guess(name: str, settings: Settings) -> Any:  # noqa: ANN401 (any setting)

@@ -160,7 +160,8 @@ def wrong_total(step: int, total: float, where: str) -> LoopFinding:
         found=f"weights of step {step} add up to {fraction(total)}",
         expected="1",
         where=where,
-        change="Divide every micro-batch's loss sum by the number of samples of its window.",
+        change="Divide every micro-batch's loss sum by what it is a mean over, counted over its window: samples, "
+        "targets, or the class weights of these.",
     )
 
 
@@ -189,7 +190,10 @@ _UNEVEN = {
     ),
     "uneven_weights": (
         "The samples of one step do not weigh the same.",
-        "Add up loss sums and divide by the window's number of samples.",
+        (
+            "Add up loss sums and divide by what they are a mean over, counted over the window: samples, targets, or "
+            "the class weights of these."
+        ),
     ),
 }
 

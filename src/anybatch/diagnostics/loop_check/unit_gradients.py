@@ -88,7 +88,7 @@ class UnitGradients:
             outputs = self.data.outputs[list(ids)].clone().requires_grad_()
             (rows,) = torch.autograd.grad(loss(outputs, self.data.targets[list(ids)]), outputs)
             usual = torch.zeros_like(gradient)
-            usual[list(ids)] = rows
+            usual[list(ids)] = rows.to(usual.dtype)  # class weights in float32 make all of it so
             # A loss with the right direction differs by a factor, which is the unknown scale.
             ratio = float((gradient * usual).sum() / usual.square().sum())
             if ratio > 0 and is_close(ratio * usual, gradient):

@@ -8,7 +8,7 @@ Rounded to the nearest, a weight in bf16 keeps no update below a 512th of itself
   The optimizer's state is kept in the same way.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -17,11 +17,10 @@ from jaxtyping import BFloat16, Float32, Int16, Int32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.core.compatibility import Feature
 from anybatch.core.randomness import rounding_seed
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.local_parts import is_dtensor
-from anybatch.parallel.strategy import trainable
+from anybatch.parallel.strategy import Capabilities, trainable
 
 Bf16Weights = Literal["copied", "split", "stochastic"]
 """What an update of bf16 weights has beside them: float32 copies, the lower 16 bits of such, or nothing."""
@@ -34,8 +33,6 @@ _UPPER = -(1 << 16)
 """The upper 16 bits of 32."""
 _BY_ITSELF = ("torch.optim", "bitsandbytes")
 """Whose optimizers update each parameter by itself, so that some can be updated at a time."""
-_WHOLE = frozenset(("single", "all_reduce"))
-"""Strategies under which each rank has whole parameters, and updates all of them."""
 
 
 def split(values: Float32[Tensor, "*shape"]) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
@@ -256,17 +253,14 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
 
 
-def refuse_bf16_weights(
-    way: Bf16Weights, modules: nn.Module, optimizer: object, features: Mapping[Feature, str], strategy: str
-) -> None:
-    """Refuse ways to keep bf16 weights where they do not hold.
+def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object, strategy: Capabilities) -> None:
+    """Refuse ways to keep bf16 weights where they do not hold, beside what the composition table refuses.
 
     Args:
         way: what was asked for.
         modules: everything that trains.
         optimizer: an instance, or a function that makes it.
-        features: of the run.
-        strategy: its name.
+        strategy: what it says of itself.
 
     Raises:
         UserError: with the reason, and what to use.
@@ -284,17 +278,10 @@ def refuse_bf16_weights(
             "the optimizer is an instance over the weights, and these are updated in float32: give it as a function "
             "named_parameters -> optimizer"
         )
-    if all(one.dtype is not torch.bfloat16 for one in own.values()):
-        found.append("no trainable parameter is in bf16: call model.to(torch.bfloat16), or leave it out")
     if half is not None:
         found.append(f"{half!r} is in fp16, whose bits are no half of a float32 number: use bf16")
-    if Feature.FP16 in features:
-        found.append("precision='fp16' scales the gradient and may skip an update: use precision='bf16' or 'fp32'")
-    if strategy not in _WHOLE:
-        found.append(
-            f"strategy={strategy!r} shares the update out over ranks or replaces parameters, and an update in pieces "
-            "needs whole ones on each rank: use strategy='all_reduce'"
-        )
+    if strategy.feature is None and strategy.replaces_parameters:
+        found.append(f"strategy={strategy.name!r} replaces parameters: use strategy='all_reduce'")
     if any(map(is_dtensor, own.values())):
         found.append("a weight is a DTensor, of which each process has a part: use bf16_weights='copied'")
     if found:
