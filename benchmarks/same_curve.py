@@ -127,10 +127,12 @@ def text_rows(root: Path) -> list[str]:
 def finetune_rows(root: Path) -> list[str]:
     """Return the table of `finetune`."""
     options = ("--steps", "12", "--ranks", "1")
-    turns = [
-        {name: train(root, f"{Path(__file__)}:{layout}", *cut, *options) for name, (layout, *cut) in CUTS.items()}
-        for _ in range(2)
-    ]
+    turns: list[dict[str, Curve]] = []
+    for _ in range(2):
+        turns.append({})
+        for name, (layout, *cut) in CUTS.items():
+            curve = turns[-1][name] = train(root, f"{Path(__file__)}:{layout}", *cut, *options)
+            print(f"{name}: {curve.losses[0]:.6f} to {curve.losses[-1]:.6f}, {curve.samples_per_second}", flush=True)
     plain = next(iter(turns[0].values()))
     table = [
         "| `finetune` | first loss | last loss | largest difference, all steps | samples/s | again |",
