@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.diagnostics.cached_batch import CachedBatch
+from anybatch.diagnostics.repeated_steps import CachedBatch
 from anybatch.diagnostics.tune import LOADED_STEPS, TuneReport, tune
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.digits import digits

@@ -14,7 +14,7 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
 from anybatch.core.splitting import Cut
-from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -243,13 +243,7 @@ def tune(
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
     # How many layers make a cut batch another training; 0 under a policy that was chosen, also to keep them.
     num_batch_norms = len(_cut_batch_norms(train)) if train.norms is None else 0
-    train = dataclasses.replace(
-        train,
-        scheduler=None,
-        check_loss=False,
-        norms=train.norms or "keep",
-        effective_batch_size=None,  # some steps are shorter ones
-    )
+    train = spec_for_repeated_steps(train)
 
     def engine(size: int) -> Engine:
         return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))

@@ -18,12 +18,12 @@ from anybatch.core.loss import declared, factors_of, scaled, unit_counts
 from anybatch.core.records import Record, ReductionRecord, SpanEvent
 from anybatch.core.splitting import Cut
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors
-from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
 from anybatch.diagnostics.comparison.loops import Wrap, ddp_without_no_sync
 from anybatch.diagnostics.comparison.reductions import WatchedDDP
 from anybatch.diagnostics.comparison.ways import Way
 from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import collect_modules

@@ -14,7 +14,7 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
 from anybatch.core.whole_numbers import checked_int
-from anybatch.diagnostics.cached_batch import CachedBatch
+from anybatch.diagnostics.repeated_steps import CachedBatch
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
 from anybatch.diagnostics.unreduced import without_reduction

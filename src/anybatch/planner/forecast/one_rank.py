@@ -1,22 +1,26 @@
 """Times one rank on this machine: what a forecast needs to know of computing."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
 from anybatch.core.batch import EffectiveBatch
 from anybatch.core.size_choice import SecondsFit
 from anybatch.core.whole_numbers import checked_int
-from anybatch.diagnostics.tune import tune
-from anybatch.engine.spec import TrainSpec
-from anybatch.errors import PlanError
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
+from anybatch.engine.engine import Engine
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.errors import BatchSizeError, PlanError
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 
 SizedJob = Callable[[int], tuple[TrainSpec, Callable[[int], Iterable[EffectiveBatch]]]]
 """Function of an effective batch size to what is trained, made anew, and to its data, as `tune` takes them."""
+_LEAST_ROUNDS, _LEAST_SECONDS = 5, 2.0
+"""Rounds are made until there are so many and so much time has gone by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +38,11 @@ def time_one_rank(
     job: SizedJob,
     micro_batch_size: int,
     *,
+    most_seconds: float = 15.0,
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
 ) -> OneRank:
-    """Time steps of one micro-batch, of two, and of one of half the size; each time is the shortest of three.
+    """Time steps of one micro-batch, of two, and of one of half the size, in turns.
 
     With `a + b m` seconds for a micro-batch of m samples, and u for the update and all else that a step does once:
 
@@ -47,9 +52,13 @@ def time_one_rank(
     one of m  - (a + b m)           = u
     ```
 
+    Each difference is the median over rounds of one step of each: what else the machine does meets all three alike,
+    and a step that was held up decides nothing.
+
     Args:
         job: what is trained, and its data.
         micro_batch_size: m.
+        most_seconds: no further round is begun after so long.
         clock: monotonic time in seconds.
         world: the one rank that is measured; None asks the environment.
 
@@ -58,16 +67,17 @@ def time_one_rank(
         PlanError: times do not rise with the samples, so that they tell nothing.
     """
     checked_int("micro_batch_size", micro_batch_size)
+    train, data = job(2 * micro_batch_size)
+    world = World.from_environment() if world is None else world
     half = max(1, micro_batch_size // 2)
-
-    def seconds(num_samples: int, size: int) -> float:
-        train, data = job(num_samples)
-        rate = tune(train, data, micro_batch_sizes=[size], clock=clock, world=world).rates[size]
-        return num_samples / rate
-
-    one, two = seconds(micro_batch_size, micro_batch_size), seconds(2 * micro_batch_size, micro_batch_size)
-    whole = two - one
+    batch = next(iter(data(0)))
+    parts = [BatchSubset(batch, range(few)) for few in (micro_batch_size, half)]
+    hardware = Hardware(micro_batch_size=micro_batch_size, world=world)
+    with Engine.from_spec(spec_for_repeated_steps(train), hardware) as engine:
+        rounds = _rounds(engine, world.device, [CachedBatch(part) for part in (batch, *parts)], most_seconds, clock)
+    whole = median(two - one for two, one, _ in rounds)
     if whole <= 0.0:
+        two, one, _ = (median(times) for times in zip(*rounds, strict=True))
         message = (
             f"a step of two micro-batches took {two:.3g} s, and one of one {one:.3g} s: times that do not rise tell "
             "nothing. Try again while the machine does nothing else, or larger micro-batches."
@@ -75,16 +85,50 @@ def time_one_rank(
         raise PlanError(message)
     slope = 0.0
     if half < micro_batch_size:
-        slope = (one - seconds(half, half)) / (micro_batch_size - half)
+        slope = median(one - less for _, one, less in rounds) / (micro_batch_size - half)
     # Noise can make either part negative; times are not.
     slope = min(max(slope, 0.0), whole / micro_batch_size)
-    model = job(micro_batch_size)[0].model
-    modules = [model] if isinstance(model, torch.nn.Module) else list(model.values())
-    trained = [one for module in modules for one in module.parameters() if one.requires_grad]
+    modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
+    trained = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
     return OneRank(
         micro_batch=SecondsFit(whole - slope * micro_batch_size, slope),
         micro_batch_size=micro_batch_size,
-        update_seconds=max(0.0, one - whole),
+        update_seconds=max(0.0, median(2.0 * one - two for two, one, _ in rounds)),
         gradient_bytes=gradient_bytes(trained),
         num_parameters=len(trained),
     )
+
+
+def _rounds(
+    engine: Engine,
+    device: torch.device,
+    batches: Sequence[EffectiveBatch],
+    most_seconds: float,
+    clock: Callable[[], float],
+) -> list[tuple[float, float, float]]:
+    """Return the seconds of a step of each of the three batches, two micro-batches first, round by round."""
+
+    def now() -> float:
+        # Kernels run behind the host: without waiting, a step would seem to end when it has only been launched.
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return clock()
+
+    def seconds(batch: EffectiveBatch) -> float:
+        begun = now()
+        if sizes := engine.step(batch).too_large:
+            message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {device}: try smaller ones."
+            raise BatchSizeError(message, micro_batch_size=sizes[0])
+        return now() - begun
+
+    for batch in batches:  # makes the optimizer's state, loads the samples, and warms the caches
+        seconds(batch)
+    found: list[tuple[float, float, float]] = []
+    begun = now()
+    while (passed := now() - begun) < most_seconds or not found:
+        rising = bool(found) and median(two - one for two, one, _ in found) > 0.0
+        if rising and len(found) >= _LEAST_ROUNDS and passed >= _LEAST_SECONDS:
+            break
+        two, one, less = (seconds(batch) for batch in batches)
+        found.append((two, one, less))
+    return found

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
-from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from tests.engine.cases import InMemory
 from tests.faults import sees
 
@@ -30,7 +30,7 @@ def samples(number: int) -> Counted:
 
 @sees(
     "a part of a batch begins at the batch's first sample",
-    "src/anybatch/diagnostics/cached_batch.py",
+    "src/anybatch/diagnostics/repeated_steps.py",
     "return self._batch.feed([taken(self._positions, unit) for unit in units], later_units)",
     "return self._batch.feed(units, later_units)",
 )

@@ -1,10 +1,22 @@
-"""Effective batches that are loaded once and then run over and over, whole or in part."""
+"""What steps are made of that are made over and over to measure them: how they train, and batches loaded once."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions, lengths_of, taken
 from anybatch.core.tree import Batch
+from anybatch.engine.spec import TrainSpec
+
+
+def spec_for_repeated_steps(train: TrainSpec) -> TrainSpec:
+    """Return a copy whose steps may be made over and over, also shorter ones: no scheduler, no check of the loss."""
+    return dataclasses.replace(
+        train,
+        scheduler=None,  # it would come to its end
+        check_loss=False,
+        norms=train.norms or "keep",
+        effective_batch_size=None,  # some steps are shorter ones
+    )
 
 
 class CachedBatch:
