@@ -350,7 +350,7 @@ def test_figure(tmp_path: Path) -> None:
 
 @sees(
     "tune does not clip",
-    "src/anybatch/diagnostics/tune.py",
+    "src/anybatch/diagnostics/repeated_steps.py",
     "        check_loss=False,\n",
     "        check_loss=False,\n        clip=None,\n",
 )

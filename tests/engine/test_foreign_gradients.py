@@ -267,34 +267,65 @@ def zero_grad_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
     return classify(model, batch)
 
 
+def scales_wide_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Write to what there is in the `.grad` of float64 parameters."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.dtype == torch.float64:
+            parameter.grad.mul_(2)
+    return classify(model, batch)
+
+
+class InTwoTypes(nn.Module):
+    """A classifier whose first layer is in bf16 and the rest in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others = perceptron().children()
+        self.first = first.to(torch.bfloat16)
+        self.others = nn.Sequential(*others)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return class scores in float64."""
+        found: torch.Tensor = self.others(self.first(x.bfloat16()).double())
+        return found
+
+
+@sees(
+    "where some gradients add up in buffers, the others are not looked at",
+    "src/anybatch/engine/accumulation/step_guard.py",
+    "self._all_in_buffers = room == sum(",
+    "self._all_in_buffers = room > 0 * sum(",
+    cases=["in two types"],
+)
 @sees(
     "a gradient that another one has replaced is not seen",
     "src/anybatch/engine/accumulation/step_guard.py",
-    "if num_changes(after, _WATCHED) != num_before or not all(map(operator.is_, before, after)):",
-    "if num_changes(after, _WATCHED) != num_before:",
+    "if not all(map(operator.is_, before, after)) or self._num_changes(after) != num_before:",
+    "if self._num_changes(after) != num_before:",
     cases=["replaced"],
 )
 @sees(
     "a backward inside of the loss is not seen",
     "src/anybatch/engine/accumulation/step_guard.py",
-    "if num_changes(after, _WATCHED) != num_before or not all(map(operator.is_, before, after)):",
+    "if not all(map(operator.is_, before, after)) or self._num_changes(after) != num_before:",
     "if not all(map(operator.is_, before, after)):",
     cases=["backward in bf16"],
 )
 @pytest.mark.parametrize(
-    ("loss", "dtype"),
+    ("loss", "make", "dtype"),
     [
-        (backward_inside, torch.float64),
-        (zero_grad_inside, torch.float64),
-        (replaces_gradients, torch.float64),
+        (backward_inside, perceptron, torch.float64),
+        (zero_grad_inside, perceptron, torch.float64),
+        (replaces_gradients, perceptron, torch.float64),
         # Gradients of bf16 parameters add up outside of `.grad`, where zero_grad does not reach them.
-        (backward_inside, torch.bfloat16),
+        (backward_inside, lambda: perceptron().bfloat16(), torch.bfloat16),
+        (scales_wide_gradients, InTwoTypes, torch.float64),
     ],
-    ids=["backward", "zero_grad", "replaced", "backward in bf16"],
+    ids=["backward", "zero_grad", "replaced", "backward in bf16", "in two types"],
 )
-def test_a_loss_that_changes_gradients_is_refused(loss: Any, dtype: torch.dtype) -> None:
+def test_a_loss_that_changes_gradients_is_refused(loss: Any, make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     """`backward()` and `zero_grad()` inside the loss are refused with what to do; parameters stay as they were."""
-    model = perceptron().to(dtype)
+    model = make()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     batch = vectors(7)
     batch["x"] = batch["x"].to(dtype)
@@ -309,6 +340,37 @@ def test_a_loss_that_changes_gradients_is_refused(loss: Any, dtype: torch.dtype)
         engine.step(InMemory(batch))
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def refused_on_a_rank(strategy: str) -> bool:
+    """Run on every rank: return whether a loss that differentiates is refused, and parameters are as they were."""
+    model, start = perceptron(), perceptron()
+    engine = ab.Engine(
+        model,
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        ab.mean_over_samples(backward_inside),
+        micro_batch_size=2,
+        check_loss=False,
+        strategy=strategy,
+    )
+    with engine:
+        try:
+            engine.step(InMemory(vectors(7)))
+        except LossError:
+            return all(map(torch.equal, model.parameters(), start.parameters()))
+    return False
+
+
+@sees(
+    "writes to a buffer that all gradients are views of are not seen",
+    "src/anybatch/engine/accumulation/step_guard.py",
+    "return num_changes(self._buffers if",
+    "return num_changes(() if",
+)
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_a_loss_that_changes_gradients_is_refused_on_ranks(strategy: str, two_ranks: Ranks) -> None:
+    """Also where all gradients are views of buffers, on each rank."""
+    assert all(two_ranks.run(refused_on_a_rank, strategy))
 
 
 def test_gradients_inside_of_a_loss_are_its_own_affair() -> None:

@@ -60,8 +60,7 @@ class AllReduce:
         self._initial = initial
         self._world = World()
         self._buffers: GradientBuffers | None = None
-        self._bucket_of: dict[int, int] = {}
-        self._missing: list[int] = []
+        self._full: list[bool] = []
         self._started: list[dist.Work] = []
         self._on_reduction: ReductionObserver | None = None
 
@@ -80,9 +79,6 @@ class AllReduce:
         self._world = world
         self._on_reduction = on_reduction
         self._buffers = GradientBuffers(list(parameters.values()), bucket_bytes=self._bucket_bytes)
-        self._bucket_of = {
-            number: index for index, bucket in enumerate(self._buffers.buckets) for number in bucket.members
-        }
         if self._compression and world.size > 1:
             self._compressed = [
                 CompressedSum(flat, world.rank, world.size, world.group) for flat in self._buffers.flats
@@ -101,9 +97,9 @@ class AllReduce:
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """Arm the hooks for the last micro-batch; gradients of the others only add up."""
         if turn.last and self._overlap:
-            # What a bucket still waits for. Unused parameters never come: `finish_gradients` starts their buckets.
-            self._missing = [len(bucket.members) for bucket in self._gradients.buckets]
-            self._gradients.on_gradient = self._gradient_is_final
+            # Unused parameters never come: `finish_gradients` starts their buckets.
+            self._full = [False] * len(self._gradients.buckets)
+            self._gradients.call_when_full(self._bucket_is_final)
         return _NOTHING
 
     def finish_gradients(
@@ -111,7 +107,7 @@ class AllReduce:
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
         buffers = self._gradients
-        buffers.on_gradient = None
+        buffers.call_when_full(None)
         numbers, used = self._finish(StepAgreement(numbers, buffers.used, self._world))
         return buffers.gradients(used), numbers
 
@@ -121,7 +117,7 @@ class AllReduce:
 
     def clear_gradients(self) -> None:
         """Set the buckets to zero."""
-        self._gradients.on_gradient = None
+        self._gradients.call_when_full(None)
         self._started.clear()
         self._gradients.clear()
 
@@ -161,7 +157,7 @@ class AllReduce:
         agreement = StepAgreement(numbers, self._gradients.used, self._world, aborts=True)
 
         def abort(*, failed: bool) -> None:
-            self._gradients.on_gradient = None
+            self._gradients.call_when_full(None)
             self._world.leave_together()
             # Buckets that have started travel as they are: all ranks throw this step's gradients away.
             for bucket in self._gradients.buckets[len(self._started) :]:
@@ -177,11 +173,10 @@ class AllReduce:
         assert self._buffers is not None, "prepare comes first"
         return self._buffers
 
-    def _gradient_is_final(self, number: int) -> None:
-        # Autograd calls this from its own threads, one after the other, as gradients become final.
-        self._missing[self._bucket_of[number]] -= 1
+    def _bucket_is_final(self, index: int) -> None:
+        self._full[index] = True
         # Collectives must start in the same order on every rank, whatever order gradients become final in.
-        while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
+        while len(self._started) < len(self._full) and self._full[len(self._started)]:
             self._start_next()
 
     def _start_next(self) -> None:

@@ -44,18 +44,20 @@ class GradientBuffers:
     Attributes:
         buckets: in the order in which a backward completes them, roughly.
         used: by parameter, whether a backward has made a gradient for it since the last `clear`.
-        on_gradient: called with a parameter's number each time its gradient has been added; None for no call.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:
         self._parameters = tuple(parameters)
         self._low = tuple(is_low_precision(parameter) for parameter in self._parameters)
         self.used = [False] * len(self._parameters)
-        self.on_gradient: Callable[[int], None] | None = None
         self._is_placed = False
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
         size = sys.maxsize if bucket_bytes is None else bucket_bytes
         self.buckets = tuple(self._make_bucket(members) for members in _bucket_members(parameters, size))
+        self._bucket_of = {number: index for index, bucket in enumerate(self.buckets) for number in bucket.members}
+        # Gradients that each bucket still waits for while `on_bucket` is to be called.
+        self._missing = [0] * len(self.buckets)
+        self._on_bucket: Callable[[int], None] | None = None
         # They fire in every micro-batch and not in the last alone, because a parameter may be used in any of them.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(number))
@@ -66,6 +68,17 @@ class GradientBuffers:
     def flats(self) -> tuple[torch.Tensor, ...]:
         """The buffers themselves."""
         return tuple(bucket.flat for bucket in self.buckets)
+
+    def call_when_full(self, on_bucket: Callable[[int], None] | None) -> None:
+        """From now on count gradients, and call a function with each bucket's number when all of its own have come.
+
+        A gradient that never comes, of a parameter that the backward does not use, leaves its bucket without a call.
+
+        Args:
+            on_bucket: autograd calls it from its own threads, one after the other; None ends it.
+        """
+        self._missing[:] = [len(bucket.members) for bucket in self.buckets]
+        self._on_bucket = on_bucket
 
     def place(self) -> None:
         """Give every parameter its view, whatever was in `.grad`; gradients add up in the buckets from now on."""
@@ -104,14 +117,18 @@ class GradientBuffers:
     def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         """Return a hook for parameter `number`. Autograd hands it the parameter, not the gradient."""
         used, view = self.used, self._views[number]
+        bucket, missing = self._bucket_of[number], self._missing
 
         def mark_used(_: torch.Tensor) -> None:
             # Another engine over the same model, or the user's own loop, runs its backwards between our steps.
             if not self._is_placed:
                 return
             used[number] = True
-            if self.on_gradient is not None:
-                self.on_gradient(number)
+            # Counted here and not by another call: this runs for every parameter in every micro-batch.
+            if self._on_bucket is not None:
+                missing[bucket] -= 1
+                if not missing[bucket]:
+                    self._on_bucket(bucket)
 
         def add_widened(parameter: torch.Tensor) -> None:
             # Autograd also calls this where a function of Python's has returned None as the gradient.

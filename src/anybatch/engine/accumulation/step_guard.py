@@ -1,5 +1,6 @@
 """Sees what the user's program changes between steps and during one, where gradients add up."""
 
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from anybatch.engine.torch_internals import (
     without_tensor_hooks,
 )
 from anybatch.errors import LossError, ParameterError
+from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.strategy import Prepared
 
 DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
@@ -61,6 +63,8 @@ class StepGuard:
         self._names = list(prepared.parameters)
         self._parameters = list(prepared.parameters.values())
         self._buffers = prepared.gradient_buffers
+        room = sum(buffer.numel() for buffer in self._buffers)
+        self._all_in_buffers = room == sum(local_part(one).numel() for one in self._parameters)
         self._call = prepared.call
         self._notifier = notifier
         self._trained = TrainableParts(modules)
@@ -103,10 +107,10 @@ class StepGuard:
             return self._call(function, batch)
         self._looks_left -= 1
         before = self._gradients()
-        num_before = num_changes(before, _WATCHED)
+        num_before = self._num_changes(before)
         output = self._call(function, batch)
         after = self._gradients()
-        if num_changes(after, _WATCHED) != num_before or not all(map(operator.is_, before, after)):
+        if not all(map(operator.is_, before, after)) or self._num_changes(after) != num_before:
             message = (
                 "the loss function changed gradients (backward() or zero_grad()) while those of the effective batch "
                 "add up. Return the loss, and leave backward() to the engine, which also clears gradients; for a "
@@ -131,8 +135,11 @@ class StepGuard:
                     gradient.copy_(changed)
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Return every tensor in which gradients add up."""
-        return [*map(_GRADIENT, self._parameters), *self._buffers]
+        return list(map(_GRADIENT, self._parameters))
+
+    def _num_changes(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
+        # A view and its buffer have one count: where all are views, a few buffers stand for hundreds of parameters.
+        return num_changes(self._buffers if self._all_in_buffers else (*gradients, *self._buffers), _WATCHED)
 
     def _refuse_other_parameters(self) -> None:
         if self._modules is None or self._trained.are_there:
@@ -198,8 +205,9 @@ class StepGuard:
             self._notifier.warn("model_in_evaluation_mode", message)
 
     def _warn_of_gradients(self) -> None:
-        found = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is not None]
-        if found:
+        gradients = self._gradients()
+        if any(map(operator.is_not, gradients, itertools.repeat(None))):
+            found = [name for name, gradient in zip(self._names, gradients, strict=True) if gradient is not None]
             message = (
                 f"before this step {len(found)} of {len(self._names)} parameters had a gradient that is not of the "
                 f"effective batch: {_some(found)}. It came from a backward() outside of the engine, and is not added: "
