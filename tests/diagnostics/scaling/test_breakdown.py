@@ -6,7 +6,7 @@ import math
 import pytest
 
 from anybatch.diagnostics.scaling.breakdown import difference, evidence_of
-from anybatch.diagnostics.scaling.measure import UNREDUCED
+from anybatch.diagnostics.scaling.measure import CURRENT, UNREDUCED
 from tests.diagnostics.scaling.made_times import COMPUTE, MESSAGES, UPDATE, rank_times
 from tests.faults import sees
 
@@ -52,6 +52,33 @@ def test_waiting_for_a_core_is_not_compute() -> None:
     assert found.parts.queued == pytest.approx(0.02)
     assert found.parts.compute == pytest.approx(COMPUTE)
     assert found.parts.stragglers == pytest.approx(0.0, abs=1e-5)
+
+
+@sees(
+    "bucket sizes are compared by medians of different moments",
+    "src/anybatch/diagnostics/scaling/breakdown.py",
+    "BucketTrial(cut, fastest + longer.seconds, longer)",
+    "BucketTrial(cut, statistics.median(taken), longer)",
+)
+def test_bucket_sizes_on_a_machine_that_changes_its_speed() -> None:
+    """A step in other buckets takes what the fastest does and what rounds say of the two, whenever those were."""
+    current = (1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0)
+    four = (1.01, 1.01, 1.01, 1.01, 2.01, 2.01, 2.01, 2.01)  # a slow moment comes between the two of one round
+    times = {CURRENT: current, "buckets 0": four}
+    ranks = []
+    for one in (rank_times(0), rank_times(1)):
+        taken = {
+            kind: tuple(
+                dataclasses.replace(step, whole=whole) for step, whole in zip(one.steps[kind], found, strict=True)
+            )
+            for kind, found in times.items()
+        }
+        ranks.append(dataclasses.replace(one, steps={**one.steps, **taken}))
+    four_buckets, one_bucket = evidence_of(ranks).buckets
+
+    assert one_bucket.step_seconds == pytest.approx(1.0)
+    assert four_buckets.step_seconds == pytest.approx(1.01)
+    assert four_buckets.longer.seconds == pytest.approx(0.01)
 
 
 def test_the_link_is_latency_and_rate() -> None:

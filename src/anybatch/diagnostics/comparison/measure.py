@@ -1,6 +1,5 @@
 """What a rank does to compare ways of using devices: each way's facts once, then whole steps of all ways in turns."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from anybatch.diagnostics.comparison.reductions import WatchedDDP
 from anybatch.diagnostics.comparison.ways import Way
 from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.memory.memory_report import record_memory
-from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import collect_modules
@@ -250,9 +249,7 @@ class _Runs:
                 by_name[name].training = False
         for module in modules:
             module.to(self._world.device)
-        return dataclasses.replace(
-            made, effective_batch_size=None, scheduler=None, check_loss=False, norms=made.norms or "keep"
-        )
+        return spec_for_repeated_steps(made)
 
     def _batch(self, way: Way) -> EffectiveBatch:
         return next(_parts(self._batches[0], way))

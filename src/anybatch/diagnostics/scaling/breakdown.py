@@ -85,8 +85,8 @@ class BucketTrial:
 
     Attributes:
         cut: its sizes, and the number of buckets.
-        step_seconds: median of the slowest rank, with samples that are there already.
-        longer: than the fastest of all.
+        step_seconds: of the slowest rank, with samples that are there already: the fastest's median, and `longer`.
+        longer: than the fastest of all, round by round.
     """
 
     cut: BucketCut
@@ -260,7 +260,13 @@ def _bucket_trials(ranks: Sequence[RankTimes]) -> list[tuple[bool, BucketTrial]]
         own = kind not in ranks[0].steps
         seconds.append((own, cut, _slowest([one.steps[CURRENT if own else kind] for one in ranks])))
     best = min(seconds, key=lambda one: statistics.median(one[2]))[2]
-    return [(own, BucketTrial(cut, statistics.median(taken), difference(taken, best))) for own, cut, taken in seconds]
+    fastest = statistics.median(best)
+    trials = []
+    for own, cut, taken in seconds:
+        longer = difference(taken, best)
+        # Not its own median: where a machine is now fast and now slow, two medians may be of different times.
+        trials.append((own, BucketTrial(cut, fastest + longer.seconds, longer)))
+    return trials
 
 
 def _gain(ranks: Sequence[RankTimes], kind: str) -> Difference | None:

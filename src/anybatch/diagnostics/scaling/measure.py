@@ -14,7 +14,7 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
 from anybatch.core.whole_numbers import checked_int
-from anybatch.diagnostics.repeated_steps import CachedBatch
+from anybatch.diagnostics.repeated_steps import CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
 from anybatch.diagnostics.unreduced import without_reduction
@@ -241,8 +241,7 @@ class _RankMeasurement:
         return kinds
 
     def _engine(self, settings: RunSettings, observer: PhaseClock, *, reduces: bool, alone: bool = False) -> Engine:
-        train = self._request.train()
-        train = dataclasses.replace(train, scheduler=None, check_loss=False, norms=train.norms or "keep")
+        train = spec_for_repeated_steps(self._request.train())
         size: int | Literal["auto"] = settings.micro_batch_size or "auto"
         if alone or self._world.size == 1:
             hardware = Hardware(micro_batch_size=size, strategy="single", world=World(device=self._world.device))
