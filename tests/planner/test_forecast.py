@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.core.collective_times import Link, ring_all_gather, ring_all_reduce
 from anybatch.core.size_choice import SecondsFit
-from anybatch.diagnostics.tune import SizeResult, TuneReport
+from anybatch.diagnostics.tune_report import SizeResult, TuneReport
 from anybatch.errors import PlanError, UserError
 from anybatch.parallel.process_groups import ControlGroup, PendingMessage
 from anybatch.planner.forecast import one_rank
