@@ -125,7 +125,12 @@ class FakeLedger(MemoryLedger):
                 return NotImplemented  # its parts come next
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
-        self._see(func, args, kwargs, result)
+        entry = self._run.entry
+        if entry is None or entry.takes_memory or self._kernels is not None:
+            self._see(func, args, kwargs, result)
+        elif self._on_operation is not None:
+            # Views of what is booked already, or was there before.
+            self._on_operation(func, args, kwargs, result, self.current_phase)
         return result
 
 
@@ -153,6 +158,7 @@ class _TensorMetadata:
         is_conjugate: whether it is a conjugate view of its memory.
         is_negative: the same of negation.
         attributes: the Python attributes that torch has set on it.
+        is_strided_view: whether it is a view of the same numbers, with other strides at most.
     """
 
     base: int | None
@@ -164,6 +170,7 @@ class _TensorMetadata:
     is_conjugate: bool
     is_negative: bool
     attributes: Mapping[str, object]
+    is_strided_view: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +191,12 @@ class _CachedResult:
     Attributes:
         kind: `tuple` or `list`; None for a single result.
         parts: the results, one by one; a number or None stands for itself.
+        takes_memory: whether one of them may: they are not all views of arguments, or no tensors.
     """
 
     kind: type | None
     parts: tuple[_TensorMetadata | _Argument | int | None, ...]
+    takes_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +262,7 @@ class CachedOperations:
     def __init__(self, mode: FakeTensorMode, cache: ResultCache | None = None) -> None:
         self._mode = mode
         self._cache = ResultCache() if cache is None else cache
-        self.entry: object | None = None
+        self.entry: _CachedResult | None = None
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 (as torch)
         """Return the result of `func(*args, **kwargs)`.
@@ -336,10 +345,13 @@ class CachedOperations:
             if part.base is None:
                 empty = torch.empty_strided(part.size, part.stride, dtype=part.dtype, device=_META)
             else:
-                empty = torch.empty(0, dtype=part.dtype, device=_META)
                 base = tensors[part.base]
                 begin = base.storage_offset() + part.offset + shift
-                empty.set_(base.untyped_storage(), begin, part.size, part.stride)
+                if part.is_strided_view:
+                    empty = base.as_strided(part.size, part.stride, begin)
+                else:
+                    empty = torch.empty(0, dtype=part.dtype, device=_META)
+                    empty.set_(base.untyped_storage(), begin, part.size, part.stride)
             options = {"dispatch_device": True, "device_for_backend_keys": part.device}
             tensor: FakeTensor = subclass_of(FakeTensor, empty, False, **options)  # noqa: FBT003 (takes no keyword)
             if part.is_conjugate:
@@ -370,7 +382,11 @@ class CachedOperations:
                     return None  # two results in the same new memory
                 own_storages.add(storage_of(one))
             parts.append(part)
-        return _CachedResult(kind, tuple(parts))
+        # An argument in the place of a result may be memory that nobody has booked.
+        takes_memory = any(
+            type(one) is _Argument or (type(one) is _TensorMetadata and one.base is None) for one in parts
+        )
+        return _CachedResult(kind, tuple(parts), takes_memory)
 
     def _part_of(
         self,
@@ -391,6 +407,7 @@ class CachedOperations:
         ):
             return None
         begin = int(tensor.storage_offset())
+        turned = [one.is_conj() or one.is_neg() for one in (tensor, *(tensors[at] for at in bases))]
         part = _TensorMetadata(
             base=bases[0] if bases else None,
             size=tuple(tensor.shape),
@@ -401,6 +418,7 @@ class CachedOperations:
             is_conjugate=tensor.is_conj(),
             is_negative=tensor.is_neg(),
             attributes=attributes,
+            is_strided_view=any(tensors[at].dtype is tensor.dtype for at in bases) and not any(turned),
         )
         try:
             # The first result is made a second time and compared: a change in torch must not change plans unnoticed.
