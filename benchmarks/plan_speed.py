@@ -2,11 +2,17 @@
 
 Each plan is made in a fresh process, from its start to its end, on one thread: two models on one device, where a plan
 is traces at two micro-batch sizes, one more at the answer, and the allocator's replay; and two under FSDP2, where it is
-one trace and the replay.
+one trace and the replay. A small Mamba is one of transformers as it runs without its own kernels: its scan takes the
+tokens one after the other, so that a step has a hundred times as many operations as layers would need.
 
-    python benchmarks/plan_speed.py [--out benchmarks/results/NAME.md]
+    python benchmarks/plan_speed.py [--only WORD] [--out benchmarks/results/NAME.md]
+    python benchmarks/plan_speed.py --against PATH
+
+With `--against` each plan is made in turns with this source and with that of another checkout, and what is compared is
+seconds of the CPU, and what both say.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -16,6 +22,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import report
 
@@ -50,6 +59,59 @@ def on_one_device(name: str) -> str:
     return f"micro-batch {envelopes.largest_allocated(usable)} on 80 GiB"
 
 
+def scanned(num_tokens: int) -> str:
+    """Plan a Mamba of two layers; return the largest micro-batch that fits, and what tensors hold of it."""
+    import logging  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    import anybatch as ab  # noqa: PLC0415
+
+    logging.disable(logging.WARNING)
+    settings = transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=500, use_cache=False)
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # noqa: ANN401 (of transformers)
+        found: torch.Tensor = model(input_ids=batch["ids"], labels=batch["ids"]).loss
+        return found
+
+    plan = ab.plan(
+        lambda: transformers.MambaForCausalLM(settings),
+        lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
+        loss,
+        {"ids": torch.zeros(4, num_tokens, dtype=torch.int64)},
+        device=DEVICE_BYTES,
+        effective_batch_size=64,
+        proposals=False,
+    )
+    return f"micro-batch {plan.micro_batch_size}, {plan.baseline.peak.num_bytes:,} bytes of tensors"
+
+
+def convolved() -> str:
+    """Plan a network of convolutions; return the largest micro-batch that fits, and what tensors hold of it."""
+    import torch  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    import anybatch as ab  # noqa: PLC0415
+
+    def network() -> nn.Module:
+        widths = [3, *(32 * 2 ** (depth // 4) for depth in range(16))]
+        pairs = itertools.pairwise(widths)
+        blocks = [nn.Sequential(nn.Conv2d(*pair, 3, padding=1), nn.BatchNorm2d(pair[1]), nn.ReLU()) for pair in pairs]
+        return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+
+    plan = ab.plan(
+        network,
+        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        (torch.zeros(2, 3, 64, 64), torch.zeros(2, dtype=torch.int64)),
+        device=DEVICE_BYTES,
+        effective_batch_size=4096,
+        proposals=False,
+    )
+    return f"micro-batch {plan.micro_batch_size}, {plan.baseline.peak.num_bytes:,} bytes of tensors"
+
+
 def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: int) -> str:
     """Plan one micro-batch size under FSDP2; return what is held."""
     import llama  # noqa: PLC0415
@@ -72,6 +134,9 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
 CASES = {
     "124M": Case("0.1 billion, 1 device", lambda: on_one_device("SMALL"), 3),
     "1B": Case("1.3 billion, 1 device", lambda: on_one_device("ONE"), 10),
+    "CNN": Case("16 convolutions, 1 device", convolved, 5),
+    "Mamba-128": Case("Mamba, 2 layers, 128 tokens", lambda: scanned(128), 10),
+    "Mamba-512": Case("Mamba, 2 layers, 512 tokens", lambda: scanned(512), 20),
     "8B-8": Case("8 billion, FSDP2 over 8", lambda: sharded("EIGHT", "selective", 8, 2), 30),
     "8B-128": Case("8 billion, FSDP2 over 128", lambda: sharded("EIGHT", "selective", 128, 2), 30),
     "70B": Case("70 billion, FSDP2 over 64", lambda: sharded("SEVENTY", "full", 64, 1), 60),
@@ -89,12 +154,30 @@ def in_this_process(name: str) -> None:
     print(json.dumps({"said": said, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_bytes": peak_bytes}))
 
 
+def made(name: str, checkout: Path | None = None) -> dict[str, Any]:
+    """Plan in a fresh process, with the source of another checkout or with this one; return what it says and took."""
+    source = Path(__file__).parents[1] if checkout is None else checkout
+    environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+    done = subprocess.run([sys.executable, __file__, name], check=True, capture_output=True, text=True, env=environment)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def turns(name: str, checkout: Path, num_turns: int) -> str:
+    """Plan in turns with this source and another one; return the table's row."""
+    pairs = [(made(name, checkout), made(name)) for _ in range(num_turns)]
+    ratios = sorted(new["cpu_seconds"] / old["cpu_seconds"] for old, new in pairs)
+    before, after = (median(pair[side]["cpu_seconds"] for pair in pairs) for side in (0, 1))
+    same = "the same" if all(old["said"] == new["said"] for old, new in pairs) else "OTHERWISE"
+    between = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+    return f"| {CASES[name].words} | {before:.1f} | {after:.1f} | {median(ratios):.2f} | {between} | {same} |"
+
+
 def row(name: str) -> str:
     """Plan in a fresh process and return the table's row."""
     begun = time.perf_counter()
-    done = subprocess.run([sys.executable, __file__, name], check=True, capture_output=True, text=True)
+    found = made(name)
     seconds = time.perf_counter() - begun
-    found = json.loads(done.stdout.splitlines()[-1])
     case = CASES[name]
     size = found["peak_bytes"] / GIBIBYTE
     times = f"{seconds:.1f} | {found['cpu_seconds']:.1f} | {case.aim_seconds}"
@@ -106,16 +189,26 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in CASES:
         in_this_process(sys.argv[1])
         return
-    out = report.parser(__doc__).parse_args().out
+    parser = report.parser(__doc__)
+    parser.add_argument("--only", default="", help="plan only what has this word in it")
+    parser.add_argument("--against", type=Path, help="another checkout, to compare with in turns")
+    parser.add_argument("--turns", type=int, default=3, help="with --against (default: 3)")
+    options = parser.parse_args()
+    names = [name for name in CASES if options.only in name]
     load = f"{os.getloadavg()[0]:.1f} programs ran on {os.cpu_count()} cores before"
-    head = "| model | seconds | of them on the CPU | aim | memory of the planner, GiB | what it says |"
-    lines = [head, "|---|--:|--:|--:|--:|---|", *map(row, CASES)]
+    if options.against is not None:
+        head = "| model | before, s of the CPU | after | ratio | from, to | what is said |"
+        lines = [head, "|---|--:|--:|--:|--:|---|"]
+        lines += [turns(name, options.against, options.turns) for name in names]
+    else:
+        head = "| model | seconds | of them on the CPU | aim | memory of the planner, GiB | what it says |"
+        lines = [head, "|---|--:|--:|--:|--:|---|", *map(row, names)]
     report.publish(
         lines,
         title="Planning memory: how long it takes, and how much memory",
-        command="python benchmarks/plan_speed.py",
+        command=f"python benchmarks/plan_speed.py {' '.join(sys.argv[1:])}".rstrip(),
         setting=f"a fresh process for each plan, one thread; seconds include its start; {load}",
-        out=out,
+        out=options.out,
     )
 
 

@@ -20,6 +20,7 @@ from tests.events.recorded_run import memory, step
 from tests.faults import sees
 
 NUM_WEIGHTS = 3 * 8 + 8 + 8 + 1
+ALLOCATED = "allocated on rank 0: tensors and the workspaces of kernels, as an allocator hands them out"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -171,9 +172,9 @@ def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> Se
     ("peak_bytes", "limit_bytes", "said"),
     [
         (None, None, None),
-        (2**29, None, "peak 512 MiB in the process of rank 0"),
-        (2**33, 2**34, "peak 8.00 of 16.0 GiB, 50% left: headroom of 15% kept, on the device of rank 0"),
-        (2**34 - 1, 2**34, "peak 16.0 of 16.0 GiB, 0% left: headroom of 15% used up, on the device of rank 0"),
+        (2**29, None, "peak 512 MiB resident on rank 0: the whole process, with interpreter, libraries and data"),
+        (2**33, 2**34, f"peak 8.00 of 16.0 GiB, 50% left: headroom of 15% kept; {ALLOCATED}"),
+        (2**34 - 1, 2**34, f"peak 16.0 of 16.0 GiB, 0% left: headroom of 15% used up; {ALLOCATED}"),
     ],
 )
 def test_a_run_says_its_memory(tmp_path: Path, peak_bytes: int | None, limit_bytes: int | None, said: str) -> None:

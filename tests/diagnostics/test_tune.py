@@ -12,7 +12,8 @@ from torch import nn
 import anybatch as ab
 from anybatch.diagnostics import TuneReport, tune
 from anybatch.diagnostics.figure import draw_tuning
-from anybatch.diagnostics.tune import LoadingResult, SizeResult, _relative_times, default_sizes
+from anybatch.diagnostics.tune import _relative_times, default_sizes
+from anybatch.diagnostics.tune_report import LoadingResult, SizeResult
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import BatchSizeError, UserError
 from tests.faults import sees
@@ -193,7 +194,7 @@ def test_one_lucky_step_does_not_decide() -> None:
 
 @sees(
     "tune recommends what it has only estimated",
-    "src/anybatch/diagnostics/tune.py",
+    "src/anybatch/diagnostics/tune_report.py",
     "one.samples_per_second is not None and not one.is_estimated]",
     "one.samples_per_second is not None]",
 )
@@ -294,19 +295,20 @@ def test_as_printed() -> None:
     assert str(report_of()).splitlines() == [
         "64 samples per step, a device",
         "",
-        "  micro-batch  per step  samples/s    of the best   peak memory",
+        "  micro-batch  per step  samples/s    of the best    in tensors",
         "            8         8         90            90%       8.0 MiB",
         "           16         4         98            98%      16.0 MiB  <- recommended",
         "           32         2        100           100%      32.0 MiB  <- fastest",
         "           64         1              does not fit",
         "",
+        "counted: in tensors, what tensors that are alive at once hold",
         "recommended: micro_batch_size=16, the smallest within 3% of the fastest.",
     ]
 
 
 @sees(
     "workers that load faster train faster",
-    "src/anybatch/diagnostics/tune.py",
+    "src/anybatch/diagnostics/tune_report.py",
     "one.num_workers: min(rate, one.samples_per_second)",
     "one.num_workers: one.samples_per_second",
 )

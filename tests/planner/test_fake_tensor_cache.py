@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import anybatch as ab
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode
+from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, tree_leaves
 from anybatch.memory.trace import MemoryTrace, in_order
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.trace import fake_tensor_cache
@@ -102,6 +102,109 @@ def test_what_is_known_is_not_run_again() -> None:
             row.exp()
 
     assert [name for name in ran if not name.startswith("prim")] == ["aten.exp.default"] * 2
+
+
+OF_PARTS: dict[str, Callable[[Tensor], Any]] = {
+    "a row": lambda x: x.select(0, 1),
+    "the last row": lambda x: x.select(1, -1),
+    "another row": lambda x: x.select(1, 2),
+    "rows": lambda x: x[1:],
+    "parts": lambda x: x.split(1),
+    "turned": lambda x: x.t(),
+    "one shape more": lambda x: x.unsqueeze(1).expand(3, 2, 4),
+    "as integers": lambda x: x.view(torch.int16),
+    "as complex numbers": lambda x: torch.view_as_complex(x.unflatten(1, (2, 2))),
+    "as it lies": lambda x: x.as_strided((2, 2), (4, 1)),
+    "as it lies from the start": lambda x: x.as_strided((2, 2), (4, 1), 3),
+    "a copy as it lies": lambda x: aten.as_strided_copy(x, [2, 2], [4, 1]),
+    "the gradient of a row": lambda x: aten.select_backward(x[0], [5, 4], 0, 3),
+    "the gradient of another": lambda x: aten.select_backward(x[1], [5, 4], 0, -1),
+    "a sum": lambda x: x + 1,
+    "in place": lambda x: x.mul_(2),
+}
+
+
+@sees(
+    "a view begins where the first one did",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "begin = base.storage_offset() + part.offset + shift",
+    "begin = part.offset + shift",
+    cases=["a row"],
+)
+@sees(
+    "all rows are the first",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "begin = base.storage_offset() + part.offset + shift",
+    "begin = base.storage_offset() + part.offset",
+    cases=["every row"],
+)
+@sees(
+    "all views begin as far behind their argument",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "return func in _FROM_THE_START or (is_view(func) and func not in _MOVE_THE_BEGINNING)",
+    "return func in _FROM_THE_START",
+    cases=["as integers", "as complex numbers", "as it lies from the start"],
+)
+@pytest.mark.parametrize("name", [*OF_PARTS, "every row"])
+def test_of_parts_of_a_tensor(name: str) -> None:
+    """What is made of parts that begin elsewhere in memory is what torch makes, wherever the first of them began."""
+    mode = FakeTensorMode()
+    calls = list(OF_PARTS.values()) if name == "every row" else [OF_PARTS[name]]
+    calls += [lambda x, row=row: x.select(0, row) for row in (0, 1, 2, -1)] * (name == "every row")
+
+    def made() -> list[object]:
+        whole = torch.empty(20, 4)
+        parts = [whole[begin : begin + 3] for begin in (4, 0, 8, 14)]
+        return [
+            (metadata_of(one), storage_of(one) == storage_of(whole))
+            for part in parts
+            for call in calls
+            for one in tree_leaves(call(part))
+        ]
+
+    with mode:
+        expected = made()
+        with FakeLedger(mode):
+            assert made() == expected
+
+
+def test_a_row_that_is_not_there() -> None:
+    """A number of a row that a tensor does not have is refused by the operation itself, also where others are known."""
+    mode = FakeTensorMode()
+    with mode, FakeLedger(mode):
+        x = torch.empty(3, 4)
+        x.select(0, 2)
+        for row in (3, -4):
+            with pytest.raises(IndexError):
+                x.select(0, row)
+        with pytest.raises(IndexError):
+            x.select(2, 0)
+
+
+@sees(
+    "each row is asked for by itself",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "place=_PLACES.get(func)",
+    "place=None",
+)
+@sees(
+    "each part is asked for by itself",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "                if by_offset:",
+    "                if True:",
+)
+def test_a_scan_asks_once() -> None:
+    """A loop over the rows of a tensor asks torch of its first row alone."""
+    mode = FakeTensorMode()
+    below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
+    ran: list[str] = []
+    with mode, below, FakeLedger(mode):
+        state, rows = torch.empty(4), torch.empty(9, 4)
+        ran.clear()
+        for row in range(9):
+            state = state * rows[row]
+
+    assert [name for name in ran if not name.startswith("prim")] == ["aten.select.int", "aten.mul.Tensor"]
 
 
 @sees(
@@ -205,7 +308,7 @@ class Odd:
     def __init__(self, run: Callable[[Tensor, Tensor], Any]) -> None:
         self.num_calls = 0
         self.overloadpacket = SimpleNamespace(__name__="odd")
-        self._schema = SimpleNamespace(is_mutable=False)
+        self._schema = SimpleNamespace(is_mutable=False, returns=())
         self._run = run
 
     def __call__(self, x: Tensor, y: Tensor) -> Any:
@@ -347,8 +450,8 @@ def spec(profile: Profile, *, enabled: bool) -> StepSpec:
 @sees(
     "results of other number types are taken from the cache",
     "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "value.stride(), value.dtype, value.storage_offset()",
-    "value.stride(), value.storage_offset()",
+    "value.stride(), value.dtype, _device_of(value)",
+    "value.stride(), _device_of(value)",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])

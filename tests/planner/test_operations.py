@@ -1,5 +1,8 @@
 """What operations cost, against counting by hand; and that real tensors and fake ones cost the same."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -133,6 +136,42 @@ def test_arithmetic_is_as_torch_counts_it() -> None:
     with FlopCounterMode(display=False) as counter:
         run(MemoryLedger())
     assert sum(one.flops for one in recorded(Run()).operations) == counter.get_total_flops()
+
+
+@sees(
+    "the gradient of weights in groups is that of dense ones",
+    "src/anybatch/planner/cost/operations.py",
+    'if kind in {"convolution", "convolution backward"}:',
+    'if kind == "convolution":',
+    cases=["depthwise", "groups"],
+)
+@pytest.mark.parametrize(
+    ("make", "num_groups", "forward"),
+    [
+        # Positions of the output, or of the input where transposed, times weights: 2 images of 6 x 6.
+        (lambda: nn.Conv2d(4, 8, 3, padding=1), 1, 2 * 2 * 36 * (8 * 4 * 9)),
+        (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), 4, 2 * 2 * 36 * (4 * 1 * 9)),
+        (lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2), 2, 2 * 2 * 9 * (8 * 2 * 9)),
+        (lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2), 2, 2 * 2 * 36 * (4 * 3 * 4)),
+    ],
+    ids=["dense", "depthwise", "groups", "transposed"],
+)
+def test_convolutions_by_hand(make: Callable[[], nn.Module], num_groups: int, forward: int) -> None:
+    """A convolution multiplies each position with the weights of its group, and each of its gradients takes as much.
+
+    Torch's counter says the same of dense ones; of others it takes the gradient of the weights for a dense one's.
+    """
+    recorder = OperationRecorder()
+    with FlopCounterMode(display=False) as counter, MemoryLedger(on_operation=recorder) as ledger:
+        make()(torch.ones(2, 4, 6, 6, requires_grad=True)).sum().backward()
+    ledger.forget()
+    found = {one.kind: one for one in recorder.trace().operations}
+
+    assert found["convolution"].flops == forward
+    assert found["convolution backward"].flops == 2 * forward
+    assert found["convolution"].dims[-1] == found["convolution backward"].dims[-1] == num_groups
+    if num_groups == 1:
+        assert counter.get_total_flops() == 3 * forward
 
 
 def test_micro_batches_are_told_apart() -> None:

@@ -15,6 +15,7 @@ from anybatch.errors import UserError
 from anybatch.events.console import Console
 from anybatch.events.plot import plot_losses
 from anybatch.events.tensorboard import TensorBoardLog
+from anybatch.memory.counted import MEANINGS
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.session import SessionResult, SessionStart
 
@@ -173,8 +174,8 @@ def _effort(result: SessionResult) -> str:
 
 def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
     if limit_bytes is None:
-        return f"peak {in_bytes(peak_bytes)} in the process of rank 0"
-    return f"{describe_reserve(Reserve(peak_bytes, limit_bytes))}, on the device of rank 0"
+        return f"peak {in_bytes(peak_bytes)} resident on rank 0: {MEANINGS['resident']}"
+    return f"{describe_reserve(Reserve(peak_bytes, limit_bytes))}; allocated on rank 0: {MEANINGS['allocated']}"
 
 
 def _listed(values: Mapping[str, float]) -> str:

@@ -7,7 +7,8 @@ from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.diagnostics.loop_check.loop_report import LoopReport
 from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
-from anybatch.diagnostics.tune import TuneReport, tune
+from anybatch.diagnostics.tune import tune
+from anybatch.diagnostics.tune_report import TuneReport
 
 __all__ = [
     "CheckFinding",

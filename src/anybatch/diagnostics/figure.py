@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from anybatch.diagnostics.check_report import EXACT, CheckReport
-from anybatch.diagnostics.tune import TuneReport
+from anybatch.diagnostics.tune_report import TuneReport
 from anybatch.events.matplotlib_files import import_drawing
 
 FLOOR = 1e-18

@@ -16,6 +16,7 @@ from anybatch.memory.torch_internals import (
     FakeTensor,
     TorchDispatchMode,
     is_traceable_wrapper_subclass_type,
+    is_view,
     tree_leaves,
 )
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
@@ -190,8 +191,15 @@ class MemoryLedger(TorchDispatchMode):
         if self._kernels is not None:
             self._pass_through(self._kernels(func, args, kwargs, result), f"{INSIDE}{func}")
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not (_only_views(func) and self._is_from_before(leaf)):
                 self._book(leaf, _name_of(func))
+
+    def _is_from_before(self, view: torch.Tensor) -> bool:
+        """Return whether the memory of a view was there before the ledger, and was not held: a data set's, say."""
+        try:
+            return storage_key(view.untyped_storage()) not in self._live
+        except (NotImplementedError, RuntimeError):  # as in `_book`
+            return False
 
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]
@@ -263,6 +271,11 @@ class MemoryLedger(TorchDispatchMode):
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
             self._give_back(number)
+
+
+@cache
+def _only_views(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
+    return is_view(func)
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 
 from anybatch.core.units import in_bytes
 from anybatch.errors import CannotPlanError, PlanError
+from anybatch.memory.ledger import INSIDE
 from anybatch.memory.trace import (
     MemoryEnvelope,
     Peak,
@@ -24,7 +25,7 @@ from anybatch.planner.cost.step_time import CostLine, CostTrace, fit_costs
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.trace.step_spec import StepSpec, built, samples_there
 from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step, without_garbage_collection
 
 TRACED = (2, 3)
@@ -144,11 +145,10 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
     ready, reason = built(spec)
     notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
     found = _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
-    if spec.profile != "cpu" or spec.input_samples is None:
+    num_there = samples_there(ready, most_samples)
+    if num_there is None:
         return found
-    steady, first = (
-        _with_inputs(one, spec.input_samples, spec.num_micro_batches) for one in (found.steady, found.first)
-    )
+    steady, first = (_with_inputs(one, num_there, spec.num_micro_batches) for one in (found.steady, found.first))
     return dataclasses.replace(found, steady=steady, first=first)
 
 
@@ -170,6 +170,18 @@ def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) 
     return dataclasses.replace(
         found, alone=find_envelopes(dataclasses.replace(spec, num_micro_batches=1), usable_bytes, most_samples=share)
     )
+
+
+def of_tensors(envelope: MemoryEnvelope) -> MemoryEnvelope:
+    """Return the envelope without what kernels take for themselves: what tensors hold, as a ledger of a run sees it.
+
+    Args:
+        envelope: of a step; on a CPU with the workspaces that its kernels were measured to take.
+    """
+    inside = torch.tensor([one.operation.startswith(INSIDE) for one in envelope.trace.allocations], dtype=torch.bool)
+    sizes = envelope.allocated
+    parts = (part.masked_fill(inside, 0) for part in (sizes.constant, sizes.slope, sizes.curvature))
+    return envelope.with_sizes(Polynomials(*parts))
 
 
 def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: int) -> MemoryEnvelope:

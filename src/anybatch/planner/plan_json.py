@@ -62,6 +62,7 @@ def _of_fit(fit: Fit) -> dict[str, Any]:
         "largest": fit.largest,
         "binds": fit.binds,
         "peak_bytes": fit.peak.num_bytes,
+        "tensor_bytes": fit.tensor_bytes,
         "reserved_bytes": fit.reserved_bytes,
         "peak": {"phase": fit.peak.phase, "operation": fit.peak.operation},
         "seconds": None if fit.seconds is None or not fit.fits else _of_seconds(fit.seconds),

@@ -7,10 +7,11 @@ from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.units import in_bytes, per_second
 from anybatch.diagnostics.memory.bar import MemoryBar
+from anybatch.memory.counted import what_is_counted
 from anybatch.memory.timeline import ORDER
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, StepSeconds
-from anybatch.planner.proposals.answer_text import answer_lines, in_seconds
+from anybatch.planner.proposals.answer_text import answer_lines, counted_ways, in_seconds, peak_text
 from anybatch.planner.proposals.changes import Change
 from anybatch.planner.proposals.combinations import Answer
 from anybatch.planner.proposals.ranking import Fit, PlanTarget
@@ -130,7 +131,9 @@ class Plan:
             lines += ["", *_table(self)]
         if self.answer is not None:
             lines += ["", *answer_lines(self.answer, self.target, self.batch_norms)]
-        lines += ["", *(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
+        # Also below an answer, whose figures are counted in the same ways.
+        lines += ["", *what_is_counted(*counted_ways(self.baseline)).splitlines()]
+        lines += [*(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
         return "\n".join(lines)
 
 
@@ -159,7 +162,7 @@ def _fitting(plan: Plan) -> dict[str, str]:
     left = 1.0 - taken / budget.total_bytes
     return {
         "fits": f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
-        "peak": f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, {_moment(fit)}",
+        "peak": f"{peak_text(fit, budget)}, {_moment(fit)}",
         "left": f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
         "largest": f"{fit.largest}{_bound(plan)}",
     }

@@ -15,11 +15,10 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.memory.host_memory import device_name
-from anybatch.memory.ledger import INSIDE
-from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.world import World
+from anybatch.planner.envelopes import of_tensors
 from anybatch.planner.proposals.ranking import Fit
-from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,9 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     size = fit.micro_batch_size
     # As many as were traced; all of them where the whole batch was planned to be there.
     several = min(NUM_MICRO_BATCHES, fit.accumulation_steps)
-    num_micro_batches = several if spec.input_samples is None else fit.accumulation_steps
+    built_spec = dataclasses.replace(spec, train=made)
+    num_there = samples_there(built_spec, fit.accumulation_steps * size)
+    num_micro_batches = several if num_there is None else fit.accumulation_steps
     # The loss is not checked, as the plan does not: the check's own forwards would be in the peak.
     norms = made.norms or "keep"
     train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False, norms=norms)
@@ -106,7 +107,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     return Verification(
         device=found.device,
         name=full_name(device),
-        planned_bytes=fit.peak.num_bytes if allocator is not None else _of_tensors(fit.envelope).peak_bytes(size),
+        planned_bytes=fit.peak.num_bytes if allocator is not None else of_tensors(fit.envelope).peak_bytes(size),
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
         # This run has no limit, so the prediction without a limit is the one to compare with.
         planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes or fit.reserved_bytes,
@@ -115,15 +116,6 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         too_large=too_large,
         num_micro_batches=num_micro_batches,
     )
-
-
-def _of_tensors(envelope: MemoryEnvelope) -> MemoryEnvelope:
-    """Return the envelope without what kernels take for themselves, which a ledger does not see."""
-    # The ledger of a real run does not see workspaces, so planned tensors are compared without them.
-    inside = torch.tensor([one.operation.startswith(INSIDE) for one in envelope.trace.allocations])
-    sizes = envelope.allocated
-    parts = (part.masked_fill(inside, 0) for part in (sizes.constant, sizes.slope, sizes.curvature))
-    return envelope.with_sizes(Polynomials(*parts))
 
 
 def full_name(device: torch.device) -> str:

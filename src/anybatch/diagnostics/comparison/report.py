@@ -7,6 +7,7 @@ from typing import Any
 
 from anybatch.core.units import in_bytes, three_digits
 from anybatch.diagnostics.comparison.ways import Way
+from anybatch.memory.counted import what_is_counted
 
 _VARIES = 0.25
 _EXACT = 1e-4
@@ -118,7 +119,7 @@ class ComparisonReport:
         """Return the table, what could not be measured, and what follows."""
         cut = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} where accumulated"
         lines = [self.title, f"{self.device}; {cut}", ""]
-        lines += [*_columns(self._work()), "", *_columns(self._costs())]
+        lines += [*_columns(self._work()), "", *_columns(self._costs()), *self._counted()]
         if self.unmeasured:
             lines += ["", "not measured:"]
             lines += [f"  {name}: {reason}" for name, reason in self.unmeasured.items()]
@@ -180,10 +181,14 @@ class ComparisonReport:
             )
         return rows
 
+    def _counted(self) -> list[str]:
+        on_device = any(one.reserved_bytes is not None for one in self.results)
+        return ["", what_is_counted("allocated" if on_device else "in tensors")] if self.results else []
+
     def _costs(self) -> list[list[str]]:
         priced = self.price_per_hour is not None
         reserves = any(one.reserved_bytes is not None for one in self.results)
-        head = ["", "peak/device", "peak in all", *["reserved", "nvidia-smi"] * reserves]
+        head = ["", "peak/device", "all devices", *["reserved", "nvidia-smi"] * reserves]
         head += ["lines by hand", "with anybatch", f"device-hours/{self.num_samples:,.0f}", *["price"] * priced]
         head += ["useful ranks"] * bool(self.largest_worlds)
         rows = [head]

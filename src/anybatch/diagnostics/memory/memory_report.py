@@ -20,6 +20,7 @@ from anybatch.diagnostics.memory.bar import MemoryBar
 from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
+from anybatch.memory.counted import Counted, what_is_counted
 from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import MemoryTimeline, timeline
@@ -90,6 +91,11 @@ class MemoryReport:
         return seen if self.allocator is None else max(seen, self.allocator.peak_bytes)
 
     @property
+    def counted(self) -> Counted:
+        """What `peak_bytes` counts."""
+        return "in tensors" if self.allocator is None else "allocated"
+
+    @property
     def at_peak(self) -> Mapping[str, int]:
         """Memory at the peak by purpose, in bytes."""
         # Workspaces of kernels are in the allocator's count, and in no tensor.
@@ -145,7 +151,7 @@ class MemoryReport:
         moment = course.peak_moment
         place = [course.mark_before(moment), course.phases[moment]]
         named = ", ".join(dict.fromkeys(word for word in place if word))
-        return f"peak {in_bytes(self.peak_bytes)} in {named}"
+        return f"peak {in_bytes(self.peak_bytes)} {self.counted}, in {named}"
 
     @property
     def _where_from(self) -> str:
@@ -153,7 +159,7 @@ class MemoryReport:
         return f"{self._where}{f', by {operation}' if operation else ''}"
 
     def _words_below(self) -> list[str]:
-        lines = [] if self.allocator is None else [str(self.allocator)]
+        lines = [what_is_counted(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
         reserve = self.reserve
         if reserve is not None:
             lines.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")

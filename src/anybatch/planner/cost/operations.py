@@ -26,6 +26,8 @@ _PRODUCTS = {
 }
 """Which arguments are multiplied."""
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
+_TRANSPOSED, _GROUPS = 6, 8
+"""Places of these among the arguments of `aten.convolution`, and of its backward after the first."""
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
 """These read as much of their first tensor as they write, not all of it."""
 _TAKE_MEMORY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -197,8 +199,12 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
     """Return floating-point operations, a multiplication and an addition counting as two.
 
-    Of attention under a causal mask half: kernels skip what is masked. Others as torch's own counter has them.
+    Of attention under a causal mask half: kernels skip what is masked. Convolutions by their weights: torch's counter
+    takes the gradient of weights in groups for that of dense ones, which is as many times too many as there are groups.
+    Others as torch's own counter has them.
     """
+    if kind in {"convolution", "convolution backward"}:
+        return _convolution_flops(kind, args, result)
     if kind in {"attention", "attention backward"}:
         batch, queries, keys, width = _attention_dims(kind, args)
         num_products = _FORWARD_PRODUCTS if kind == "attention" else _BACKWARD_PRODUCTS
@@ -217,6 +223,21 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
     return 0
 
 
+def _convolution_flops(kind: OperationKind, args: tuple[Any, ...], result: object) -> int:
+    """Return the operations of a convolution, or of the gradients that are asked for: each takes as many.
+
+    Each position of the output, of the input where it is transposed, meets all weights of its groups once.
+    """
+    is_backward = kind == "convolution backward"
+    output = args[0] if is_backward else result
+    image, weight = args[is_backward], args[is_backward + 1]
+    # The kernels of libraries know no transposed ones.
+    positions = image if args[is_backward:][_TRANSPOSED] is True else output
+    assert isinstance(positions, torch.Tensor), "a convolution returns a tensor"
+    num_products = sum(args[-1][:2]) if is_backward else 1
+    return int(2 * num_products * positions.shape[0] * math.prod(positions.shape[2:]) * math.prod(weight.shape))
+
+
 def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the lengths that decide how well the arithmetic units are used."""
     if kind == "matmul":
@@ -224,13 +245,19 @@ def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, .
         batch = math.prod(left[:-2])
         return batch, left[-2], right[-1] if len(right) > 1 else 1, left[-1]
     if kind == "convolution":
-        image, kernel = args[0].shape, args[1].shape
-        return image[0], kernel[1], kernel[0], math.prod(kernel[2:]), math.prod(image[2:])
+        return _convolution_dims(args)
     if kind == "convolution backward":
         # A backward takes the gradient of the output first.
-        image, kernel = args[1].shape, args[2].shape
-        return image[0], kernel[1], kernel[0], math.prod(kernel[2:]), math.prod(image[2:])
+        return _convolution_dims(args[1:])
     return _attention_dims(kind, args) if kind in {"attention", "attention backward"} else ()
+
+
+def _convolution_dims(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return (images, channels in of a group, channels out, kernel, positions, groups)."""
+    image, weight = args[0].shape, args[1].shape
+    # Groups count, since one channel in each of many takes other kernels than an image of one channel.
+    num_groups = args[_GROUPS] if len(args) > _GROUPS else max(1, image[1] // weight[1])
+    return image[0], weight[1], weight[0], math.prod(weight[2:]), math.prod(image[2:]), num_groups
 
 
 def _attention_dims(kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:

@@ -46,8 +46,8 @@ class Operation:
         bytes_written: of its results and of arguments that it changes in place.
         num_tensors: how many tensors it works on one after the other, of a foreach operation.
         dims: the lengths that decide how well arithmetic units are used: (batch, rows, columns, inner) of a matmul,
-            (images, channels in, channels out, kernel, positions) of a convolution, (batch and heads, queries, keys,
-            width) of attention; empty for others.
+            (images, channels in of a group, channels out, kernel, positions, groups) of a convolution, (batch and
+            heads, queries, keys, width) of attention; empty for others.
     """
 
     name: str

@@ -5,7 +5,9 @@ from textwrap import wrap
 
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.core.units import in_bytes, three_digits
+from anybatch.memory.counted import Counted
 from anybatch.parallel.strategy import Strategy
+from anybatch.planner.budget import Budget
 from anybatch.planner.proposals.changes import Change
 from anybatch.planner.proposals.combinations import Answer, Combination
 from anybatch.planner.proposals.how_to_write import engine_line, strategy_lines
@@ -59,13 +61,29 @@ def in_seconds(seconds: float) -> str:
     return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
+def counted_ways(fit: Fit) -> tuple[Counted, Counted]:
+    """Return what the two figures of `peak_text` count."""
+    return "in tensors", "allocated" if fit.on_cpu else "in all"
+
+
+def peak_text(fit: Fit, budget: Budget) -> str:
+    """Return the most memory of a step: what tensors hold of it, and what it takes of the device.
+
+    Args:
+        fit: the step.
+        budget: the device's memory.
+    """
+    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
+    sizes = zip((fit.tensor_bytes, taken), counted_ways(fit), strict=True)
+    return ", ".join(f"{in_bytes(num_bytes)} {way}" for num_bytes, way in sizes)
+
+
 def _what_fits(fit: Fit, target: PlanTarget) -> list[str]:
     budget = target.budget
-    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
     batch = plan_batch(target.effective_batch_size, fit.world_size, Cut(micro_batch_size=fit.micro_batch_size))
     lines = [
         f"micro-batches of {fit.micro_batch_size}: {batch}",
-        f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, of {in_bytes(budget.total_bytes)}",
+        f"{peak_text(fit, budget)}, of {in_bytes(budget.total_bytes)}",
     ]
     if fit.seconds is not None:
         known = "measured rates" if fit.seconds.is_calibrated else "uncalibrated"

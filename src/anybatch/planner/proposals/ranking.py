@@ -13,7 +13,7 @@ from anybatch.memory.trace import MemoryEnvelope, Peak
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
-from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
+from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, of_tensors, with_alone
 from anybatch.planner.proposals.changes import Change, changed, possible_changes
 from anybatch.planner.proposals.how_to_write import engine_line, strategy_lines
 from anybatch.planner.proposals.more_ranks import smallest_world
@@ -38,6 +38,8 @@ class Fit:
         envelope: memory at any other size, of the step (first or later) that needs most.
         asked: the micro-batch size that was asked for; None for the largest that fits.
         seconds: time of a step; None where the device's rates are not known.
+        tensor_bytes: the most that tensors hold at that size; `peak` counts the workspaces of a CPU's kernels too.
+        on_cpu: it is a CPU's memory, of which nothing is kept back.
         freely_reserved_bytes: memory that the allocator reserves at that size without a limit; None where that was not
             computed.
     """
@@ -51,6 +53,8 @@ class Fit:
     peak: Peak
     reserved_bytes: int
     envelope: MemoryEnvelope
+    tensor_bytes: int
+    on_cpu: bool
     binds: Binding | None = None
     seconds: StepSeconds | None = None
     freely_reserved_bytes: int | None = None
@@ -137,6 +141,8 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         peak=envelope.at_peak(size),
         reserved_bytes=reserved,
         envelope=envelope,
+        tensor_bytes=max(of_tensors(one).peak_bytes(size) for one in (envelopes.steady, envelopes.first)),
+        on_cpu=envelopes.profile == "cpu",
         binds=envelopes.binding(largest, usable, share),
         # How long weights travel within micro-batches is not known.
         seconds=None if envelopes.sharded else target.seconds(costs, size, spec.world_size),

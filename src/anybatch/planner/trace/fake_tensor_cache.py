@@ -17,10 +17,11 @@ import torch
 
 from anybatch.core.torch_internals import SEEN, storage_key
 from anybatch.memory.ledger import DEVICE, KernelWorkspaces, MemoryLedger, OperationObserver, PoolSelector
-from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
+from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type, is_view
 from anybatch.planner.torch_internals import (
     fake_device_getter,
     keys_of,
+    known_operations,
     makes_fake_tensors,
     operation,
     schema_of,
@@ -42,6 +43,20 @@ _NOT_BY_SHAPE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_vi
 _UNDESCRIBED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 """Operations that keep memory for their backward of which torch's description of them says nothing."""
 _READ = operation("_local_scalar_dense.default")
+_MOVE_THE_BEGINNING = known_operations(
+    (
+        *("select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "unbind.int", "diagonal.default"),
+        *("view.default", "_unsafe_view.default", "_reshape_alias.default", "unfold.default", "expand.default"),
+        *("transpose.int", "t.default", "permute.default", "unsqueeze.default", "squeeze.default", "squeeze.dim"),
+        *("squeeze.dims", "detach.default", "alias.default"),
+    )
+)
+"""Views that begin as far behind their argument's beginning wherever that is; others count bytes, or from the start."""
+_FROM_THE_START = known_operations(("as_strided_copy.default", "as_strided_scatter.default"))
+"""Operations that are no views, and whose results depend on where their arguments begin in memory."""
+_SELECT = operation("select.int")
+_PLACES: Mapping[Any, int] = {_SELECT: 2, operation("select_backward.default"): 3}
+"""The argument, by its number and the last, that says only which row of a tensor a result is of."""
 _META = torch.device("meta")
 _device_of = fake_device_getter()
 
@@ -110,7 +125,12 @@ class FakeLedger(MemoryLedger):
                 return NotImplemented  # its parts come next
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
-        self._see(func, args, kwargs, result)
+        entry = self._run.entry
+        if entry is None or entry.takes_memory or self._kernels is not None:
+            self._see(func, args, kwargs, result)
+        elif self._on_operation is not None:
+            # Views of what is booked already, or was there before.
+            self._on_operation(func, args, kwargs, result, self.current_phase)
         return result
 
 
@@ -132,12 +152,13 @@ class _TensorMetadata:
         base: the number of the argument whose memory it shares; None if it has its own.
         size: its lengths.
         stride: its strides.
-        offset: where it begins in its memory.
+        offset: where it begins in its memory; of a view, in elements behind the beginning of that argument.
         dtype: its type.
         device: that it says it is on.
         is_conjugate: whether it is a conjugate view of its memory.
         is_negative: the same of negation.
         attributes: the Python attributes that torch has set on it.
+        is_strided_view: whether it is a view of the same numbers, with other strides at most.
     """
 
     base: int | None
@@ -149,6 +170,7 @@ class _TensorMetadata:
     is_conjugate: bool
     is_negative: bool
     attributes: Mapping[str, object]
+    is_strided_view: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +191,12 @@ class _CachedResult:
     Attributes:
         kind: `tuple` or `list`; None for a single result.
         parts: the results, one by one; a number or None stands for itself.
+        takes_memory: whether one of them may: they are not all views of arguments, or no tensors.
     """
 
     kind: type | None
     parts: tuple[_TensorMetadata | _Argument | int | None, ...]
+    takes_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +205,14 @@ class _CachedOperation:
 
     Attributes:
         is_cacheable: whether its results depend on shapes, types and numbers alone.
+        by_offset: whether they depend on where in memory its arguments begin.
+        place: the number of the argument that says only which row is taken; None for no such argument.
         results: by everything they depend on; None where the first result cannot be made again.
     """
 
     is_cacheable: bool
+    by_offset: bool = True
+    place: int | None = None
     results: dict[tuple[object, ...], _CachedResult | None] = field(default_factory=dict)
 
 
@@ -211,7 +239,9 @@ class ResultCache:
             if func in _UNDESCRIBED:
                 message = f"torch does not say what {func} keeps for its backward"
                 raise NotImplementedError(message)
-            found = self._operations[func] = _CachedOperation(_depends_on_shapes(func))
+            found = self._operations[func] = _CachedOperation(
+                _depends_on_shapes(func), by_offset=_depends_on_offsets(func), place=_PLACES.get(func)
+            )
         return found
 
 
@@ -232,7 +262,7 @@ class CachedOperations:
     def __init__(self, mode: FakeTensorMode, cache: ResultCache | None = None) -> None:
         self._mode = mode
         self._cache = ResultCache() if cache is None else cache
-        self.entry: object | None = None
+        self.entry: _CachedResult | None = None
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 (as torch)
         """Return the result of `func(*args, **kwargs)`.
@@ -251,10 +281,11 @@ class CachedOperations:
         # The default type and inference mode change the result of the same operation on the same arguments.
         key: list[object] = [torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         tensors: list[FakeTensor] = []
+        shift, of_key = (0, args) if known.place is None else _row(func, args, known.place)
         if (
             not known.is_cacheable
-            or not self._add_to_key(args, key, tensors)
-            or (kwargs and not self._add_to_key(kwargs.values(), key, tensors))
+            or not self._add_to_key(of_key, key, tensors, by_offset=known.by_offset)
+            or (kwargs and not self._add_to_key(kwargs.values(), key, tensors, by_offset=known.by_offset))
         ):
             return func(*args, **kwargs)
         whole = tuple(key)
@@ -262,19 +293,21 @@ class CachedOperations:
         if entry is not None:
             self.entry = entry
             if entry.kind is None:
-                return self._remade(entry.parts[0], tensors)
-            return entry.kind([self._remade(part, tensors) for part in entry.parts])
+                return self._remade(entry.parts[0], tensors, shift)
+            return entry.kind([self._remade(part, tensors, shift) for part in entry.parts])
         result = func(*args, **kwargs)
         # An entry may be None: a result that could not be made again once is computed each time.
         if whole not in known.results:
-            known.results[whole] = self._entry_of(result, tensors)
+            known.results[whole] = self._entry_of(result, tensors, shift)
         return result
 
     def _is_constant(self, tensor: Any) -> bool:  # noqa: ANN401 (any argument)
         """Return whether the program itself has written the numbers of a tensor of this mode."""
         return type(tensor) is FakeTensor and tensor.constant is not None and tensor.fake_mode is self._mode
 
-    def _add_to_key(self, values: Iterable[Any], key: list[object], tensors: list[FakeTensor]) -> bool:
+    def _add_to_key(
+        self, values: Iterable[Any], key: list[object], tensors: list[FakeTensor], *, by_offset: bool
+    ) -> bool:
         """Append all that results depend on, and the tensors; return whether that is possible."""
         for value in values:
             kind = type(value)
@@ -282,33 +315,43 @@ class CachedOperations:
                 if value.constant is not None or value.fake_mode is not self._mode:
                     return False  # its numbers are known, and torch computes with them
                 tensors.append(value)
-                key += (value.shape, value.stride(), value.dtype, value.storage_offset(), _device_of(value))
+                key += (value.shape, value.stride(), value.dtype, _device_of(value))
                 key += (value.layout, value.requires_grad, value.is_conj(), value.is_neg())
+                if by_offset:
+                    key.append(value.storage_offset())
             elif kind in _PLAIN:
                 key += (kind, value)  # 1 and 1.0 are equal, and give other types
             elif kind in _LISTS:
                 key += (kind, len(value))
-                if not self._add_to_key(value, key, tensors):
+                if not self._add_to_key(value, key, tensors, by_offset=by_offset):
                     return False
             else:
                 return False
         return True
 
     def _remade(
-        self, part: _TensorMetadata | _Argument | int | None, tensors: Sequence[FakeTensor]
+        self, part: _TensorMetadata | _Argument | int | None, tensors: Sequence[FakeTensor], shift: int
     ) -> FakeTensor | int | None:
-        if isinstance(part, _TensorMetadata):
-            return self._made(part, tensors)
+        if type(part) is _TensorMetadata:
+            return self._made(part, tensors, shift)
         return tensors[part.number] if isinstance(part, _Argument) else part
 
-    def _made(self, part: _TensorMetadata, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        """Make a tensor in the way of `FakeTensor.__new__`, without the questions whose answers are known."""
+    def _made(self, part: _TensorMetadata, tensors: Sequence[FakeTensor], shift: int) -> FakeTensor:
+        """Make a tensor in the way of `FakeTensor.__new__`, without the questions whose answers are known.
+
+        A view begins `shift` elements further than the row 0 that it is described for.
+        """
         with undispatched():
             if part.base is None:
                 empty = torch.empty_strided(part.size, part.stride, dtype=part.dtype, device=_META)
             else:
-                empty = torch.empty(0, dtype=part.dtype, device=_META)
-                empty.set_(tensors[part.base].untyped_storage(), part.offset, part.size, part.stride)
+                base = tensors[part.base]
+                begin = base.storage_offset() + part.offset + shift
+                if part.is_strided_view:
+                    empty = base.as_strided(part.size, part.stride, begin)
+                else:
+                    empty = torch.empty(0, dtype=part.dtype, device=_META)
+                    empty.set_(base.untyped_storage(), begin, part.size, part.stride)
             options = {"dispatch_device": True, "device_for_backend_keys": part.device}
             tensor: FakeTensor = subclass_of(FakeTensor, empty, False, **options)  # noqa: FBT003 (takes no keyword)
             if part.is_conjugate:
@@ -319,7 +362,7 @@ class CachedOperations:
         vars(tensor).update(part.attributes, fake_mode=self._mode)
         return tensor
 
-    def _entry_of(self, result: object, tensors: Sequence[FakeTensor]) -> _CachedResult | None:
+    def _entry_of(self, result: object, tensors: Sequence[FakeTensor], shift: int) -> _CachedResult | None:
         """Return what such a result is made from; None if it cannot be made."""
         kind = type(result) if isinstance(result, list | tuple) else None
         if kind not in {None, list, tuple}:
@@ -331,7 +374,7 @@ class CachedOperations:
             if one is None or type(one) is int:
                 parts.append(one)
                 continue
-            part = self._part_of(one, tensors)
+            part = self._part_of(one, tensors, shift)
             if part is None:
                 return None
             if type(part) is _TensorMetadata and part.base is None:
@@ -339,9 +382,18 @@ class CachedOperations:
                     return None  # two results in the same new memory
                 own_storages.add(storage_of(one))
             parts.append(part)
-        return _CachedResult(kind, tuple(parts))
+        # An argument in the place of a result may be memory that nobody has booked.
+        takes_memory = any(
+            type(one) is _Argument or (type(one) is _TensorMetadata and one.base is None) for one in parts
+        )
+        return _CachedResult(kind, tuple(parts), takes_memory)
 
-    def _part_of(self, tensor: Any, tensors: Sequence[FakeTensor]) -> _TensorMetadata | _Argument | None:  # noqa: ANN401
+    def _part_of(
+        self,
+        tensor: Any,  # noqa: ANN401 (any result)
+        tensors: Sequence[FakeTensor],
+        shift: int,
+    ) -> _TensorMetadata | _Argument | None:
         if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
             return None
         for number, one in enumerate(tensors):
@@ -354,20 +406,23 @@ class CachedOperations:
             value is not None and type(value) is not torch.device for value in attributes.values()
         ):
             return None
+        begin = int(tensor.storage_offset())
+        turned = [one.is_conj() or one.is_neg() for one in (tensor, *(tensors[at] for at in bases))]
         part = _TensorMetadata(
             base=bases[0] if bases else None,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
+            offset=begin - tensors[bases[0]].storage_offset() - shift if bases else begin,
             dtype=tensor.dtype,
             device=tensor.fake_device,
             is_conjugate=tensor.is_conj(),
             is_negative=tensor.is_neg(),
             attributes=attributes,
+            is_strided_view=any(tensors[at].dtype is tensor.dtype for at in bases) and not any(turned),
         )
         try:
             # The first result is made a second time and compared: a change in torch must not change plans unnoticed.
-            again = metadata_of(self._made(part, tensors))
+            again = metadata_of(self._made(part, tensors, shift))
         except (TypeError, RuntimeError, AttributeError):  # torch makes such tensors in another way by now
             return None
         return part if again == metadata_of(tensor) else None
@@ -382,6 +437,26 @@ def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch's type has no 
         return False
     # An operation in place returns its argument as it is; one with `out=` may give it another shape.
     return not schema_of(func).is_mutable or name.endswith("_")
+
+
+def _depends_on_offsets(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
+    """Return whether results depend on where in memory the arguments begin, other than by beginning as far behind."""
+    return func in _FROM_THE_START or (is_view(func) and func not in _MOVE_THE_BEGINNING)
+
+
+def _row(func: Any, args: tuple[Any, ...], place: int) -> tuple[int, tuple[Any, ...]]:  # noqa: ANN401 (as torch)
+    """Return by how many elements a row begins behind the first one, and the arguments without its number.
+
+    What is no number of a row is left among the arguments, so that the operation itself refuses it.
+    """
+    of, dim, index = args[place - 2], args[place - 1], args[place] if len(args) > place else None
+    sizes = of.shape if func is _SELECT else of
+    if type(index) is not int or type(dim) is not int or not -len(sizes) <= dim < len(sizes):
+        return 0, args
+    length = sizes[dim]
+    if type(length) is not int or not -length <= index < length:
+        return 0, args
+    return (index % length * of.stride(dim) if func is _SELECT else 0), args[:place]
 
 
 def storage_of(tensor: torch.Tensor) -> int:

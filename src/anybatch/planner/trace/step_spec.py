@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from anybatch.core.loss import declared
 from anybatch.core.tree import Batch
 from anybatch.engine.spec import TrainSpec
 from anybatch.parallel.strategy import Strategy
@@ -67,6 +68,22 @@ class StepSpec:
             changes: fields of `TrainSpec`. The step must have been built.
         """
         return dataclasses.replace(self, train=dataclasses.replace(self.trained, **changes))  # type: ignore[arg-type]  # mypy does not know the fields
+
+
+def samples_there(spec: StepSpec, share: int | None) -> int | None:
+    """Return of how many samples a step has the inputs at once; None for those of the micro-batches that are traced.
+
+    Where a loss counts items in the data, a rank's share is loaded before its first micro-batch runs: its divisor has
+    to be known. An accelerator gets it piece by piece all the same.
+
+    Args:
+        spec: the step, which has been built.
+        share: samples of a rank; None where that is not known.
+    """
+    if spec.profile != "cpu":
+        return None
+    counts_data = declared(spec.trained.loss).needs_data_to_count
+    return share if spec.input_samples is None and counts_data else spec.input_samples
 
 
 def built(spec: StepSpec) -> tuple[StepSpec, str | None]:

@@ -367,7 +367,8 @@ class _TwinRun:
         return Engine.from_spec(train, hardware, observer=self)
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
-        self.offloads = self.offloads or saves_on_host()
+        if seen[-1] == "forward":  # what a backward needs is saved there, or again where a block is run again
+            self.offloads = self.offloads or saves_on_host()
         if self._recorder is not None:
             self._recorder(*seen)
 

@@ -1,0 +1,28 @@
+"""What a figure of memory counts: a term and what it means, the same in all that is printed and in docs/memory.md."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Literal
+
+Counted = Literal["in tensors", "allocated", "in all", "resident"]
+"""Ways of counting, each wider than the one before it."""
+
+MEANINGS: Final[Mapping[Counted, str]] = MappingProxyType(
+    {
+        "in tensors": "what tensors that are alive at once hold",
+        "allocated": "tensors and the workspaces of kernels, as an allocator hands them out",
+        "in all": "all that the allocator reserves, the device's context and its libraries",
+        "resident": "the whole process, with interpreter, libraries and data",
+    }
+)
+
+_BEGINS = "counted: "
+
+
+def what_is_counted(*ways: Counted) -> str:
+    """Return the lines below figures that are counted in these ways, one for each: `counted: in tensors, ...`.
+
+    Args:
+        ways: those that are printed.
+    """
+    return "\n".join(f"{_BEGINS if way is ways[0] else '':{len(_BEGINS)}}{way}, {MEANINGS[way]}" for way in ways)

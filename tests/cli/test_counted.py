@@ -1,0 +1,126 @@
+"""What figures of memory count: the same terms in the output of each verb, and the same bytes where terms are equal."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import anybatch as ab
+from anybatch.cli.main import main
+from anybatch.cli.memory import record
+from anybatch.cli.screen import summary
+from anybatch.cli.status import Status
+from anybatch.diagnostics.tune_report import SizeResult, TuneReport
+from anybatch.memory.counted import MEANINGS, Counted, what_is_counted
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
+from tests.architecture.source_tree import ROOT
+from tests.cli.small import SPEC
+from tests.cli.test_memory import outcome
+from tests.faults import sees
+
+NUM_VALUES, LENGTH, NUM_WINDOWS = 50, 12, 64
+
+
+class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Pieces of one long tensor, which is in memory whatever a step loads of it."""
+
+    def __init__(self) -> None:
+        self.values = torch.arange(NUM_WINDOWS * LENGTH + 1) % NUM_VALUES
+
+    def __len__(self) -> int:
+        return NUM_WINDOWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        piece = self.values[index * LENGTH : (index + 1) * LENGTH + 1]
+        return {"values": piece[:-1], "labels": piece[1:]}
+
+
+def of_windows(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross-entropy over the labels."""
+    return functional.cross_entropy(model(batch["values"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def windows_job() -> ab.Job:
+    """Return a job whose loss counts labels, so that a step loads all of them before it runs."""
+    return ab.Job(
+        model=lambda: nn.Sequential(nn.Embedding(NUM_VALUES, 8), nn.Linear(8, NUM_VALUES)),
+        optimizer=lambda named, rate: torch.optim.AdamW([p for _, p in named], lr=rate),
+        loss=ab.mean_over_tokens(of_windows, shift=False),
+        dataset=Windows,
+        defaults=ab.Defaults(effective_batch_size=32, steps=4, learning_rate=1e-3),
+    )
+
+
+@sees(
+    "memory: a view of what was there before counts as new",
+    "src/anybatch/memory/ledger.py",
+    "storage_key(view.untyped_storage()) not in self._live",
+    "storage_key(view.untyped_storage()) in ()",
+    cases=["windows"],
+)
+@sees(
+    "plan: of a counted batch two micro-batches are there",
+    "src/anybatch/planner/trace/step_spec.py",
+    "return share if spec.input_samples is None and counts_data else spec.input_samples",
+    "return spec.input_samples",
+    cases=["windows"],
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "micro_batch_size", "number_bytes"),
+    [(SPEC, 4, 8), (SPEC, 2, 8), ("tests.cli.test_counted:windows_job", 8, 4)],
+    ids=["two", "four", "windows"],
+)
+def test_plan_and_memory_agree(recipe: str, micro_batch_size: int, number_bytes: int) -> None:
+    """What tensors hold in a step is the same number of bytes as planned for a CPU and as measured on it.
+
+    Planned are two micro-batches; of each further one a step keeps one number, its loss.
+    """
+    measured = record(
+        recipe,
+        limit=None,
+        allocator=False,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=None,
+        precision="fp32",
+        seed=0,
+    )
+    plan = ab.plan(recipe, device="cpu:8GiB", micro_batch_size=micro_batch_size, proposals=False)
+
+    assert measured.counted == "in tensors"
+    num_further = plan.accumulation_steps - NUM_MICRO_BATCHES
+    assert plan.baseline.tensor_bytes + num_further * number_bytes == measured.peak_bytes
+    assert plan.baseline.reserved_bytes >= plan.baseline.tensor_bytes
+
+
+def test_each_verb_says_what_it_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`memory`, `plan`, `tune` and `train` name the way in which their figure is counted, and what it means."""
+    assert main(["memory", SPEC]) == Status.DONE
+    memory = capsys.readouterr().out
+    assert re.search(r"^peak \S+ \S+ in tensors, in ", memory, re.MULTILINE)
+    assert f"\n{what_is_counted('in tensors')}\n" in memory
+    on_cpu = str(ab.plan(SPEC, device="cpu:8GiB", proposals=False))
+    assert re.search(r"^peak +\S+ \S+ in tensors, \S+ \S+ allocated, in ", on_cpu, re.MULTILINE)
+    assert f"\n{what_is_counted('in tensors', 'allocated')}\n" in on_cpu
+    on_cuda = str(ab.plan(SPEC, device="8GiB", proposals=False))
+    assert re.search(r"^peak +\S+ \S+ in tensors, \S+ \S+ in all, in ", on_cuda, re.MULTILINE)
+    assert f"\n{what_is_counted('in tensors', 'in all')}\n" in on_cuda
+    sizes = (SizeResult(size=1, num_micro_batches=2, samples_per_second=1.0, peak_bytes=2**20),)
+    tuned = str(TuneReport(num_samples=2, device="cpu", sizes=sizes))
+    assert tuned.splitlines()[2].endswith("in tensors")
+    assert f"\n{what_is_counted('in tensors')}\n" in tuned
+    on_host, on_device = (summary(outcome(tmp_path, 2**29, limit), tensorboard="") for limit in (None, 2**30))
+    assert f"peak 512 MiB resident on rank 0: {MEANINGS['resident']}" in on_host
+    assert f"allocated on rank 0: {MEANINGS['allocated']}" in on_device
+
+
+def test_the_page_has_the_same_words() -> None:
+    """docs/memory.md says of each way of counting what the output says, word for word."""
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    section = text[text.index("### What each verb counts") :].split("\n### ")[0]
+
+    assert {way for way in get_args(Counted) if f"| {way} | {MEANINGS[way]} |" not in section} == set()
