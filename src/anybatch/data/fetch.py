@@ -9,7 +9,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.core.randomness import sample_seed
 from anybatch.core.tree import Batch, count_samples, map_tensors
-from anybatch.data.collate import Packed, Padded
+from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError
 
@@ -52,7 +52,8 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
     Raises:
         DataError: with both numbers.
     """
-    if collate is default_collate or isinstance(collate, (AnyRows, Packed)):  # torch's own has a row for each
+    # torch's own has a row for each
+    if collate is default_collate or isinstance(collate, (AnyRows, Packed, PaddedOrPacked)):
         return
     if isinstance(collate, Padded) and collate.shapes:
         return
@@ -78,10 +79,12 @@ class UnitKey:
     Args:
         epoch: the epoch, from 0.
         sample_ids: its samples, in order.
+        packed: they are packed, if their collate function can pad and pack.
     """
 
     epoch: int
     sample_ids: tuple[int, ...]
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ class UnitLoader:
         if self._indexes_tensors:
             rows = torch.tensor(key.sample_ids)
             return [tensor[rows] for tensor in self.dataset.tensors]
-        return collate_unit(self.collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
+        collate = in_layout(self.collate, packed=key.packed)
+        return collate_unit(collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
 
     @property
     def _indexes_tensors(self) -> bool:
@@ -149,7 +153,14 @@ def draws_nothing(dataset: object) -> bool:
 
 def only_collates(collate: Collate) -> bool:
     """Whether it is known that a collate function draws no random numbers."""
-    return collate is default_collate or isinstance(collate, (Padded, Packed))
+    return collate is default_collate or isinstance(collate, (Padded, Packed, PaddedOrPacked))
+
+
+def in_layout(collate: Collate, *, packed: bool | None) -> Collate:
+    """Return what makes padded, or packed, micro-batches of a function that can do both; others as they are."""
+    if not isinstance(collate, PaddedOrPacked):
+        return collate
+    return collate.packed if packed else collate.padded
 
 
 def collate_unit(
