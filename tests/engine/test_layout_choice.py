@@ -47,15 +47,9 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_on(device: SimulatedDevice, model: Any = None, tokens: int = 40, declared: Any = DECLARED) -> ab.Engine:
     """Return an engine that cuts by length, and whose clock is that of a simulated device."""
+    model = device.runs(Language() if model is None else model)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    engine = ab.Engine(
-        device.runs(Language() if model is None else model),
-        optimizer,
-        declared,
-        micro_batch_size=ab.token_budget(tokens),
-    )
-    engine._parts.sizes.auto = Auto(clock=device.clock)
-    return engine
+    return device.times(ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(tokens)))
 
 
 def batches_of(**settings: Any) -> Any:
@@ -81,8 +75,8 @@ def batches_of(**settings: Any) -> Any:
 @pytest.mark.parametrize("layout", FASTER)
 def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
     """It is told with both times, every batch is laid out so, and the gradient is that of the un-split batch."""
-    device = SimulatedDevice(FASTER[layout])
-    with engine_on(device) as engine:
+    device, model = SimulatedDevice(FASTER[layout]), Language()
+    with engine_on(device, model) as engine:
         for batch in batches_of(num_workers=num_workers):
             found = engine.gradients(batch)
             assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
@@ -91,7 +85,7 @@ def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
             if layout == "packed":  # without padding every micro-batch but one is more than half full
                 tokens = [sum(LENGTHS[batch.sample_ids[place]] for place in plan.positions(one)) for one in plan.units]
                 assert sum(2 * one <= 40 for one in tokens) <= 1
-            engine.model.load_state_dict(Language().state_dict())
+            model.load_state_dict(Language().state_dict())
         assert engine.decisions["layout"].startswith(f"{layout}, measured: ")
 
 
@@ -291,7 +285,7 @@ def test_sampled_micro_batches_stand_for_all(lengths: list[int], packed: bool, f
 
     def cost(positions: Any) -> float:
         tokens = [lengths[place] for place in positions]
-        return fixed + (sum(tokens) if packed else len(tokens) * max(tokens))
+        return fixed + float(sum(tokens) if packed else len(tokens) * max(tokens))
 
     plan = plan_by_length(of_batch, 1, Cut(), budget)
     chosen = sampled_units(of_batch, budget)
@@ -325,7 +319,7 @@ def test_layouts_are_timed_in_turns() -> None:
         return Timed(TrialResult("ran", (next(times[packed]),)))
 
     units = {False: [SampledUnit([0, 1], 2.0), SampledUnit([2], 1.0)], True: [SampledUnit([0, 1, 2], 3.0)]}
-    seconds, failed = seconds_of_steps(runs, LOADS, units)  # type: ignore[arg-type]  # batches are what was asked for
+    seconds, failed = seconds_of_steps(runs, LOADS, units)
     assert order == [False, False, True] * 3
     assert seconds == {False: 2.0 * 2.0 + 1.0, True: 15.0}
     assert not failed
@@ -346,6 +340,6 @@ def test_a_layout_that_fails_has_no_time(result: TrialResult) -> None:
         return Timed(result if packed else TrialResult("ran", (1.0,)))
 
     units = {packed: [SampledUnit([0], 1.0)] for packed in (False, True)}
-    seconds, failed = seconds_of_steps(runs, LOADS, units)  # type: ignore[arg-type]  # batches are what was asked for
+    seconds, failed = seconds_of_steps(runs, LOADS, units)
     assert seconds == {False: 1.0}
     assert failed == {True: result.error or "it runs out of memory"}
