@@ -139,10 +139,11 @@ def batches(
         num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
         pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
         lengths: how long each sample is, for engines that cut by length (`micro_batch_size=ab.token_budget(8192)`),
-            with a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`, or `PaddedOrPacked`): a list of
-            whole numbers by sample id; the name of a field or column that holds them, or is that long ("input_ids");
-            or a function of a sample. By a field or function every rank loads all samples of a batch before it is cut,
-            once in a run; a column of a Hugging Face data set and a stream cost nothing more. See docs/lengths.md.
+            with a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`; or
+            `PaddedOrPacked`, the faster of both): a list of whole numbers by sample id; the name of a field or column
+            that holds them, or is that long ("input_ids"); or a function of a sample. By a field or function every
+            rank loads all samples of a batch before it is cut, once in a run; a column of a Hugging Face data set and a
+            stream cost nothing more. See docs/lengths.md.
         start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
             None: where the engine stands that steps the first batch, so that a loop over epochs which makes its batches
             anew in each, or iterates the same ones again, is one run. After `Engine.load` that is exactly where the
