@@ -58,7 +58,7 @@ def words_of(owner: random.Random) -> Callable[[], bytes] | None:
     """Return what reads the words of a generator where they lie; None where they do not lie there.
 
     Args:
-        owner: the generator.
+        owner: the generator; it has to stay as long as it is read.
     """
     offset = object.__basicsize__
     base = random.Random.__base__
