@@ -13,6 +13,7 @@ from anybatch.data.indexed import IndexedSource
 from anybatch.data.iteration import Iteration, OpenSource
 from anybatch.data.lengths import Lengths
 from anybatch.data.options import BatchOptions, pins_memory
+from anybatch.data.sample_loaders import yields_samples
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
 from anybatch.errors import DataError
@@ -112,8 +113,9 @@ def batches(
     Args:
         dataset: one of three.
             A data set with an index, that is `__getitem__` and `__len__`.
-            A stream: a torch `IterableDataset`, or any object whose `__iter__` starts afresh. Every rank reads all of
-            it, so it must yield the same on every rank and not divide itself by rank. At most one worker.
+            A stream: a torch `IterableDataset`, a loader of single samples (a `DataLoader`, or torchdata's stateful
+            one, with `batch_size=None`), or any object whose `__iter__` starts afresh. Every rank reads all of it, so
+            it must yield the same on every rank and not divide itself by rank. At most one worker.
             `Shards`, a stream in a fixed number of parts. At most one worker per shard.
             Before an epoch of a stream its `set_epoch(epoch)` is called, if it has that method.
         effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller.
@@ -190,10 +192,11 @@ def _has_index(dataset: object) -> bool:
 
 def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa: ANN401
     # A loader of batches would be cut a second time, into batches of batches.
-    if isinstance(dataset, (DataLoader, Batches)):
+    if isinstance(dataset, Batches) or (isinstance(dataset, DataLoader) and not yields_samples(dataset)):
         message = (
             f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "
-            "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler)."
+            "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler), or a loader "
+            "that yields samples, with batch_size=None."
         )
         raise DataError(message)
     if isinstance(dataset, Shards):
