@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
@@ -72,9 +72,10 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
         raise DataError(message)
 
 
-@dataclass(frozen=True, slots=True)
-class UnitKey:
+class UnitKey(NamedTuple):
     """Everything that decides what a unit holds. Equal keys load equal data, in any process.
+
+    A tuple, since it is sent to workers, which takes longer for other classes.
 
     Args:
         epoch: the epoch, from 0.
@@ -111,7 +112,18 @@ class UnitLoader:
             return []  # they are read as they are collated
         if reads_together(dataset):
             return list(dataset.__getitems__(list(key.sample_ids)))
-        return [self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids]
+        loaded, sample_id = [], None
+        try:
+            for sample_id in key.sample_ids:
+                if seed is not None:
+                    seed(sample_seed(self.seed, key.epoch, sample_id))
+                loaded.append(dataset[sample_id])
+        except Exception as error:
+            error.add_note(
+                f"anybatch: while loading sample {sample_id} of {type(dataset).__name__}, epoch={key.epoch}."
+            )
+            raise
+        return loaded
 
     def collated(self, key: UnitKey, samples: list[Any], seed: Seed | None) -> Batch:
         """Return the samples of a unit as a batch."""
@@ -124,15 +136,6 @@ class UnitLoader:
     @property
     def _indexes_tensors(self) -> bool:
         return type(self.dataset) is TensorDataset and self.collate is default_collate
-
-    def _sample(self, sample_id: int, epoch: int, seed: Seed | None) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
-        if seed is not None:
-            seed(sample_seed(self.seed, epoch, sample_id))
-        try:
-            return self.dataset[sample_id]
-        except Exception as error:
-            error.add_note(f"anybatch: while loading sample {sample_id} of {type(self.dataset).__name__}, {epoch=}.")
-            raise
 
 
 def reads_together(dataset: object) -> bool:
