@@ -33,8 +33,6 @@ from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
-CHOICE = "src/anybatch/engine/micro_batch_size/layout_choice.py"
-TRIALS = "src/anybatch/engine/micro_batch_size/budget_trials.py"
 FASTER = {"packed": 0.5, "padded": 2.0}
 """How much longer a packed token takes than a padded one, by which layout is then the faster."""
 
@@ -60,7 +58,7 @@ def batches_of(**settings: Any) -> Any:
 
 @sees(
     "the slower layout is taken",
-    TRIALS,
+    "src/anybatch/engine/micro_batch_size/budget_trials.py",
     "packed = seconds[True] < seconds[False]",
     "packed = seconds[True] > seconds[False]",
 )
@@ -109,7 +107,7 @@ def test_a_stream_is_laid_out_as_is_faster(layout: str) -> None:
 
 @sees(
     "each rank takes the layout that is faster on it",
-    TRIALS,
+    "src/anybatch/engine/micro_batch_size/budget_trials.py",
     "lambda: self._faster(batch, lengths, known, self._trial.cut_run(generators))\n            )[0]",
     "lambda: self._faster(batch, lengths, known, self._trial.cut_run(generators))\n            )[self._world.rank]",
 )
@@ -189,7 +187,7 @@ class OnlyPadded(Language):
 
 @sees(
     "a model that lets packed samples see each other is packed for",
-    CHOICE,
+    "src/anybatch/engine/micro_batch_size/layout_choice.py",
     "if difference > run.rounding:",
     "if False:",
 )
@@ -272,7 +270,12 @@ LOADS = {
 """Load no samples, but what was asked for."""
 
 
-@sees("a sampled micro-batch stands for itself alone", CHOICE, "of_all / weight if weight", "1.0 if weight")
+@sees(
+    "a sampled micro-batch stands for itself alone",
+    "src/anybatch/engine/micro_batch_size/layout_choice.py",
+    "of_all / weight if weight",
+    "1.0 if weight",
+)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
     packed=st.booleans(),
@@ -327,7 +330,7 @@ def test_layouts_are_timed_in_turns() -> None:
 
 @sees(
     "a layout that runs out of memory takes no time",
-    CHOICE,
+    "src/anybatch/engine/micro_batch_size/layout_choice.py",
     "if packed not in failed\n",
     "if True\n",
 )

@@ -327,8 +327,8 @@ def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> N
 @sees(
     "a resumed run cuts as before under another budget",
     "src/anybatch/engine/micro_batch_size/sizes.py",
-    'if saved.get("budget_tokens") == tokens:',
-    "if True:",
+    'is_same = saved.get("budget_tokens") == tokens',
+    "is_same = True",
 )
 def test_a_size_that_was_found_holds_under_its_budget_only(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run cuts where the first one found tokens to be cheapest, unless another budget is named."""
