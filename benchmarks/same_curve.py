@@ -54,7 +54,7 @@ def double() -> ab.Job:
 
 def padded() -> ab.Job:
     """Return the job of `finetune` in float64."""
-    return in_double(finetune())
+    return in_double(finetune(layout="padded"))
 
 
 def packed() -> ab.Job:

@@ -199,8 +199,8 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
 @sees(
     "augmentation depends on the unit",
     "src/anybatch/data/fetch.py",
-    "self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids",
-    "self._sample(sample_id, key.epoch + len(key.sample_ids), seed) for sample_id in key.sample_ids",
+    "seed(sample_seed(self.seed, key.epoch, sample_id))",
+    "seed(sample_seed(self.seed, key.epoch + len(key.sample_ids), sample_id))",
     also=["tests/engine/test_invariance.py::test_a_run_without_dropout_does_not_depend_on_the_cut"],
 )
 def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:

@@ -13,6 +13,7 @@ import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.randomness import sample_seed
 from anybatch.core.splitting import Cut
+from anybatch.data.python_generator import PythonGenerator, words_of
 from anybatch.data.random_state import seed_generators
 from tests.faults import sees
 
@@ -100,6 +101,43 @@ def test_the_callers_generators_are_as_they_were(draw: str) -> None:
             list(Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch))
 
         assert [random.random(), *pair, *np.random.randn(2).tolist(), float(torch.rand(()))] == expected
+
+
+@sees(
+    "a normal number that python keeps from a pair is not looked at",
+    "src/anybatch/data/python_generator.py",
+    "else (self._words(), self._owner.gauss_next)",
+    "else (self._words(), None)",
+)
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.gauss(0.0, 1.0), lambda: random.seed(5), lambda: random.randbytes(3)]
+)
+@pytest.mark.parametrize("reads", [True, False])
+def test_pythons_generator_is_seen_where_it_lies(draw: Any, reads: bool) -> None:
+    """What is read is the state that python tells; a draw shows in it, and putting it back undoes the draw."""
+    generator = PythonGenerator(reads=reads)
+    random.seed(7)
+    for _ in range(1_300):  # over the end of the words, twice
+        before, state = generator.look(), random.getstate()
+        assert generator.look() == before
+        draw()
+        assert generator.look() != before or random.getstate() == state
+        drawn = random.getstate()
+        generator.put_back(before)
+        assert random.getstate() == state
+        random.setstate(drawn)
+
+
+def test_another_layout_of_pythons_generator_is_noticed() -> None:
+    """Where words do not lie where CPython keeps them, they are asked for."""
+    assert words_of(random.getstate.__self__) is not None  # type: ignore[attr-defined]  # a bound method
+
+    class Other(random.Random):
+        def getstate(self) -> Any:
+            version, words, gauss = super().getstate()
+            return version, words[::-1], gauss
+
+    assert words_of(Other(3)) is None
 
 
 def test_another_bit_generator_in_the_place_of_numpys() -> None:

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.data import Packed, Padded
+from anybatch.data import Packed, Padded, PaddedOrPacked
+from anybatch.engine.micro_batch_size import budget_trials
+from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.testing import relative_error
 from tests.engine.cases import plain_gradients
 
@@ -109,6 +112,63 @@ def gradient_errors(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, st
             gradients = {name: whole(gradient) for name, gradient in engine.gradients(batch).items()}
             found[collate, strategy, tokens] = relative_error(gradients, expected_gradients(batch.sample_ids))
     return found
+
+
+class SimulatedDevice:
+    """A clock that forwards move on: by a fixed time, and by one for each token, which is another where it is packed.
+
+    Args:
+        packed_factor: how much longer a packed token takes.
+
+    Attributes:
+        newest: the layout of the newest forward.
+    """
+
+    def __init__(self, packed_factor: float) -> None:
+        self._packed_factor = packed_factor
+        self._seconds = 0.0
+        self.newest = ""
+
+    def clock(self) -> float:
+        """Return the time."""
+        return self._seconds
+
+    def times(self, engine: ab.Engine) -> ab.Engine:
+        """Return an engine that takes the times of its trial runs from it."""
+        engine._parts.sizes.auto = Auto(clock=self.clock)  # noqa: SLF001 (nobody names the clock of a budget)
+        return engine
+
+    def runs(self, model: nn.Module) -> nn.Module:
+        """Return a model that runs on it."""
+        model.register_forward_pre_hook(self._forward)
+        return model
+
+    def _forward(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        is_packed = arguments[2] is not None
+        self.newest = "packed" if is_packed else "padded"
+        self._seconds += 1.0 + 0.1 * arguments[0].numel() * (self._packed_factor if is_packed else 1.0)
+
+
+def either_on_ranks(*packed_factors: float) -> tuple[float, str]:
+    """Run on every rank, each with a clock of its own: the error of the gradient, and the layout that was taken."""
+    world = ab.World.from_environment()
+    device = SimulatedDevice(packed_factors[world.rank])
+    model = device.runs(Language())
+    batches = ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=PaddedOrPacked())
+    batch = next(iter(batches))
+    with (
+        mock.patch.object(budget_trials, "WORTH_TIMING", 0),
+        ab.Engine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            DECLARED,
+            micro_batch_size=ab.token_budget(40),
+            world=world,
+        ) as engine,
+    ):
+        found = device.times(engine).gradients(batch)
+        assert device.newest == engine.decisions["layout"].partition(",")[0]
+        return relative_error(found, expected_gradients(batch.sample_ids)), engine.decisions["layout"]
 
 
 def whole(gradient: Any) -> Any:

@@ -45,7 +45,8 @@ def gradients(folder: Path, layout: Any, size: Any) -> dict[str, torch.Tensor]:
 def test_padded_and_packed_give_one_gradient(texts: Path) -> None:
     """Of a Llama of transformers: un-split, cut by number, and by length, padded or packed."""
     expected = gradients(texts, "padded", None)
-    for layout, size in (("padded", 3), ("padded", ab.token_budget(90)), ("packed", ab.token_budget(90))):
+    budget = ab.token_budget(90)
+    for layout, size in (("padded", 3), ("auto", 3), ("padded", budget), ("packed", budget), ("auto", budget)):
         assert relative_error(gradients(texts, layout, size), expected) <= TOLERANCE
 
 

@@ -6,6 +6,7 @@ import socket
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import anybatch as ab
+from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import DataError, UserError
+from anybatch.recipes.passages import Layout
 from anybatch.recipes.run.start import start
 from anybatch.recipes.text import (
     Block,
@@ -29,6 +33,7 @@ from anybatch.recipes.text import (
     text,
     warm_up_and_cosine,
 )
+from anybatch.testing import relative_error
 from tests.faults import sees
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog. "
@@ -303,3 +308,33 @@ def test_it_learns(tmp_path: Path) -> None:
     assert float(reports[0].counts[0]) == 16 * 32
     assert before > 6.0
     assert run.evaluate()["bits_per_byte"] < 2.5
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"), [("padded", 3), ("auto", 3), *((layout, ab.token_budget(60)) for layout in get_args(Layout))]
+)
+def test_passages_give_one_gradient_in_every_layout(tmp_path: Path, layout: Any, size: Any) -> None:
+    """That of the sum over passages by themselves, divided by all targets; and so are the bits per byte."""
+    for number in range(6):
+        passages = [SENTENCE.decode() * (number * place % 3) + "xyz" for place in range(4)]
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(passages))
+    job = text(tmp_path, layout=layout, context=50, width=16, num_layers=2, num_heads=2)
+    torch.manual_seed(0)
+    model = job.model()
+    assert isinstance(model, Transformer)
+    model.double()
+    batch = next(iter(job.train_batches(effective_batch_size=12)))
+    rows = [job.dataset()[one] for one in batch.sample_ids]
+    assert len({len(row["inputs"]) for row in rows}) > 2
+    assert max(len(row["inputs"]) for row in rows) == 50
+    sums = [F.cross_entropy(model(row["inputs"][None])[0], row["targets"], reduction="sum") for row in rows]
+    mean = torch.stack(sums).sum() / sum(len(row["targets"]) for row in rows)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(mean, parameters), strict=True))
+    spec = TrainSpec(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=job.loss, check_loss=False
+    )
+    with ab.Engine.from_spec(spec, Hardware(micro_batch_size=size)) as engine:
+        assert relative_error(engine.gradients(batch), expected) <= 1e-12
+        metrics = engine.evaluate([batch], bits_per_byte)
+    assert metrics["bits_per_byte"] == pytest.approx(mean.item() / math.log(2), rel=1e-12)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
@@ -34,12 +34,14 @@ class Placement:
         world_size: number of ranks.
         rank: this one.
         budget: cuts by length instead, with `cut` saying how units are dealt; None for by samples.
+        packed: batches whose collate function can pad and pack are packed.
     """
 
     cut: Cut
     world_size: int
     rank: int
     budget: TokenBudget | None = None
+    packed: bool = False
 
     def plan(self, num_samples: int, lengths: SampleLengths | None = None) -> BatchPlan:
         """Return the plan of an effective batch.
@@ -70,7 +72,13 @@ class Placement:
 
     def micro_batches(self, batch: "EffectiveBatch") -> Iterator[Batch]:
         """Yield the micro-batches of this rank's share of a batch, on the host."""
+        batch = self.laid_out(batch)
         return batch.feed(self.units(len(batch.sample_ids), lengths_of(batch)), self.units)
+
+    def laid_out(self, batch: Any) -> Any:  # noqa: ANN401 (an `EffectiveBatch`, with `in_layout` if there is a choice)
+        """Return a batch in the layout that was chosen, where its collate function can pad and pack."""
+        lengths = lengths_of(batch)
+        return batch if lengths is None or not lengths.either else batch.in_layout(packed=self.packed)
 
 
 def lengths_of(batch: "EffectiveBatch") -> SampleLengths | None:
@@ -95,7 +103,8 @@ class EffectiveBatch(Protocol):
 
     Attributes:
         sample_ids: global ids of its samples; the same on every rank. A batch that may be cut by length also has
-            `lengths`, a `SampleLengths`.
+            `lengths`, a `SampleLengths`; and where these say `either`, a method `in_layout(packed=)`, which returns the
+            batch padded or packed.
         seed: the seed of the run's data, the first word of every random key.
         end: where the data stands once a step on this batch has succeeded.
     """

@@ -21,6 +21,7 @@ class Sizes:
         budget_tokens: most tokens of one forward and backward that the user allows, where batches are cut by length.
         micro_batch_tokens: the same as they are cut now: fewer where memory has run out, or where it is faster.
         fixed_tokens: what a micro-batch then costs beside its tokens, in tokens; None where it is still to be found.
+        packed: whether batches whose collate function can pad and pack are packed; None where that is not settled.
     """
 
     world_size: int
@@ -30,6 +31,7 @@ class Sizes:
     budget_tokens: int | None = None
     micro_batch_tokens: int | None = None
     fixed_tokens: float | None = None
+    packed: bool | None = None
 
     @property
     def product(self) -> str:

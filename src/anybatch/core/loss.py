@@ -78,6 +78,11 @@ class Loss:
         """Whether counts are known only once the micro-batches are loaded."""
         return any(term.count is not None for term in self.kind.terms.values())
 
+    @property
+    def allows_other_rows(self) -> bool:
+        """Whether its count is right where a micro-batch has another number of rows than samples, as packed ones do."""
+        return self.needs_data_to_count or self.kind.brings_count or self.kind.encode is not None
+
 
 def samples(*, weight: float = 1.0) -> Term:
     """Declare a term as the mean over the samples of the batch."""

@@ -17,6 +17,7 @@ Over ranks the slowest counts. Finer cuts, which cost more in all, can be dealt 
 each is dealt to ranks, heaviest micro-batch first, always to the rank with the least so far (Graham 1969).
 """
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -68,12 +69,14 @@ class SampleLengths:
     Attributes:
         tokens: of each sample, in the batch's order; 0 or more.
         packed: samples lie one behind the other, without padding.
+        either: the collate function can do both, and `in_layout` says which; `packed` is False until then.
         multiple_of: padded lengths are rounded up to a multiple of this.
         shapes: the only ones that micro-batches are padded to, in rows and in tokens; empty: any.
     """
 
     tokens: Sequence[int]
     packed: bool = False
+    either: bool = False
     multiple_of: int = 1
     shapes: Sequence[Shape] = ()
 
@@ -85,6 +88,10 @@ class SampleLengths:
         if self.packed or self.multiple_of == 1:
             return list(self.tokens)
         return [ceil_div(length, self.multiple_of) * self.multiple_of for length in self.tokens]
+
+    def in_layout(self, *, packed: bool) -> "SampleLengths":
+        """Return the same, padded or packed, where the collate function can do both."""
+        return dataclasses.replace(self, packed=packed, either=False) if self.either else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ the data and the effective batch size, and on nothing else: not on the world siz
 
 from anybatch.core.tree import SampleList
 from anybatch.data.batches import Batches, batches
-from anybatch.data.collate import Packed, Padded
+from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.effective_batch import DatasetBatch
 from anybatch.data.fetch import AnyRows, OverEffectiveBatch
 from anybatch.data.shards import Shards
@@ -18,6 +18,7 @@ __all__ = [
     "OverEffectiveBatch",
     "Packed",
     "Padded",
+    "PaddedOrPacked",
     "SampleList",
     "Shards",
     "batches",

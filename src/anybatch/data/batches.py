@@ -13,6 +13,7 @@ from anybatch.data.indexed import IndexedSource
 from anybatch.data.iteration import Iteration, OpenSource
 from anybatch.data.lengths import Lengths
 from anybatch.data.options import BatchOptions, pins_memory
+from anybatch.data.sample_loaders import yields_samples
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
 from anybatch.errors import DataError
@@ -112,8 +113,9 @@ def batches(
     Args:
         dataset: one of three.
             A data set with an index, that is `__getitem__` and `__len__`.
-            A stream: a torch `IterableDataset`, or any object whose `__iter__` starts afresh. Every rank reads all of
-            it, so it must yield the same on every rank and not divide itself by rank. At most one worker.
+            A stream: a torch `IterableDataset`, a loader of single samples (a `DataLoader`, or torchdata's stateful
+            one, with `batch_size=None`), or any object whose `__iter__` starts afresh. Every rank reads all of it, so
+            it must yield the same on every rank and not divide itself by rank. At most one worker.
             `Shards`, a stream in a fixed number of parts. At most one worker per shard.
             Before an epoch of a stream its `set_epoch(epoch)` is called, if it has that method.
         effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller.
@@ -139,10 +141,11 @@ def batches(
         num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
         pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
         lengths: how long each sample is, for engines that cut by length (`micro_batch_size=ab.token_budget(8192)`),
-            with a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`): a list of
-            whole numbers by sample id; the name of a field or column that holds them, or is that long ("input_ids");
-            or a function of a sample. By a field or function every rank loads all samples of a batch before it is cut,
-            once in a run; a column of a Hugging Face data set and a stream cost nothing more. See docs/lengths.md.
+            with a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`; or
+            `PaddedOrPacked`, the faster of both): a list of whole numbers by sample id; the name of a field or column
+            that holds them, or is that long ("input_ids"); or a function of a sample. By a field or function every
+            rank loads all samples of a batch before it is cut, once in a run; a column of a Hugging Face data set and a
+            stream cost nothing more. See docs/lengths.md.
         start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
             None: where the engine stands that steps the first batch, so that a loop over epochs which makes its batches
             anew in each, or iterates the same ones again, is one run. After `Engine.load` that is exactly where the
@@ -189,10 +192,11 @@ def _has_index(dataset: object) -> bool:
 
 def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa: ANN401
     # A loader of batches would be cut a second time, into batches of batches.
-    if isinstance(dataset, (DataLoader, Batches)):
+    if isinstance(dataset, Batches) or (isinstance(dataset, DataLoader) and not yields_samples(dataset)):
         message = (
             f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "
-            "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler)."
+            "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler), or a loader "
+            "that yields samples, with batch_size=None."
         )
         raise DataError(message)
     if isinstance(dataset, Shards):

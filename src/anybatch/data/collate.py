@@ -156,6 +156,46 @@ class Packed:
         return packed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedOrPacked:
+    """A collate function that pads or packs, whichever is faster: both are timed on the first batch of a token budget.
+
+    The gradient is the same. What was taken stands in `engine.decisions["layout"]` and in checkpoints, so that a run
+    that goes on does the same. A model that does not keep packed samples apart is found out, and padded for. Without a
+    budget, and where clocks are not to decide, micro-batches are padded.
+
+    Attributes:
+        padded: how they are padded; not in `shapes`, which packed rows do not have.
+        packed: how they are packed; with the same `longest` and `shift`.
+    """
+
+    padded: Padded = field(default_factory=Padded)
+    packed: Packed = field(default_factory=Packed)
+
+    def __post_init__(self) -> None:
+        """Check that both make the same of a sample.
+
+        Raises:
+            DataError: they do not.
+        """
+        if self.padded.shapes:
+            message = (
+                f"shapes={self.padded.shapes} are for compiled code, and packed rows are of any length. Use Padded."
+            )
+            raise DataError(message)
+        for name in ("longest", "shift"):
+            one, other = getattr(self.padded, name), getattr(self.packed, name)
+            if one != other:
+                message = (
+                    f"padded has {name}={one} and packed {name}={other}. Give both the same, or losses would differ."
+                )
+                raise DataError(message)
+
+    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
+        """Collate as padded, where nobody has chosen."""
+        return self.padded(samples)
+
+
 def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, Tensor]], list[Any]]:
     """Return the fields of each sample as tensors, and their names, or places, in order."""
     rows = []

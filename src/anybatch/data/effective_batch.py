@@ -1,5 +1,6 @@
 """The effective batch that a data set yields: ids and positions now, samples when it is fed."""
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,6 +21,7 @@ class StepSamples:
         feeder: loads units of it.
         first_read: a few samples that every rank has read by itself; none where an index finds them.
         find_lengths: from sample ids to their lengths; to None where nobody has said.
+        packed: whether they are packed, if their collate function can pad and pack; it pads where nobody has said.
     """
 
     sample_ids: Sequence[int] = field(repr=False)
@@ -28,6 +30,13 @@ class StepSamples:
     feeder: "Callable[[StepSamples, Sequence[Positions], LaterUnits | None], Iterator[Batch]]" = field(repr=False)
     first_read: Sequence[object] = field(default=(), repr=False)
     find_lengths: Callable[[Sequence[int]], SampleLengths | None] = field(default=lambda _: None, repr=False)
+    packed: bool | None = None
+
+    @property
+    def lengths(self) -> SampleLengths | None:
+        """Lengths of the samples, in the layout that was chosen, if one was; None where nobody has said."""
+        found = self.find_lengths(self.sample_ids)
+        return found if found is None or self.packed is None else found.in_layout(packed=self.packed)
 
 
 class Places(Protocol):
@@ -83,8 +92,7 @@ class DatasetBatch:
     @property
     def lengths(self) -> SampleLengths | None:
         """Lengths of its samples, in the same order; None if `ab.batches` was not given any."""
-        samples = self.samples
-        return samples.find_lengths(samples.sample_ids)
+        return self.samples.lengths
 
     @property
     def start(self) -> Position:
@@ -127,6 +135,11 @@ class DatasetBatch:
         """
         samples = self.samples
         return samples.feeder(samples, units, later_units)
+
+    def in_layout(self, *, packed: bool) -> "DatasetBatch":
+        """Return the same samples padded or packed, where the collate function is a `PaddedOrPacked`."""
+        samples = dataclasses.replace(self.samples, packed=packed)
+        return DatasetBatch(seed=self.seed, sizes=self.sizes, number=self.number, places=self._places, samples=samples)
 
     def go_on_from(self, position: Position, after: object | None) -> bool:
         """Tell the iteration, before its first step, where the engine stands; this batch and later ones follow.

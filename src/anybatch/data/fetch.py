@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.core.randomness import sample_seed
 from anybatch.core.tree import Batch, count_samples, map_tensors
-from anybatch.data.collate import Packed, Padded
+from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError
 
@@ -52,7 +52,8 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
     Raises:
         DataError: with both numbers.
     """
-    if collate is default_collate or isinstance(collate, (AnyRows, Packed)):  # torch's own has a row for each
+    # torch's own has a row for each
+    if collate is default_collate or isinstance(collate, (AnyRows, Packed, PaddedOrPacked)):
         return
     if isinstance(collate, Padded) and collate.shapes:
         return
@@ -71,17 +72,20 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
         raise DataError(message)
 
 
-@dataclass(frozen=True, slots=True)
-class UnitKey:
+class UnitKey(NamedTuple):
     """Everything that decides what a unit holds. Equal keys load equal data, in any process.
+
+    A tuple, since it is sent to workers, which takes longer for other classes.
 
     Args:
         epoch: the epoch, from 0.
         sample_ids: its samples, in order.
+        packed: they are packed, if their collate function can pad and pack.
     """
 
     epoch: int
     sample_ids: tuple[int, ...]
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +112,30 @@ class UnitLoader:
             return []  # they are read as they are collated
         if reads_together(dataset):
             return list(dataset.__getitems__(list(key.sample_ids)))
-        return [self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids]
+        loaded, sample_id = [], None
+        try:
+            for sample_id in key.sample_ids:
+                if seed is not None:
+                    seed(sample_seed(self.seed, key.epoch, sample_id))
+                loaded.append(dataset[sample_id])
+        except Exception as error:
+            error.add_note(
+                f"anybatch: while loading sample {sample_id} of {type(dataset).__name__}, epoch={key.epoch}."
+            )
+            raise
+        return loaded
 
     def collated(self, key: UnitKey, samples: list[Any], seed: Seed | None) -> Batch:
         """Return the samples of a unit as a batch."""
         if self._indexes_tensors:
             rows = torch.tensor(key.sample_ids)
             return [tensor[rows] for tensor in self.dataset.tensors]
-        return collate_unit(self.collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
+        collate = in_layout(self.collate, packed=key.packed)
+        return collate_unit(collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
 
     @property
     def _indexes_tensors(self) -> bool:
         return type(self.dataset) is TensorDataset and self.collate is default_collate
-
-    def _sample(self, sample_id: int, epoch: int, seed: Seed | None) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
-        if seed is not None:
-            seed(sample_seed(self.seed, epoch, sample_id))
-        try:
-            return self.dataset[sample_id]
-        except Exception as error:
-            error.add_note(f"anybatch: while loading sample {sample_id} of {type(self.dataset).__name__}, {epoch=}.")
-            raise
 
 
 def reads_together(dataset: object) -> bool:
@@ -149,7 +156,14 @@ def draws_nothing(dataset: object) -> bool:
 
 def only_collates(collate: Collate) -> bool:
     """Whether it is known that a collate function draws no random numbers."""
-    return collate is default_collate or isinstance(collate, (Padded, Packed))
+    return collate is default_collate or isinstance(collate, (Padded, Packed, PaddedOrPacked))
+
+
+def in_layout(collate: Collate, *, packed: bool | None) -> Collate:
+    """Return what makes padded, or packed, micro-batches of a function that can do both; others as they are."""
+    if not isinstance(collate, PaddedOrPacked):
+        return collate
+    return collate.packed if packed else collate.padded
 
 
 def collate_unit(

@@ -133,10 +133,14 @@ class _Walk:
         """Return the lengths of some samples; None where nobody has said."""
         return None if self._known is None else self._known.of(sample_ids)
 
-    def unit_keys_from(self, position: Position, later_units: LaterUnits) -> Iterator[UnitKey]:
+    def unit_keys_from(self, position: Position, later_units: LaterUnits, *, packed: bool | None) -> Iterator[UnitKey]:
         """Yield the keys of all units of this rank from `position` on, as far as they can be foreseen."""
         for start, _, sample_ids in self.steps(position):
-            yield from _unit_keys(start.epoch, sample_ids, later_units(len(sample_ids), self.lengths(sample_ids)))
+            lengths = self.lengths(sample_ids)
+            if lengths is not None and packed is not None:
+                lengths = lengths.in_layout(packed=packed)
+            units = later_units(len(sample_ids), lengths)
+            yield from _unit_keys(start.epoch, sample_ids, units, packed=packed)
 
     def step_keys_from(self, position: Position) -> Iterator[UnitKey]:
         """Yield the keys of whole effective batches from `position` on."""
@@ -187,7 +191,7 @@ class _Feeder:
             if units:
                 yield from self._cut(batch, units, later_units)
             return
-        keys = _unit_keys(batch.start.epoch, batch.sample_ids, units)
+        keys = _unit_keys(batch.start.epoch, batch.sample_ids, units, packed=batch.packed)
         if self.ahead is None:
             for key, unit in self._loaded_here(keys):
                 check_rows(unit, len(key.sample_ids), collate)
@@ -195,7 +199,7 @@ class _Feeder:
             return
         for index, key in enumerate(keys):
             # As a function: the keys to come are made only where the workers have to start over.
-            unit = self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, later_units))
+            unit = self.ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
             check_rows(unit, len(key.sample_ids), collate)
             yield unit
 
@@ -222,15 +226,19 @@ class _Feeder:
             yield pick_samples(whole, positions)
 
     def _onward(
-        self, keys: Sequence[UnitKey], index: int, end: Position, later_units: LaterUnits | None
+        self, keys: Sequence[UnitKey], index: int, batch: StepSamples, later_units: LaterUnits | None
     ) -> Iterator[UnitKey]:
         """Return the rest of a batch's keys, then those of the batches after it."""
-        later = iter(()) if later_units is None else self.walk.unit_keys_from(end, later_units)
+        if later_units is None:
+            return iter(keys[index:])
+        later = self.walk.unit_keys_from(batch.end, later_units, packed=batch.packed)
         return itertools.chain(keys[index:], later)
 
 
-def _unit_keys(epoch: int, sample_ids: Sequence[int], units: Sequence[Positions]) -> list[UnitKey]:
-    return [UnitKey(epoch, tuple(taken(sample_ids, positions))) for positions in units]
+def _unit_keys(
+    epoch: int, sample_ids: Sequence[int], units: Sequence[Positions], *, packed: bool | None
+) -> list[UnitKey]:
+    return [UnitKey(epoch, tuple(taken(sample_ids, positions)), bool(packed)) for positions in units]
 
 
 def _check_schedule(schedule: SampleSchedule) -> None:

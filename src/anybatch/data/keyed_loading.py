@@ -7,7 +7,6 @@ the generators' states, and what was being loaded is loaded again with that gene
 """
 
 import ctypes
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -15,6 +14,7 @@ import torch
 
 from anybatch.core.tree import Batch
 from anybatch.data.fetch import Seed, UnitKey, UnitLoader, draws_nothing, only_collates
+from anybatch.data.python_generator import PythonGenerator
 from anybatch.data.random_state import NUMPY, NUMPY_SEEDS
 
 T = TypeVar("T")
@@ -37,17 +37,8 @@ class _Generator(Protocol):
     def keep(self) -> Any:  # noqa: ANN401
         """Return the whole state."""
 
-    def hides(self) -> bool:
-        """Whether a number could be drawn now without a change in what `look` returns."""
-
-
-class _Python:
-    seed = staticmethod(random.seed)
-    look = keep = staticmethod(random.getstate)
-    put_back = staticmethod(random.setstate)
-
-    def hides(self) -> bool:
-        return False
+    def hides(self, state: Any) -> bool:  # noqa: ANN401
+        """Whether a number could be drawn without a change in what `look` returns, which is this state now."""
 
 
 class _Torch:
@@ -65,7 +56,7 @@ class _Torch:
             state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         torch.default_generator.set_state(state)
 
-    def hides(self) -> bool:
+    def hides(self, state: Any) -> bool:  # noqa: ANN401, ARG002 (the protocol's)
         return False
 
 
@@ -83,12 +74,11 @@ class _Numpy:
         self._words: Any = None
         self._has_second = False
 
-    def hides(self) -> bool:
-        words = self.look()
-        if not isinstance(words, bytes):
+    def hides(self, state: Any) -> bool:  # noqa: ANN401
+        if not isinstance(state, bytes):
             return False
-        if words != self._words or self._has_second:
-            self._words, self._has_second = words, bool(self.keep()["has_gauss"])
+        if state != self._words or self._has_second:
+            self._words, self._has_second = state, bool(self.keep()["has_gauss"])
         return self._has_second
 
     def keep(self) -> Any:  # noqa: ANN401
@@ -124,7 +114,11 @@ class KeyedLoading:
     """
 
     def __init__(self, *, draws_nothing: bool = False) -> None:
-        self._generators: Sequence[_Generator] = (_Python(), _Torch(), *([_Numpy()] if NUMPY is not None else []))
+        self._generators: Sequence[_Generator] = (
+            PythonGenerator(),
+            _Torch(),
+            *([_Numpy()] if NUMPY is not None else []),
+        )
         if draws_nothing:
             self._generators = ()
         self._is_first = bool(self._generators)
@@ -139,9 +133,16 @@ class KeyedLoading:
         """
         if self._is_first:
             return self._first(load)
-        seeded = [generator for generator in self._generators if generator in self._drawn or generator.hides()]
+        seeded: list[_Generator] = list(self._drawn)
+        looked: list[tuple[_Generator, Any]] = []
+        for generator in self._generators:
+            if generator not in self._drawn:
+                state = generator.look()
+                if generator.hides(state):
+                    seeded.append(generator)
+                else:
+                    looked.append((generator, state))
         kept = [(generator, generator.keep()) for generator in seeded]
-        looked = [(generator, generator.look()) for generator in self._generators if generator not in seeded]
 
         def seed(key: int) -> None:
             for generator in seeded:

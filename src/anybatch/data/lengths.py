@@ -5,7 +5,7 @@ from typing import Any
 
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.whole_numbers import checked_int
-from anybatch.data.collate import Packed, Padded
+from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.fetch import Collate
 from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
@@ -28,6 +28,9 @@ class KnownLengths:
     """
 
     def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (as torch leaves it open)
+        self._either = isinstance(collate, PaddedOrPacked)
+        if isinstance(collate, PaddedOrPacked):
+            collate = collate.padded
         self._packed = isinstance(collate, Packed)
         self._multiple_of, self._shapes = (
             (collate.multiple_of, collate.shapes) if isinstance(collate, Padded) else (1, ())
@@ -64,7 +67,13 @@ class KnownLengths:
             tokens = [self._known[one] for one in sample_ids]
         if self._longest is not None:
             tokens = [min(length, self._longest) for length in tokens]
-        return SampleLengths(tokens=tokens, packed=self._packed, multiple_of=self._multiple_of, shapes=self._shapes)
+        return SampleLengths(
+            tokens=tokens,
+            packed=self._packed,
+            either=self._either,
+            multiple_of=self._multiple_of,
+            shapes=self._shapes,
+        )
 
     def _load(self, sample_ids: Iterable[int]) -> None:
         assert self._dataset is not None

@@ -15,15 +15,19 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedUnit(Generic[Key, Value]):
-    """The batch that a worker loaded for a key, with that key."""
+class LoadedUnit(Generic[Value]):
+    """The batch that a worker loaded, with the hash of its key: the key itself would be sent there and back."""
 
-    key: Key
+    key_hash: int
     value: Value
 
-    def pin_memory(self) -> "LoadedUnit[Key, Value]":
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be sent as these two: what a dataclass is sent as takes twice as long."""
+        return LoadedUnit, (self.key_hash, self.value)
+
+    def pin_memory(self) -> "LoadedUnit[Value]":
         """Return the same with its tensors in pinned memory. The loader's pinning thread calls this."""
-        return LoadedUnit(self.key, pinned(self.value))
+        return LoadedUnit(self.key_hash, pinned(self.value))
 
 
 class Prefetcher(Generic[Key, Value]):
@@ -33,7 +37,7 @@ class Prefetcher(Generic[Key, Value]):
     order the workers never pause; when it asks for another one, what was begun is thrown away and they start there.
 
     Args:
-        load: returns the value of a key. It is copied into every worker.
+        load: returns the value of a key, whose hash is the same in every process. It is copied into every worker.
         num_workers: number of worker processes, at least 1. They start with the first `take`.
         pin_memory: whether to pin the values, in a thread.
         start_worker: run in every worker before it loads anything.
@@ -52,8 +56,8 @@ class Prefetcher(Generic[Key, Value]):
         self._pin_memory = pin_memory
         self._start_worker = start_worker
         self._keys: _KeySequence[Key] = _KeySequence()
-        self._loader: DataLoader[LoadedUnit[Key, Value]] | None = None
-        self._items: Iterator[LoadedUnit[Key, Value]] = iter(())
+        self._loader: DataLoader[LoadedUnit[Value]] | None = None
+        self._items: Iterator[LoadedUnit[Value]] = iter(())
 
     def take(self, key: Key, onward: Callable[[], Iterator[Key]]) -> Value:
         """Return the value of `key`.
@@ -74,7 +78,7 @@ class Prefetcher(Generic[Key, Value]):
             # The frames that the loader raised through hold the error and the loader, in a cycle that would keep its
             # workers alive. What the user needs, the worker's own traceback, is in the message.
             raise error.with_traceback(None)  # noqa: B904 (the error itself, not another one)
-        assert item.key == key, (item.key, key)
+        assert item.key_hash == hash(key), key
         return item.value
 
     def close(self) -> None:
@@ -90,7 +94,7 @@ class Prefetcher(Generic[Key, Value]):
             self._loader = self._new_loader()
         self._items = iter(self._loader)  # with persistent workers: batches under way are drained, processes stay
 
-    def _new_loader(self) -> "DataLoader[LoadedUnit[Key, Value]]":
+    def _new_loader(self) -> "DataLoader[LoadedUnit[Value]]":
         return DataLoader(
             _Keyed(self._load),
             batch_size=None,
@@ -123,8 +127,8 @@ class _Keyed(Dataset[Any]):
 
     load: Callable[[Any], Any]
 
-    def __getitem__(self, key: Any) -> LoadedUnit[Any, Any]:  # noqa: ANN401 (the caller's key)
-        return LoadedUnit(key, self.load(key))
+    def __getitem__(self, key: Any) -> LoadedUnit[Any]:  # noqa: ANN401 (the caller's key)
+        return LoadedUnit(hash(key), self.load(key))
 
 
 def _unchanged(item: Any) -> Any:  # noqa: ANN401 (instead of torch's conversion of numbers and arrays to tensors)

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from anybatch.core.batch import LaterUnits, Position, Positions, taken
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.geometry import ceil_div
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, only_collates, pinned
+from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, in_layout, only_collates, pinned
 from anybatch.data.keyed_loading import KeyedLoading
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule
 from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
+from anybatch.data.sample_loaders import check_loader
 from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
 from anybatch.errors import DataError
@@ -64,7 +67,13 @@ class StreamSource:
         return self._stated_schedule().num_steps(span.start, span.end_epoch, span.steps)
 
     def open(self) -> "OpenStream":
-        """Return the source with workers of its own."""
+        """Return the source with workers of its own.
+
+        Raises:
+            DataError: the stream is a loader that cannot be read from its beginning here.
+        """
+        if isinstance(self._dataset, DataLoader):
+            check_loader(self._dataset, num_workers=self._request.num_workers)
         return OpenStream(self._dataset, self._shards, self._request)
 
     def _stated_schedule(self) -> SampleSchedule:
@@ -199,8 +208,9 @@ class _Feeder:
         request = self.request
         ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
         key = (request.seed, batch.start.epoch)
-        collated = self.here.run(lambda seed: collate_unit(request.collate, samples, ids, key=key, seed=seed))
-        check_rows(collated, len(samples), request.collate)
+        collate = in_layout(request.collate, packed=batch.packed)
+        collated = self.here.run(lambda seed: collate_unit(collate, samples, ids, key=key, seed=seed))
+        check_rows(collated, len(samples), collate)
         return pinned(collated) if request.pin_memory else collated
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions, lengths_of, taken
 from anybatch.core.tree import Batch
@@ -33,6 +34,14 @@ class CachedBatch:
         self.seed: int = batch.seed
         self.end: Position = batch.end
         self.lengths = lengths_of(batch)
+        self._layouts: dict[bool, CachedBatch] = {}
+
+    def in_layout(self, *, packed: bool) -> "CachedBatch":
+        """Return the batch padded or packed, where its collate function can do both; each is kept by itself."""
+        if packed not in self._layouts:
+            batch: Any = self._batch  # which has a choice of layouts
+            self._layouts[packed] = CachedBatch(batch.in_layout(packed=packed))
+        return self._layouts[packed]
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
@@ -58,6 +67,11 @@ class BatchSubset:
         self.end: Position = batch.end
         whole = lengths_of(batch)
         self.lengths = whole and dataclasses.replace(whole, tokens=taken(whole.tokens, positions))
+
+    def in_layout(self, *, packed: bool) -> "BatchSubset":
+        """Return the samples padded or packed, where their collate function can do both."""
+        batch: Any = self._batch  # which has a choice of layouts
+        return BatchSubset(batch.in_layout(packed=packed), self._positions)
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one micro-batch for each unit."""

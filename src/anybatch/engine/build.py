@@ -25,8 +25,8 @@ from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
+from anybatch.engine.micro_batch_size.budget_trials import TrialParts
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
-from anybatch.engine.micro_batch_size.sizes import TrialParts
 from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -397,6 +397,7 @@ def _trial_parts(
         clear=arguments.strategy.clear_gradients,
         optimizer_is_new=not updater.target.optimizer.state,
         precision=arguments.spec.precision,
+        cut_run=partial(check.cut_run, context.autocast),
     )
 
 

@@ -19,7 +19,8 @@ from anybatch.engine.accumulation.planned_batch import (
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
-from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
+from anybatch.engine.micro_batch_size.budget_trials import TrialParts
+from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.errors import LossError, WorldError
@@ -90,6 +91,7 @@ class StepPlanner:
             return
         found = self._sizes.settle(batch, self._trial_parts(), position)
         self._decisions.add("micro_batch_size", found.words)
+        self._decisions.add("layout", found.layout)
         if found.rate is not None:
             self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
 
@@ -151,10 +153,10 @@ class StepPlanner:
         Raises:
             LossError: with the declarations that are right.
         """
-        lengths, kind = lengths_of(batch), self._loss.kind
+        lengths = lengths_of(batch)
         if lengths is None or not (lengths.packed or lengths.shapes):
             return
-        if not (self._loss.needs_data_to_count or kind.brings_count or kind.encode is not None):
+        if not self._loss.allows_other_rows:
             layout = "packed into one row" if lengths.packed else "filled up with rows of padding"
             message = (
                 f"micro-batches are {layout}, and the loss is a mean over samples, of which they have another number. "

@@ -6,26 +6,21 @@ folder with a saved model and its tokeniser, these are taken. Nothing is downloa
 """
 
 import importlib
-import itertools
-import re
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.data import Packed, Padded
+from anybatch.data import Padded
 from anybatch.errors import DataError
+from anybatch.recipes.passages import Encode, Layout, Passages, collate_of, encode_bytes
 from anybatch.recipes.text import NUM_BYTE_VALUES, adamw, list_files, warm_up_and_cosine
 
 _LIBRARY_BYTES = 1_000_000
-Encode = Callable[[str], list[int]]
 
 
 def finetune(
@@ -33,7 +28,7 @@ def finetune(
     folder: str | Path | None = None,
     *,
     pattern: str | None = None,
-    layout: Literal["padded", "packed"] = "padded",
+    layout: Layout = "auto",
     longest: int = 512,
     max_bytes: int | None = None,
 ) -> ab.Job:
@@ -44,7 +39,8 @@ def finetune(
             random weights that reads bytes.
         folder: the text, in files at any depth; None for the standard library without its tests.
         pattern: which files; None for "*.py" in the standard library and "*" in a folder.
-        layout: "padded" to the longest of a micro-batch, or "packed" into one row without padding.
+        layout: "padded" to the longest of a micro-batch, "packed" into one row without padding, or "auto", the faster
+            one where batches are cut by tokens; padded where they are not.
         longest: tokens; passages that have more are taken as several.
         max_bytes: no more files are read after this many bytes; None for 1 million in the standard library, and no
             limit in a folder.
@@ -55,7 +51,7 @@ def finetune(
     transformers = _transformers()
     files = list_files(folder, pattern, max_bytes or (_LIBRARY_BYTES if folder is None else None))
     num_held_out = max(1, len(files) // 10)
-    encode: Encode = _encode_bytes
+    encode: Encode = encode_bytes
     padding = 0
     if model is not None:
         tokeniser = transformers.AutoTokenizer.from_pretrained(str(model), local_files_only=True)
@@ -67,7 +63,7 @@ def finetune(
         loss=ab.mean_over_tokens(loss, labels="labels", ignore_index=-100, shift=True),
         dataset=lambda: Passages(files[num_held_out:], encode, longest),
         lengths="input_ids",
-        collate=Packed() if layout == "packed" else Padded(padding={"input_ids": padding}),
+        collate=collate_of(layout, Padded(padding={"input_ids": padding})),
         evaluate=ab.Evaluation(dataset=lambda: Passages(files[:num_held_out], encode, longest)),
         scheduler=warm_up_and_cosine,
         clip=1.0,
@@ -79,43 +75,6 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
     """Return the mean over the tokens that count, as the model itself computes it."""
     value: Float[Tensor, ""] = model(**batch, use_cache=False).loss
     return value
-
-
-class Passages(Dataset[dict[str, Tensor]]):
-    """Passages of some files, of different lengths.
-
-    Args:
-        files: what to read, as UTF-8; passages end at blank lines.
-        encode: from text to tokens.
-        longest: most tokens of a passage; longer ones are taken as several.
-
-    Attributes:
-        tokens: of each passage, at least two: one to predict from and one to predict.
-    """
-
-    def __init__(self, files: Sequence[Path], encode: Encode, longest: int) -> None:
-        texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
-        passages = itertools.chain.from_iterable(re.split(r"\n\s*\n", text) for text in texts)
-        encoded = (encode(passage.strip("\n")) for passage in passages)
-        parts = (row[start : start + longest] for row in encoded for start in range(0, len(row), longest))
-        # As tensors of the smallest type: a list would take eight times the memory.
-        self.tokens: list[Int[Tensor, " token"]] = [torch.tensor(part, dtype=torch.int32) for part in parts if part[1:]]
-        if not self.tokens:
-            message = f"{len(files)} files hold no passage of at least 2 tokens. Give more text."
-            raise DataError(message)
-
-    def __len__(self) -> int:
-        """Return the number of passages."""
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the tokens of a passage, and the same as labels: two tensors (token,) of int64."""
-        tokens = self.tokens[index].long()
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def _encode_bytes(text: str) -> list[int]:
-    return list(text.encode())
 
 
 def _encode_with(tokeniser: Any, text: str) -> list[int]:  # noqa: ANN401 (transformers')

@@ -22,7 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
+from anybatch.data import Padded
+from anybatch.data.collate import IGNORED
 from anybatch.errors import DataError, UserError
+from anybatch.recipes.passages import Layout, Passages, collate_of, encode_bytes
 
 NUM_BYTE_VALUES = 256
 _LIBRARY_BYTES = 4_000_000
@@ -34,6 +37,7 @@ def text(
     *,
     pattern: str | None = None,
     context: int = 128,
+    layout: Layout | None = None,
     width: int = 128,
     num_layers: int = 4,
     num_heads: int = 4,
@@ -45,6 +49,9 @@ def text(
         folder: the text, in files at any depth; None for the standard library without its tests.
         pattern: which files; None for "*.py" in the standard library and "*" in a folder.
         context: bytes that a prediction looks back at most.
+        layout: None reads windows, all of them of `context` bytes. Otherwise passages, which end at blank lines and
+            differ in length, and their micro-batches are "padded", "packed" into one row without padding, or "auto",
+            the faster one where batches are cut by tokens.
         width: size of the vector that stands for a byte.
         num_layers: transformer blocks.
         num_heads: attention heads per block; each is an even part of `width`.
@@ -61,13 +68,17 @@ def text(
         raise UserError(message)
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
+    read = partial(Windows if layout is None else NextBytes, context=context)
+    padded = Padded(padding={"targets": IGNORED}, mask=None, shift=False)
     return ab.Job(
         model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
         optimizer=adamw,
         # Windows are equally long, so a mean over samples would be the same; this one stays right where they are not.
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
-        dataset=lambda: Windows(files[num_held_out:], context),
-        evaluate=ab.Evaluation(dataset=lambda: Windows(files[:num_held_out], context), metric=bits_per_byte),
+        dataset=lambda: read(files[num_held_out:]),
+        lengths=None if layout is None else "inputs",
+        collate=None if layout is None else collate_of(layout, padded, boundaries=True),
+        evaluate=ab.Evaluation(dataset=lambda: read(files[:num_held_out]), metric=bits_per_byte),
         scheduler=warm_up_and_cosine,
         clip=1.0,
         defaults=ab.Defaults(effective_batch_size=64, steps=200, learning_rate=3e-3),
@@ -185,14 +196,22 @@ def rotate(
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
     """Return the mean cross-entropy over all bytes to predict."""
-    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
+    return F.cross_entropy(_logits(model, batch), batch["targets"].flatten(), ignore_index=IGNORED)
 
 
 def bits_per_byte(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, ab.LossSum]:
     """Return how many bits a byte costs on average if it is coded by the model's predictions; 8 without a model."""
     targets = batch["targets"].flatten()
-    nats = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), targets, reduction="sum")
-    return {"bits_per_byte": ab.LossSum(nats / math.log(2), targets.numel())}
+    nats = F.cross_entropy(_logits(model, batch), targets, reduction="sum", ignore_index=IGNORED)
+    return {"bits_per_byte": ab.LossSum(nats / math.log(2), (targets != IGNORED).sum())}
+
+
+def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, "byte 256"]:
+    """Return the logits of all bytes of a micro-batch, of packed samples each by itself."""
+    ends = batch.get("cu_seqlens")
+    apart = {} if ends is None else {"lengths": ends.diff().tolist()}
+    logits: Float[Tensor, "batch time 256"] = model(batch["inputs"], **apart)
+    return logits.flatten(0, 1)
 
 
 def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float) -> Optimizer:
@@ -212,6 +231,27 @@ def warm_up_and_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:
         optimizer,
         join_schedules(WarmUp(num_steps=warm_up, start_factor=0.1), Cosine(num_steps=num_steps - warm_up, floor=0.1)),
     )
+
+
+class NextBytes(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Passages of some files, byte by byte: each byte of one but the first is a target.
+
+    Args:
+        files: what to read.
+        context: bytes that a prediction looks back at most; longer passages are taken as several.
+    """
+
+    def __init__(self, files: Sequence[Path], context: int) -> None:
+        self.passages = Passages(files, encode_bytes, context + 1)
+
+    def __len__(self) -> int:
+        """Return the number of passages."""
+        return len(self.passages)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return the inputs and, one byte on, the targets of a passage: two tensors (time,) of int64."""
+        tokens = self.passages.tokens[index].long()
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -85,6 +85,7 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
     """
     if isinstance(batch, RankShare) or not _is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
+    batch = placement.laid_out(batch)
     plan = placement.plan(len(batch.sample_ids), lengths_of(batch))
     units = plan.shares[placement.rank]
     return PlannedBatch(

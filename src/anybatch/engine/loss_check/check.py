@@ -309,10 +309,16 @@ class LossCheck:
         functions = self._declared.functions.values()
         with without_side_effects(self._modules, self._world.device, functions=functions) as generators:
             self._leave_other_ranks_alone()
-            run = self._cut_run(autocast, generators)
+            run = self.cut_run(autocast, generators)
             return difference_of_cuts(run, cuts), run
 
-    def _cut_run(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> CutRun:
+    def cut_run(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> CutRun:
+        """Return what runs the loss for gradients of micro-batches to be compared.
+
+        Args:
+            autocast: makes the autocast context of a forward.
+            generators: those that a model or a loss may draw from.
+        """
         loss = self._declared
         if self._bare is not None:  # one number is taken as a mean over samples, which is what is asked here
             loss = dataclasses.replace(loss, function=BareLoss(loss.function, is_mean=True))
@@ -336,7 +342,7 @@ class LossCheck:
         self, whole: Batch, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators
     ) -> CheckVerdict:
         if self._declared.kind.encode is not None:
-            return self._judged_rows(whole, self._cut_run(autocast, generators))
+            return self._judged_rows(whole, self.cut_run(autocast, generators))
         checked, doubtful = checked_samples(
             self._declared,
             self._model,

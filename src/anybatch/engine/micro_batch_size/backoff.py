@@ -115,8 +115,8 @@ class SizeBackoff:
             UserWarning: the effective batch is of another size.
         """
         saved: Mapping[str, int | None] = state["sizes"]
-        if (restored := self._sizes.take(saved, state["decisions"])) is not None:
-            self._decisions.add("micro_batch_size", restored)
+        for name, taken in self._sizes.take(saved, state["decisions"]).items():
+            self._decisions.add(name, taken)
         changed = self._sizes.changes(saved)
         if changed:
             self._decisions.add("resumed with changes", changed)

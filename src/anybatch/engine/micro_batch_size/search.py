@@ -103,11 +103,13 @@ class FoundSize:
         size: samples of one micro-batch; None for the whole rank share, whatever its size.
         words: what was tried, and what came of it.
         rate: samples per second of forward and backward over all ranks; None if nothing was timed.
+        layout: whether samples are padded or packed, and why; empty where that was not open.
     """
 
     size: int | None
     words: str
     rate: float | None = None
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,8 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
-
-import torch
-from torch import nn
 
 from anybatch.core.batch import Placement, Position, lengths_of
 from anybatch.core.geometry import Sizes, resolve_sizes
@@ -17,43 +12,18 @@ from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
-from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
+from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TrialParts
 from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search
-from anybatch.engine.micro_batch_size.token_costs import TokenCosts, assumed, measured_costs, pieces_to_time
-from anybatch.engine.micro_batch_size.trial_run import Execute, TrialRuns
-from anybatch.engine.side_effects import without_side_effects
+from anybatch.engine.micro_batch_size.token_costs import TokenCosts
+from anybatch.engine.micro_batch_size.trial_run import TrialRuns
 from anybatch.engine.telemetry.notifier import software_versions
-from anybatch.engine.torch_internals import is_compiled
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
 from anybatch.memory.host_memory import HostRoom, device_name
 from anybatch.parallel.world import World
 
 MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None
 """The values of `Engine(micro_batch_size=...)`."""
-WORTH_TIMING = 1_000_000
-"""Parameters times samples of a rank share from which on sizes are timed: below, a step is a matter of milliseconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialParts:
-    """Everything that trial runs of the first batch need.
-
-    Attributes:
-        context: what the loop uses.
-        modules: the model.
-        execute: runs micro-batches on this rank alone.
-        clear: clears gradients.
-        optimizer_is_new: the optimizer has no state yet.
-        precision: name of the precision, for sizes to be known by.
-    """
-
-    context: LoopContext
-    modules: nn.Module
-    execute: Execute
-    clear: Callable[[], None]
-    optimizer_is_new: bool
-    precision: str
 
 
 class RunSizes:
@@ -110,7 +80,7 @@ class RunSizes:
             )
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
         if self._budget is not None:
-            self.searches = self._budget.fixed_tokens is None
+            self.searches = True  # whether samples are padded or packed is for the first batch to say
         # On a CPU the system ends the process where memory runs out; nothing is raised that a search could catch.
         self.may_run_out = world.device.type != "cpu"
         self._deal = deal
@@ -143,7 +113,7 @@ class RunSizes:
         if budget is not None:
             sizes = self.sizes
             budget = dataclasses.replace(budget, cut_at=sizes.micro_batch_tokens, fixed_tokens=sizes.fixed_tokens)
-        return Placement(cut, self._world.size, self._world.rank, budget)
+        return Placement(cut, self._world.size, self._world.rank, budget, packed=bool(self.sizes.packed))
 
     def refuse_larger(self, num_samples: int) -> None:
         """Refuse a batch that holds more than the effective batch size that was named.
@@ -193,35 +163,63 @@ class RunSizes:
         """
         self.searches = False
         if self._budget is not None:
-            costs = self._measured(batch, self._budget, trial)
-            self.sizes = dataclasses.replace(
-                self.sizes,
-                fixed_tokens=costs.fixed_tokens,
-                micro_batch_tokens=costs.cut_at or self.sizes.micro_batch_tokens,
-            )
-            return FoundSize(None, f"{self._budget.tokens:,} tokens at most; {costs.words}")
+            return self._settled_budget(batch, self._budget, trial)
         found = self._found(batch, trial, position)
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=found.size)
         return found
 
-    def take(self, saved: Mapping[str, int | None], decisions: Mapping[str, str]) -> str | None:
-        """Take what "auto" was before a resume; return that decision in words, if there was any."""
-        if not self.searches or "micro_batch_size" not in decisions:
-            return None
-        self.searches = False
+    def take(self, saved: Mapping[str, Any], decisions: Mapping[str, str]) -> dict[str, str]:
+        """Take what was found before a resume; return those decisions in words, by name."""
+        if not self.searches:
+            return {}
         if self._budget is not None:
-            fixed = saved.get("fixed_tokens")
-            tokens = self._budget.tokens
-            if saved.get("budget_tokens") == tokens:
-                tokens = saved.get("micro_batch_tokens") or tokens
-            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=tokens)
-            return (
-                f"{self._budget.tokens:,} tokens at most, cut at {tokens:,}; a micro-batch costs {fixed or 0:,.0f}, "
-                "as in the checkpoint"
-            )
+            return self._taken_budget(saved, decisions, self._budget)
+        if "micro_batch_size" not in decisions:
+            return {}
+        self.searches = False
         size = saved["micro_batch_size"]
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=size)
-        return "the whole rank share, as in the checkpoint" if size is None else f"{size}, as in the checkpoint"
+        words = "the whole rank share" if size is None else f"{size}"
+        return {"micro_batch_size": f"{words}, as in the checkpoint"}
+
+    def _taken_budget(
+        self, saved: Mapping[str, Any], decisions: Mapping[str, str], budget: TokenBudget
+    ) -> dict[str, str]:
+        """Take what a micro-batch costs, and under the same budget where it is cut and how samples are laid out."""
+        tokens, words = budget.tokens, {}
+        is_same = saved.get("budget_tokens") == tokens
+        if is_same and saved.get("packed") is not None:
+            self.sizes = dataclasses.replace(self.sizes, packed=saved["packed"])
+            words["layout"] = f"{'packed' if saved['packed'] else 'padded'}, as in the checkpoint"
+        if self.sizes.fixed_tokens is None and "micro_batch_size" in decisions:
+            fixed = saved.get("fixed_tokens")
+            cut_at = saved.get("micro_batch_tokens") if is_same else None
+            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=cut_at or tokens)
+            words["micro_batch_size"] = (
+                f"{tokens:,} tokens at most, cut at {cut_at or tokens:,}; a micro-batch costs {fixed or 0:,.0f}, as in "
+                "the checkpoint"
+            )
+        return words
+
+    def _settled_budget(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> FoundSize:  # noqa: ANN401
+        """Settle what a micro-batch costs and whether samples are padded or packed, as far as both are open."""
+        sizes, lengths = self.sizes, lengths_of(batch)
+        known = None
+        if sizes.fixed_tokens is not None:
+            known = TokenCosts(fixed_tokens=sizes.fixed_tokens, cut_at=sizes.micro_batch_tokens, words="")
+            if lengths is None or not lengths.either or sizes.packed is not None:
+                return FoundSize(None, "")
+        if sizes.packed is not None:
+            batch = self.placement.laid_out(batch)
+        found = BudgetTrials(self._world, trial, budget, self.auto.clock).find(batch, known)
+        self.sizes = dataclasses.replace(
+            sizes,
+            fixed_tokens=found.costs.fixed_tokens,
+            micro_batch_tokens=found.costs.cut_at or sizes.micro_batch_tokens,
+            packed=sizes.packed if found.packed is None else found.packed,
+        )
+        words = "" if known is not None else f"{budget.tokens:,} tokens at most; {found.costs.words}"
+        return FoundSize(None, words, layout=found.layout)
 
     def changes(self, saved: Mapping[str, int | None]) -> str:
         """Return what is not as it was saved: `"micro_batch_size 16 -> 8"`."""
@@ -266,71 +264,11 @@ class RunSizes:
             group=self.constraints.group or 1,
             optimizer_is_new=trial.optimizer_is_new,
         )
-        with self._undone(trial):
+        with trial.undone(self._world.device):
             if not reason:
                 return self._fastest(search, trial, first)
             search.plan(*self._planned(first))
             return search.largest(str(self._world.device))
-
-    def _measured(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> TokenCosts:  # noqa: ANN401
-        """Return what a micro-batch costs beside its tokens; rank 0's measurement, on all ranks."""
-        lengths = lengths_of(batch)
-        if lengths is None:  # it is refused when it is planned
-            return assumed("the batch has no lengths")
-        pieces = pieces_to_time(lengths, budget)
-        waits = trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
-        num_parameters = sum(p.numel() for p in trial.context.prepared.parameters.values())
-        reason = self._why_clocks_do_not_count(trial)
-        if len(lengths.tokens) * num_parameters < WORTH_TIMING:
-            reason = "a step takes too little to be worth timing"
-        elif pieces is None:
-            reason = "its samples make no two micro-batches of different sizes"
-        elif waits and self.may_run_out:
-            reason = "ranks run in lockstep, where none may run out of memory alone"
-        if reason or pieces is None:
-            return assumed(reason)
-
-        def runs(make: Callable[[int, int], Iterable[Batch]], num_samples: int) -> TrialRuns:
-            return TrialRuns(
-                trial.context,
-                trial.modules,
-                make,
-                num_samples,
-                num_in_batch=len(lengths.tokens),
-                execute=trial.execute,
-                clear=trial.clear,
-                device=self._world.device,
-                clock=self.auto.clock,
-            )
-
-        def measure() -> TokenCosts:
-            return measured_costs(runs, lambda positions: next(batch.feed([positions])), pieces, lengths, budget)
-
-        with self._undone(trial):
-            # Loading may raise on one rank; together, all of them raise instead of waiting for it.
-            costs: TokenCosts = self._world.run_on_all_ranks(measure)[0]
-        return costs
-
-    @contextmanager
-    def _undone(self, trial: TrialParts) -> Iterator[None]:
-        """Put everything back that trial runs change."""
-        functions = trial.context.loss.functions.values()
-        # Compiled modules run compiled, since the memory of their steps is what is looked for.
-        with without_side_effects(trial.modules, self._world.device, functions=functions, as_compiled=True):
-            try:
-                yield
-            finally:
-                trial.clear()
-
-    def _why_clocks_do_not_count(self, trial: TrialParts) -> str:
-        """Return why speed is not to decide anything in this run; nothing if it may."""
-        if trial.context.loss.kind.encode is not None:
-            return "a loss across samples runs forwards twice once it is cut"
-        if any(map(is_compiled, trial.modules.modules())):
-            return "the model would be compiled again for each size"
-        if torch.are_deterministic_algorithms_enabled():
-            return "torch.use_deterministic_algorithms is on, and clocks are not deterministic"
-        return ""
 
     def _planned_in_lockstep(self, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
         """Return the size that is planned to fit, without a trial run.
@@ -374,12 +312,11 @@ class RunSizes:
 
     def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch", *, lockstep: bool) -> str:
         """Return why speed is not to decide; nothing if it is. The same on all ranks, and at any time."""
-        if reason := self._why_clocks_do_not_count(trial):
+        if reason := trial.why_clocks_do_not_count:
             return reason
         if lockstep and not first.smallest_share:
             return "ranks run in lockstep, and one of them has no sample to run"
-        num_parameters = sum(p.numel() for p in trial.context.prepared.parameters.values())
-        if first.share * num_parameters < WORTH_TIMING:
+        if first.share * trial.num_parameters < WORTH_TIMING:
             return "a step takes too little to be worth timing"
         return self.constraints.largest_fitting
 

@@ -1,5 +1,6 @@
 """What a micro-batch costs beside its tokens, and at which size a token costs least, measured on the first batch."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ _SEVERAL = 8  # a part of the budget: small enough for a token to cost what it c
 _PARTS = (2, 4, 8)
 _WORTH_LESS_TOKENS = 0.95  # smaller micro-batches are taken where a token costs at most this part of what it does
 
+Runs = Callable[[Callable[[int, int], Sequence[Batch]], int], TrialRuns]
+"""From pieces, function (size, most) -> micro-batches, and their number of samples to what runs them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
@@ -29,6 +33,10 @@ class TokenCosts:
     fixed_tokens: float
     cut_at: int | None = None
     words: str
+
+    def settled(self, budget: TokenBudget) -> TokenBudget:
+        """Return the budget with them."""
+        return dataclasses.replace(budget, fixed_tokens=self.fixed_tokens, cut_at=self.cut_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None
         return None
 
     def tokens(positions: Sequence[int]) -> float:
-        return _tokens([laid_out[place] for place in positions], lengths)
+        return tokens_of([laid_out[place] for place in positions], lengths)
 
     large = max((plan.positions(unit) for unit in plan.units), key=tokens)
     shortest = sorted(range(len(laid_out)), key=laid_out.__getitem__)
@@ -75,7 +83,7 @@ def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None
 
 
 def measured_costs(
-    runs: Callable[[Callable[[int, int], Sequence[Batch]], int], TrialRuns],
+    runs: Runs,
     load: Callable[[Sequence[int]], Batch],
     pieces: Pieces,
     lengths: SampleLengths,
@@ -107,7 +115,7 @@ def measured_costs(
                 return assumed(f"a micro-batch could not be timed ({result.error or result.outcome})")
             times.append(result.seconds[0])
         seconds.append(min(times[1:]))
-        tokens.append(_tokens([budget.cost(laid_out[place]) for place in positions], lengths))
+        tokens.append(tokens_of([budget.cost(laid_out[place]) for place in positions], lengths))
     second = 1 if tokens[1] >= _FEWEST_TIMES_TOKENS * tokens[0] else 2
     per_token = (seconds[second] - seconds[0]) / (tokens[second] - tokens[0])
     if per_token <= 0:
@@ -124,6 +132,6 @@ def measured_costs(
     return TokenCosts(fixed_tokens=fixed, cut_at=cut_at, words=words)
 
 
-def _tokens(of_samples: Sequence[float], lengths: SampleLengths) -> float:
+def tokens_of(of_samples: Sequence[float], lengths: SampleLengths) -> float:
     """Return what samples hold, or cost, in one micro-batch."""
     return sum(of_samples) if lengths.packed else len(of_samples) * max(of_samples)

@@ -1,0 +1,50 @@
+"""Loaders that yield single samples, as streams: torch's `DataLoader`, and torchdata's that has a state."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from anybatch.errors import DataError
+
+
+def yields_samples(loader: "DataLoader[Any]") -> bool:
+    """Whether a loader yields samples and no batches: it was made with `batch_size=None` and no sampler of batches."""
+    return loader.batch_size is None and loader.batch_sampler is None
+
+
+def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
+    """Check that a loader of samples yields the whole of its data from the beginning, the same on every rank.
+
+    Args:
+        loader: yields samples.
+        num_workers: worker processes that are to read it.
+
+    Raises:
+        DataError: with what to do.
+    """
+    if isinstance(loader.sampler, DistributedSampler):
+        message = (
+            "the loader has a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
+            "samples would be lost. Leave it out."
+        )
+        raise DataError(message)
+    if getattr(loader.sampler, "generator", None) is not None or loader.generator is not None:
+        message = (
+            "the loader draws its order from a generator of its own, whose state a resumed run does not have; one of "
+            "torchdata that shuffles always does. Pass the data set itself, which ab.batches orders anew in each epoch "
+            "by its seed, or leave the generator, or shuffle=True, out."
+        )
+        raise DataError(message)
+    if num_workers and loader.num_workers:
+        message = (
+            f"{num_workers=} would read a loader that has {loader.num_workers} workers itself, and workers have none. "
+            "Leave one of them out."
+        )
+        raise DataError(message)
+    # torchdata's: it would begin where it was saved, and what is before the run's position be dropped once more.
+    if getattr(loader, "next_iter_state", None) is not None:
+        message = (
+            "the loader has been given a state (load_state_dict), and ab.batches goes on by itself from where the "
+            "engine stands. Leave it out: engine.load knows the position in samples, at any world size."
+        )
+        raise DataError(message)
