@@ -15,7 +15,7 @@ const usual = first.setting;
 
 test("programs and command lines are those that Python makes", () => {
   for (const { setting, python, command } of opening.examples) {
-    expect(program(opening.programs[setting.mistake], setting)).toBe(python);
+    expect(program(opening, setting)).toBe(python);
     expect(commandLine(setting, usual)).toBe(command);
   }
 });
