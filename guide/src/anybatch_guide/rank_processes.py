@@ -20,10 +20,11 @@ from typing import Any, Final, Self
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anybatch.core.records import Record
+from anybatch.core.records import MicroBatchRecord, Record
 from anybatch.errors import AnyBatchError, RankFailedError
 from anybatch.memory.timeline import MemoryTimeline
 from anybatch.testing.ranks import PRELOADED
+from anybatch_guide.lines import NOT_SHOWN
 from anybatch_guide.native_batch import first_step
 from anybatch_guide.run_metrics import RunMetrics
 from anybatch_guide.setting import PlaygroundSetting
@@ -136,8 +137,9 @@ class _Sender:
         self.is_stepped = False
 
     def observe(self, record: Record, /) -> None:
-        """Send a record."""
-        self._tell("observe", record)
+        """Send a record: every one that the page shows from the first rank, micro-batches alone from the others."""
+        if isinstance(record, MicroBatchRecord) or (self._is_first and not isinstance(record, NOT_SHOWN)):
+            self._tell("observe", record)
 
     def add_memory(self, timeline: MemoryTimeline) -> None:
         """Send the memory of a step."""

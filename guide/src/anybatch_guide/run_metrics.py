@@ -71,9 +71,7 @@ class RunMetrics:
         self._seconds: list[float] = []
 
     def observe(self, record: Record, /) -> None:
-        """Take the metrics from a record, and stream it; of ranks but the first one, micro-batches only."""
-        if getattr(record, "rank", 0) and not isinstance(record, MicroBatchRecord):
-            return
+        """Take the metrics from a record, and stream it; ranks but the first one tell of their micro-batches only."""
         match record:
             case MicroBatchRecord(event="begin", position=0, rank=0):
                 self._begun = self._clock()

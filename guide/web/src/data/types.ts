@@ -32,7 +32,7 @@ export interface Line {
   [field: string]: unknown;
 }
 
-/** The playground's setting; what it means and its limits are in guide/src/anybatch_guide/playground.py. */
+/** The playground's setting; what it means and its limits are in guide/src/anybatch_guide/setting.py. */
 export interface Setting {
   task: "digits" | "spirals" | "shapes" | "text";
   norm: "batch" | "group" | "none";
