@@ -68,6 +68,37 @@ def test_a_stepped_run_shows_each_ranks_own_sum() -> None:
     torch.testing.assert_close(torch.tensor(together), torch.tensor(whole["sum"]), rtol=2e-3, atol=1e-5)
 
 
+LISTENS, LOOPBACK = "0A", "0100007F"
+"""The state of a socket and the address 127.0.0.1, as Linux writes them."""
+
+
+def listened_at(process: int) -> set[str]:
+    """Return the addresses at which a process listens for connections, as Linux writes them."""
+    folder = Path("/proc", str(process))
+    own = {os.readlink(file) for file in (folder / "fd").iterdir() if file.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in own}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@sees(
+    "ranks listen wherever the name of the machine leads",
+    "guide/src/anybatch_guide/rank_processes.py",
+    "    listen_at_loopback()\n",
+    "",
+)
+def test_ranks_listen_at_loopback_only() -> None:
+    """While a run goes on, its ranks take connections from this machine alone."""
+    found: list[set[str]] = []
+
+    def emit(line: Line) -> None:
+        if line["kind"] == "step" and not found:
+            found.extend(listened_at(process.pid or 0) for process in multiprocessing.active_children())
+
+    run(TWO, emit)
+    assert found == [{LOOPBACK}] * 2
+
+
 class _Stopped(BaseException):
     """What ends a run from outside."""
 

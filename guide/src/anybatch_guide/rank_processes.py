@@ -1,9 +1,7 @@
 """A playground run on several ranks: processes of this machine with gloo between them, followed from here."""
 
 import multiprocessing
-import os
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from anybatch.core.records import MicroBatchRecord, Record
 from anybatch.errors import AnyBatchError, RankFailedError
 from anybatch.memory.timeline import MemoryTimeline
+from anybatch.parallel.launchers import listen_at_loopback
 from anybatch.testing.ranks import PRELOADED
 from anybatch_guide.lines import NOT_SHOWN
 from anybatch_guide.native_batch import first_step
@@ -166,8 +165,7 @@ def _send(pipe: Connection, told: object) -> None:
 
 def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous: str) -> None:
     """Be a rank, from its first step to the end of its run."""
-    if loopback := _loopback():
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo listens wherever the machine's name leads
+    listen_at_loopback()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=setting.ranks, timeout=PATIENCE)
     try:
         with isolated():
@@ -196,10 +194,3 @@ def _context() -> ForkServerContext | SpawnContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, __name__, "anybatch_guide.tasks.digits", "sklearn.datasets"])
     return context
-
-
-def _loopback() -> str | None:
-    """Return the name of the loopback interface; None where it has none to ask for."""
-    if sys.platform == "win32":
-        return None
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

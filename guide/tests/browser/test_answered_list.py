@@ -1,4 +1,4 @@
-"""Every element of the list that the page answers is on it, where `docs/guide.md` says, and does what it is there for."""
+"""Every element of the list that the page answers is where `docs/guide.md` says, and does what it is there for."""
 
 import re
 from collections.abc import Iterator
