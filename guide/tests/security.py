@@ -26,6 +26,9 @@ SETTING: Mapping[str, Any] = {
     "seed": 0,
     "precision": "fp32",
     "mistake": "",
+    "ranks": 1,
+    "norm_policy": "keep",
+    "memory_limit_kib": 0,
 }
 GOOD = json.dumps({"kind": "experiment", "name": "mathematics"})
 
@@ -201,6 +204,9 @@ SETTINGS: Sequence[Attempt] = tuple(
         ("one key too many", {"module": "os"}, "keys"),
         ("task by a path", {"task": "../../data.pkl"}, "task"),
         ("mistake of its own", {"mistake": "__import__('os')"}, "mistake"),
+        ("a thousand ranks", {"ranks": 1000}, "ranks"),
+        ("policy by an expression", {"norm_policy": "Ghost(4)"}, "norm_policy"),
+        ("limit below nothing", {"memory_limit_kib": -1}, "memory_limit_kib"),
         ("batch too large", {"micro_batch_size": 256, "accumulation_steps": 64}, "batch_too_large"),
         ("too much work", {"micro_batch_size": 64, "accumulation_steps": 64, "steps": 2000}, "too_much_work"),
     )

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from anybatch_guide.experiments import first_screen
-from anybatch_guide.playground import isolated
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import MicroBatches, load
+from anybatch_guide.training import isolated
 from tests.faults import sees
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")

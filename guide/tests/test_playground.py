@@ -45,6 +45,8 @@ SETTINGS = (
     PlaygroundSetting(**SHORT, task="shapes", norm="batch", optimizer="sgd", learning_rate=0.1, seed=7),
     PlaygroundSetting(**SHORT, task="spirals", precision="bf16"),
     PlaygroundSetting(**SHORT, task="text", mistake="mean_of_means"),
+    PlaygroundSetting(**SHORT, task="shapes", norm="batch", norm_policy="ghost", memory_limit_kib=640),
+    PlaygroundSetting(**SHORT, task="shapes", norm="batch", norm_policy="exact"),
     PlaygroundSetting(
         **{**SHORT, "steps": 33}, task="spirals", mistake="drop_tail", optimizer="sgd", learning_rate=0.5
     ),
@@ -82,7 +84,18 @@ def test_every_program_is_python(mistake: MistakeName) -> None:
 
     compile(text, "program", "exec")
     assert "$" not in text
-    assert set(templates()) == set(MistakeName.__args__)  # type: ignore[attr-defined]
+    assert set(templates()) == {*MistakeName.__args__, "limit", "ghost", "ghost limit"}  # type: ignore[attr-defined]
+
+
+def test_a_program_has_what_its_setting_needs() -> None:
+    """A limit, groups and ranks stand in the program where they are asked for, and nowhere else."""
+    words = ("memory_budget(512 * 2**10", "norms=Ghost(4)", "torchrun --nproc-per-node 2")
+    changed: dict[str, Any] = {"norm_policy": "ghost", "memory_limit_kib": 512, "ranks": 2}
+    full, usual = (as_python(PlaygroundSetting(task="shapes", norm="batch", **more)) for more in (changed, {}))
+
+    compile(full, "program", "exec")
+    assert all(word in full for word in words)
+    assert not any(word.split("(")[0].split("=")[-1] in usual for word in words)
 
 
 def test_a_command_writes_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,9 +241,9 @@ def test_a_run_leaves_no_trace() -> None:
 )
 @sees(
     "the first gradient is compared at parameters that have moved",
-    "guide/src/anybatch_guide/playground.py",
-    "    return before - flat(model)",
-    "    return before * 1.001 - flat(model)",
+    "guide/src/anybatch_guide/native_batch.py",
+    "    return before - flat(parts[0])",
+    "    return before * 1.001 - flat(parts[0])",
 )
 def test_a_run_is_judged_by_its_first_gradient(changes: Mapping[str, Any], least: float, most: float) -> None:
     """A right cut has the native batch's first gradient; four parts not divided have four times as much of it."""

@@ -79,6 +79,17 @@ def test_a_foreign_value_is_refused_or_as_it_should_be(name: str, value: object)
         ({"micro_batch_size": 256, "accumulation_steps": 16, "steps": 2_000}, "too_much_work"),
         ({"task": "text", "micro_batch_size": 256, "accumulation_steps": 16, "steps": 1}, "too_much_memory"),
         ({"extra": 1}, "keys"),
+        ({"ranks": 3}, "ranks"),
+        ({"ranks": True}, "ranks"),
+        ({"memory_limit_kib": -1}, "memory_limit_kib"),
+        ({"memory_limit_kib": 1.5}, "memory_limit_kib"),
+        ({"norm_policy": "layer"}, "norm_policy"),
+        ({"norm_policy": "exact"}, "policy_of_norm"),
+        ({"task": "shapes", "norm": "group", "norm_policy": "exact"}, "policy_of_norm"),
+        ({"task": "shapes", "norm": "batch", "norm_policy": "ghost", "micro_batch_size": 3}, "policy_of_norm"),
+        ({"mistake": "zero_each", "ranks": 2}, "engine_only"),
+        ({"mistake": "zero_each", "memory_limit_kib": 512}, "engine_only"),
+        ({"micro_batch_size": 256, "accumulation_steps": 16, "ranks": 2, "steps": 1}, "batch_too_large"),
     ],
 )
 def test_each_refusal_has_its_code(change: dict[str, Any], code: str) -> None:
@@ -103,6 +114,14 @@ def test_a_missing_key_is_refused() -> None:
         steps=st.integers(1, 2_000),
         seed=st.integers(0, 2**32 - 1),
         mistake=st.sampled_from(["", "drop_tail"]),
+    )
+    | st.builds(
+        PlaygroundSetting,
+        task=st.just("shapes"),
+        norm=st.just("batch"),
+        norm_policy=st.sampled_from(["keep", "exact", "ghost", "freeze", "sync"]),
+        ranks=st.integers(1, 2),
+        memory_limit_kib=st.integers(0, 2**20),
     )
 )
 def test_a_command_line_is_the_setting(setting: PlaygroundSetting) -> None:

@@ -1,11 +1,13 @@
 """Launchers: variables of torchrun, srun and mpirun, as which rank this process is and where all of them meet."""
 
+import os
+import socket
 from collections.abc import Mapping
 
 import pytest
 
 from anybatch.errors import WorldError
-from anybatch.parallel.launchers import Launch, find_launch, is_restarted, launch_id
+from anybatch.parallel.launchers import Launch, find_launch, is_restarted, launch_id, listen_at_loopback
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = {
@@ -109,3 +111,13 @@ def test_restarts(name: str, variables: pytest.MonkeyPatch) -> None:
     assert not is_restarted()
     variables.setenv(name, "1")
     assert is_restarted()
+
+
+def test_gloo_is_sent_to_loopback(variables: pytest.MonkeyPatch) -> None:
+    """Gloo is told the interface whose address is that of this machine alone."""
+    variables.setenv("GLOO_SOCKET_IFNAME", "before")
+    listen_at_loopback()
+    name = os.environ["GLOO_SOCKET_IFNAME"]
+
+    assert name in {name for _, name in socket.if_nameindex()}
+    assert name in {"lo", "lo0"}

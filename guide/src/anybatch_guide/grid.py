@@ -1,7 +1,7 @@
 """The grid of playground runs that are recorded, for a page without an engine, and their compact form."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -9,6 +9,7 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.playground import PlaygroundSetting, run
 from anybatch_guide.programs import as_command, as_python, templates
 from anybatch_guide.setting import (
+    GHOST_SAMPLES,
     LIMITS,
     MAX_BYTES,
     MAX_EFFECTIVE,
@@ -26,6 +27,8 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "text": {"steps": 30, "optimizer": "adamw", "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
 }
 """The defaults of a task: steps, optimizer, learning rate by optimizer, norm; and its number of classes."""
+DIGITS_LIMITS_KIB = (4096, 2048, 1024, 768)
+"""Limits of memory for micro-batches of 64 digits: one they fit into, two for smaller ones, and one too low."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
@@ -55,7 +58,7 @@ def opening_settings() -> list[PlaygroundSetting]:
 
 
 def digits_settings() -> list[PlaygroundSetting]:
-    """Return twelve cuts with two optimizers, and each mistake at three of them."""
+    """Return twelve cuts with two optimizers, each mistake at three of them, two ranks, and four limits of memory."""
     found = [
         task_setting("digits", micro, accumulation, optimizer)
         for optimizer in get_args(OptimizerName)
@@ -68,6 +71,8 @@ def digits_settings() -> list[PlaygroundSetting]:
         for micro in (4, 16, 64)
         for mistake in _MISTAKES
     ]
+    found += [task_setting("digits", micro, 4, "sgd", ranks=2) for micro in (4, 16, 64)]
+    found += [task_setting("digits", 64, 4, "sgd", memory_limit_kib=limit) for limit in DIGITS_LIMITS_KIB]
     # The runs of the opening are in a recording of their own.
     known = opening_settings()
     return [setting for setting in found if setting not in known]
@@ -84,11 +89,21 @@ def spirals_settings() -> list[PlaygroundSetting]:
 
 
 def shapes_settings() -> list[PlaygroundSetting]:
-    """Return three cuts of one batch with each of the three norms."""
-    return [
+    """Return three cuts of one batch with each norm and policy about BatchNorm, and three policies on two ranks."""
+    found = [
         task_setting("shapes", micro, 64 // micro, norm=norm)
         for norm in ("batch", "group", "none")
         for micro in (64, 16, 4)
+    ]
+    found += [
+        task_setting("shapes", micro, 64 // micro, norm_policy=policy)
+        for policy in ("exact", "ghost", "freeze")
+        for micro in (64, 16, 4)
+    ]
+    return found + [
+        task_setting("shapes", micro, 32 // micro, norm_policy=policy, ranks=2)
+        for policy in ("keep", "sync", "exact")
+        for micro in (32, 16, 4)
     ]
 
 
@@ -107,6 +122,18 @@ def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[
     return found
 
 
+def first_micro_batches(setting: PlaygroundSetting) -> list[dict[str, Any]]:
+    """Return what is seen of each micro-batch of the first step, for a page that steps through it."""
+    lines: list[Mapping[str, Any]] = []
+    run(replace(setting, steps=1), lines.append, is_stepped=lambda: True)
+    head = ("version", "sequence", "time_seconds", "kind", "step")
+    return [
+        {name: value for name, value in line.items() if name not in head}
+        for line in lines
+        if line["kind"] == "guide.micro_batch"
+    ]
+
+
 def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
     """Run one setting; return its metrics by step, rounded to what a curve can show, and the surfaces of spirals."""
     surfaces: list[Mapping[str, Any]] = []
@@ -121,6 +148,7 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
     return {
         "setting": asdict(setting),
         "status": data["status"],
+        **({"message": data["message"]} if data["message"] else {}),
         "losses": rounded(data["losses"], 5),
         "gradient_norms": rounded(data["gradient_norms"], 4),
         "learning_rates": rounded(data["learning_rates"], 4),
@@ -128,6 +156,8 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
         "relative_differences": rounded(data["relative_differences"], 3),
         "peak": data["peak"],
         "samples_per_second": rounded([data["samples_per_second"]], 3)[0],
+        "smaller_sizes": data["smaller_sizes"],
+        "reduced_bytes": data["reduced_bytes"],
         "digest": data["digest"],
         "surfaces": surfaces[every - 1 :: every],
     }
@@ -140,13 +170,19 @@ def rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
 
 def run_opening(emit: Emit) -> Data:
     """Return the runs that the page opens with, and all that it needs to know about settings."""
-    examples = [PlaygroundSetting(), task_setting("spirals", 4, 8, "sgd", mistake="clip_each", seed=7)]
+    examples = [
+        PlaygroundSetting(),
+        task_setting("spirals", 4, 8, "sgd", mistake="clip_each", seed=7),
+        task_setting("shapes", 16, 2, norm_policy="ghost", ranks=2, memory_limit_kib=4096),
+    ]
     return {
         "runs": record_runs(opening_settings(), emit),
         "beginnings": TASK_DEFAULTS,
         "limits": {name: list(limits) for name, limits in LIMITS.items()},
         "together": {"effective": MAX_EFFECTIVE, "samples": MAX_SAMPLES, "bytes": MAX_BYTES},
         "sample_bytes": SAMPLE_BYTES,
+        "ghost_samples": GHOST_SAMPLES,
+        "first_micro_batches": first_micro_batches(PlaygroundSetting()),
         "programs": templates(),
         "examples": [
             {"setting": asdict(one), "python": as_python(one), "command": as_command(one)} for one in examples

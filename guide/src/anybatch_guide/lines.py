@@ -10,6 +10,9 @@ from anybatch.events.jsonl import line_of
 from anybatch.events.schema import SCHEMA_VERSION
 from anybatch_guide.experiment import Emit
 
+NOT_SHOWN = (PhaseRecord, MemoryRecord)
+"""Records that the page does not show."""
+
 
 class RecordLines:
     """An observer that emits each record as one event at once, so that the receiver may pause or cancel the run.
@@ -28,7 +31,7 @@ class RecordLines:
 
     def observe(self, record: Record, /) -> None:
         """Emit a record of the engine."""
-        if not isinstance(record, PhaseRecord | MemoryRecord):
+        if not isinstance(record, NOT_SHOWN):
             self._emit(line_of(record, sequence=self._next(), time_seconds=self._clock()))
 
     def emit(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (whatever JSON has)

@@ -12,6 +12,7 @@ from anybatch.core.records import EndRecord, MicroBatchRecord, SpanEvent, StartR
 from anybatch.errors import NonFiniteError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import timeline
+from anybatch_guide.micro_batch_view import MicroBatchView
 from anybatch_guide.mistakes.windows import items
 from anybatch_guide.run_metrics import RunMetrics
 from anybatch_guide.setting import PlaygroundSetting
@@ -33,13 +34,21 @@ class LoopWatch:
         model: the network that the loop trains.
         optimizer: its optimizer.
         metrics: receives the records.
+        view: shows each micro-batch while the loop is stepped.
     """
 
     def __init__(
-        self, setting: PlaygroundSetting, *, model: nn.Module, optimizer: Optimizer, metrics: RunMetrics
+        self,
+        setting: PlaygroundSetting,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        metrics: RunMetrics,
+        view: MicroBatchView,
     ) -> None:
         self.is_done = False
         self._setting, self._model, self._optimizer, self._metrics = setting, model, optimizer, metrics
+        self._view = view
         self._step = self._position = self._num_samples = 0
         self._means: list[tuple[float, int]] = []
         self._open_samples: int | None = None
@@ -89,6 +98,7 @@ class LoopWatch:
             self._ledger.mark(f"micro-batch {self._position + 1}")
             self._ledger.hold("inputs", args)
         self._report_micro_batch("begin")
+        self._view.begin(args[0])
 
     def _end_micro_batch(self) -> None:
         # No hook runs after a backward: the next forward, or the update, ends the micro-batch.
@@ -156,21 +166,21 @@ class LoopWatch:
     def _report_micro_batch(self, event: SpanEvent) -> None:
         # The loss is known only after the forward.
         mean, count = self._means[-1] if event == "end" else (0.0, 0)
-        self._metrics.observe(
-            MicroBatchRecord(
-                rank=0,
-                event=event,
-                step=self._step,
-                unit_number=self._position,
-                position=self._position,
-                num_micro_batches=self._setting.accumulation_steps,
-                num_samples=self._open_samples or 0,
-                first_sample_id=None,
-                weight=1.0,
-                counts={"loss": count} if event == "end" else {},
-                loss_sums={"loss": mean * count} if event == "end" else {},
-            )
+        record = MicroBatchRecord(
+            rank=0,
+            event=event,
+            step=self._step,
+            unit_number=self._position,
+            position=self._position,
+            num_micro_batches=self._setting.accumulation_steps,
+            num_samples=self._open_samples or 0,
+            first_sample_id=None,
+            weight=1.0,
+            counts={"loss": count} if event == "end" else {},
+            loss_sums={"loss": mean * count} if event == "end" else {},
         )
+        self._metrics.observe(record)
+        self._view.observe(record)
 
     def _step_record(self) -> StepRecord:
         count = sum(num_items for _, num_items in self._means)

@@ -5,9 +5,12 @@ from dataclasses import fields
 from string import Template
 
 from anybatch_guide.mistakes.mistake import MISTAKES, source_of
-from anybatch_guide.setting import PlaygroundSetting
+from anybatch_guide.setting import GHOST_SAMPLES, PlaygroundSetting
 
-_BEGINNING = '''"""$task, $micro_batch_size x $accumulation_steps = $effective_batch_size samples a step."""
+_BEGINNING = '''"""$task, $cut = $effective_batch_size samples a step.
+
+Run it: $launch program.py
+"""
 '''
 _MODEL = """
 torch.set_num_threads(1)
@@ -21,14 +24,30 @@ _ENGINE = f"""{_BEGINNING}
 import torch
 
 import anybatch as ab
+from anybatch.norms import Ghost
+from anybatch.testing import memory_budget
 from anybatch_guide.tasks.task import load
 {_MODEL}
 engine = ab.Engine(
-    model, optimizer, task.loss, micro_batch_size=$micro_batch_size, scheduler=scheduler, precision="$precision"
+    model,
+    optimizer,
+    task.loss,
+    micro_batch_size=$micro_batch_size,
+    scheduler=scheduler,
+    precision="$precision",
+    norms=$norms,
 )
 for batch in ab.batches(task.rows, effective_batch_size=$effective_batch_size, steps=$steps, seed=$seed):
-    print(engine.step(batch).loss)
+    with memory_budget($limit, model, optimizer):
+        report = engine.step(batch)
+    if engine.world.is_first:
+        print(report.loss)
 """
+_WITHOUT_LIMIT: Mapping[str, str] = {
+    "from anybatch.testing import memory_budget\n": "",
+    "    with memory_budget($limit, model, optimizer):\n        report": "    report",
+}
+_WITHOUT_GROUPS: Mapping[str, str] = {"from anybatch.norms import Ghost\n": ""}
 _LOOP = f"""{_BEGINNING}
 from collections.abc import Callable, Iterable
 
@@ -80,9 +99,18 @@ _CLASSES: Mapping[str, str] = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def templates() -> Mapping[str, str]:
-    """Return the program of each mistake, and of none, with `$name` where something of the setting belongs."""
+    """Return the program of each mistake, and those of the engine, with `$name` where something of the setting belongs.
+
+    Those of the engine are named as `template_of` names them: one for each of what only some settings need.
+    """
+    engines = {
+        "": _without(_without(_ENGINE, _WITHOUT_LIMIT), _WITHOUT_GROUPS),
+        "limit": _without(_ENGINE, _WITHOUT_GROUPS),
+        "ghost": _without(_ENGINE, _WITHOUT_LIMIT),
+        "ghost limit": _ENGINE,
+    }
     loops = {name: _LOOP.replace("$source", source_of(name)) for name in MISTAKES}
-    return {"": _ENGINE} | {
+    return engines | {
         name: text.replace("$max_norm", "1.0" if name == "clip_each" else 'float("inf")')
         for name, text in loops.items()
     }
@@ -90,7 +118,20 @@ def templates() -> Mapping[str, str]:
 
 def as_python(setting: PlaygroundSetting) -> str:
     """Return a complete program whose output is the loss of each step, the same as of `run(setting)`, to the bit."""
-    return Template(templates()[setting.mistake]).substitute(values_of(setting))
+    return Template(templates()[template_of(setting)]).substitute(values_of(setting))
+
+
+def template_of(setting: PlaygroundSetting) -> str:
+    """Return the name of the template that a setting fills."""
+    needs = ["ghost"] * (setting.norm_policy == "ghost") + ["limit"] * (setting.memory_limit_kib > 0)
+    return setting.mistake or " ".join(needs)
+
+
+def _without(text: str, left_out: Mapping[str, str]) -> str:
+    for part, rest in left_out.items():
+        assert part in text
+        text = text.replace(part, rest)
+    return text
 
 
 def as_command(setting: PlaygroundSetting) -> str:
@@ -110,5 +151,9 @@ def values_of(setting: PlaygroundSetting) -> Mapping[str, str]:
     return {
         **own,
         "effective_batch_size": str(setting.effective_batch_size),
+        "cut": setting.cut,
+        "launch": "python" if setting.ranks == 1 else f"torchrun --nproc-per-node {setting.ranks}",
+        "norms": f"Ghost({GHOST_SAMPLES})" if setting.norm_policy == "ghost" else f'"{setting.norm_policy}"',
+        "limit": f"{setting.memory_limit_kib} * 2**10",
         "optimizer_class": _CLASSES[setting.optimizer],
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from anybatch.core.records import EndRecord, MicroBatchRecord, Record, StepRecord
+from anybatch.core.records import EndRecord, MicroBatchRecord, OutOfMemoryRecord, Record, ReductionRecord, StepRecord
 from anybatch.errors import NonFiniteError
 from anybatch.memory.timeline import MemoryTimeline
 from anybatch_guide.experiment import Data
@@ -19,7 +19,7 @@ from anybatch_guide.tasks.spirals import surface
 from anybatch_guide.tasks.task import PlaygroundTask
 
 if TYPE_CHECKING:
-    from anybatch_guide.playground import ReferenceRun
+    from anybatch_guide.native_batch import ReferenceRun
 
 SURFACE_SIZE = 40
 NUM_SURFACES = 20
@@ -36,9 +36,13 @@ class RunMetrics:
         task: its data, network and loss.
         model: the network that is trained.
         reference: a run without accumulation to compare with; it makes one step after each step of this run.
-        first_difference: relative difference of the two runs' first gradients.
         lines: streams records and metrics to the page.
         clock: monotonic time in seconds, for the throughput.
+        is_stepped: function () -> whether each micro-batch is to be shown now.
+
+    Attributes:
+        measured_step: number of the step whose memory is recorded.
+        first_difference: relative difference of the two runs' first gradients; to be set before the first step.
     """
 
     def __init__(
@@ -48,15 +52,17 @@ class RunMetrics:
         *,
         model: nn.Module,
         reference: "ReferenceRun",
-        first_difference: float | None,
         lines: RecordLines,
         clock: Callable[[], float],
+        is_stepped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.measured_step = min(1, setting.steps - 1)  # the first one also makes the optimizer's state
         self._setting, self._task, self._model = setting, task, model
         self._reference: ReferenceRun | None = reference
-        self._first_difference = first_difference
-        self._lines, self._clock = lines, clock
+        self.first_difference: float | None = None
+        self._lines, self._clock, self._is_stepped = lines, clock, is_stepped
+        self._sizes: list[int] = []
+        self._reduced_bytes = 0
         self._steps: list[StepRecord] = []
         self._differences: list[float | None] = []
         self._peak: Mapping[str, int] = {}
@@ -65,10 +71,14 @@ class RunMetrics:
         self._seconds: list[float] = []
 
     def observe(self, record: Record, /) -> None:
-        """Take the metrics from a record, and stream it."""
+        """Take the metrics from a record, and stream it; ranks but the first one tell of their micro-batches only."""
         match record:
-            case MicroBatchRecord(event="begin", position=0):
+            case MicroBatchRecord(event="begin", position=0, rank=0):
                 self._begun = self._clock()
+            case ReductionRecord(event="begin", payload="gradients") if record.step == self.measured_step:
+                self._reduced_bytes += record.num_bytes
+            case OutOfMemoryRecord(micro_batch_size_after=int(size)):
+                self._sizes.append(size)
             case StepRecord():
                 self._seconds.append(self._clock() - self._begun)
                 self._steps.append(record)
@@ -78,6 +88,15 @@ class RunMetrics:
             case _:
                 pass
         self._lines.observe(record)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether each micro-batch is to be shown now."""
+        return self._is_stepped()
+
+    def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
+        """Stream what was seen of a micro-batch."""
+        self._lines.emit("micro_batch", **fields)
 
     def add_memory(self, timeline: MemoryTimeline) -> None:
         """Keep the peak memory of the measured step by category, and stream the peak of each of its phases."""
@@ -94,7 +113,7 @@ class RunMetrics:
     def after_step(self, step: int) -> None:
         """Step the reference run and stream the difference of the parameters; now and then stream the surface."""
         if step == 0:
-            self._lines.emit("first_gradient", relative_difference=self._first_difference)
+            self._lines.emit("first_gradient", relative_difference=self.first_difference)
         difference = self._compare()
         self._differences.append(difference)
         self._lines.emit("match", step=step, relative_difference=difference)
@@ -114,11 +133,13 @@ class RunMetrics:
                 None if step.gradient_norm is None else finite(float(step.gradient_norm)) for step in steps
             ],
             "learning_rates": [float(step.learning_rates[0]) for step in steps],
-            "first_gradient_difference": self._first_difference,
+            "first_gradient_difference": self.first_difference,
             "relative_differences": self._differences,
             "peak_bytes": sum(self._peak.values()),
             "peak": dict(self._peak),
             "samples_per_second": self._samples_per_second(),
+            "smaller_sizes": self._sizes,
+            "reduced_bytes": self._reduced_bytes,
             "digest": digest_of(self._model),
         }
 
@@ -133,7 +154,9 @@ class RunMetrics:
             return None
 
     def _samples_per_second(self) -> float | None:
-        """Return the throughput after the measured step, which recording its memory slows down."""
+        """Return the throughput after the measured step; None under a limit: counting tensors slows a run down."""
+        if self._setting.memory_limit_kib:
+            return None
         first = self.measured_step + 1
         samples = sum(step.num_samples for step in self._steps[first:])
         seconds = sum(self._seconds[first:])

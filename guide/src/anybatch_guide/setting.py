@@ -11,12 +11,17 @@ from anybatch_guide.tasks.task import Norm, TaskName
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["fp32", "bf16"]
 MistakeName = Literal["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"]
+NormPolicy = Literal["keep", "exact", "ghost", "freeze", "sync"]
+GHOST_SAMPLES = 4
+"""Samples of a group under the policy "ghost"."""
 LIMITS: Mapping[str, tuple[float, float]] = {
     "micro_batch_size": (1, 256),
     "accumulation_steps": (1, 64),
     "learning_rate": (1e-6, 10.0),
     "steps": (1, 2_000),
     "seed": (0, 2**32 - 1),
+    "ranks": (1, 2),
+    "memory_limit_kib": (0, 2**20),
 }
 MAX_EFFECTIVE, MAX_SAMPLES, MAX_BYTES = 4_096, 5_000_000, 2**30
 SAMPLE_BYTES: Mapping[TaskName, int] = {"digits": 60_000, "spirals": 1_000, "shapes": 100_000, "text": 600_000}
@@ -27,6 +32,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "optimizer": get_args(OptimizerName),
     "precision": get_args(Precision),
     "mistake": get_args(MistakeName),
+    "norm_policy": get_args(NormPolicy),
 }
 
 
@@ -46,13 +52,16 @@ class PlaygroundSetting:
         task: name of the data and network.
         norm: normalization layers of the network of `shapes`; "none" for other tasks.
         micro_batch_size: samples of one forward and backward.
-        accumulation_steps: micro-batches of one optimizer step.
+        accumulation_steps: micro-batches of one optimizer step on each rank.
         optimizer: "sgd" without momentum, or "adamw", whose steps hide a gradient that is too large by a factor.
         learning_rate: of the first step; it decays linearly to a tenth.
         steps: optimizer steps.
         seed: of the initial parameters and the order of samples.
         precision: number format of forward and backward.
         mistake: which wrong loop runs in the engine's place; empty for the engine.
+        ranks: processes that share each effective batch, with gloo between them.
+        norm_policy: the engine's policy about BatchNorm; "keep" where there is none.
+        memory_limit_kib: most memory that tensors of a rank may hold, in KiB; 0 for no limit.
 
     Raises:
         SettingError: a value is of another type or outside its limits, or together they are too much.
@@ -68,6 +77,9 @@ class PlaygroundSetting:
     seed: int = 0
     precision: Precision = "fp32"
     mistake: MistakeName = ""
+    ranks: int = 1
+    norm_policy: NormPolicy = "keep"
+    memory_limit_kib: int = 0
 
     def __post_init__(self) -> None:
         """Check every value by itself, then all of them together."""
@@ -79,8 +91,14 @@ class PlaygroundSetting:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples of one optimizer step."""
-        return self.micro_batch_size * self.accumulation_steps
+        """Samples of one optimizer step, over all ranks."""
+        return self.micro_batch_size * self.accumulation_steps * self.ranks
+
+    @property
+    def cut(self) -> str:
+        """How these samples are divided, such as `16 x 4`, or `16 x 4 x 2` on two ranks."""
+        numbers = (self.micro_batch_size, self.accumulation_steps, *([self.ranks] if self.ranks > 1 else []))
+        return " x ".join(map(str, numbers))
 
     def _check_together(self) -> None:
         size = self.effective_batch_size
@@ -90,8 +108,9 @@ class PlaygroundSetting:
         if self.mistake and self.precision != "fp32":
             message = f"precision={self.precision!r} is for the engine; the loop {self.mistake!r} runs in fp32."
             raise SettingError(message, code="precision_of_mistake")
+        self._check_engine_only()
         if size > MAX_EFFECTIVE:
-            message = f"{self.micro_batch_size} x {self.accumulation_steps} = {size} samples per step; at most 4,096."
+            message = f"{self.cut} = {size} samples per step; at most 4,096."
             raise SettingError(message, code="batch_too_large")
         if size * self.steps > MAX_SAMPLES:
             message = f"{size} samples x {self.steps} steps = {size * self.steps:,}; at most {MAX_SAMPLES:,}."
@@ -103,6 +122,19 @@ class PlaygroundSetting:
                 f"most {MAX_BYTES // 2**20:,}."
             )
             raise SettingError(message, code="too_much_memory")
+
+    def _check_engine_only(self) -> None:
+        """Refuse what a loop of plain PyTorch has not, and policies that have nothing to act on."""
+        if self.mistake and (self.ranks > 1 or self.memory_limit_kib):
+            what = f"ranks={self.ranks}" if self.ranks > 1 else f"memory_limit_kib={self.memory_limit_kib}"
+            message = f"{what} is for the engine; the loop {self.mistake!r} runs on one rank without a limit."
+            raise SettingError(message, code="engine_only")
+        if self.norm_policy != "keep" and (self.norm != "batch" or self.mistake):
+            message = f"norm_policy={self.norm_policy!r} is for the engine on a network with norm='batch'."
+            raise SettingError(message, code="policy_of_norm")
+        if self.norm_policy == "ghost" and self.micro_batch_size < GHOST_SAMPLES:
+            message = f"norm_policy='ghost' needs micro-batches of {GHOST_SAMPLES} samples at least: whole groups."
+            raise SettingError(message, code="policy_of_norm")
 
 
 def parse_setting(value: object) -> PlaygroundSetting:

@@ -43,11 +43,11 @@ class Prepared:
     """A run of the playground that may begin.
 
     Attributes:
-        run: function (emit) -> its metrics.
+        run: function (emit, is_stepped) -> its metrics.
         command: what computes them again.
     """
 
-    run: Callable[[Emit], Data]
+    run: Callable[[Emit, Callable[[], bool]], Data]
     command: str
 
 
@@ -90,6 +90,10 @@ class Gate:
             else:
                 self._state = {"pause": "closed", "resume": "open", "micro": "once"}[do]  # type: ignore[assignment]
             self._changed.notify_all()
+
+    def is_stepped(self) -> bool:
+        """Whether the run stands still, or goes on by one micro-batch."""
+        return self._state != "open"
 
     def wait_before(self, line: Mapping[str, Any]) -> None:
         """Wait before an event for as long as the run is paused.
@@ -170,16 +174,20 @@ class Worker:
             gate.wait_before(line)
             self._write_answer({"id": run, "lines": [plain(line)]})
 
-        experiment, again = self._found(command)
+        experiment, again = self._found(command, gate)
         self._write_answer({"id": run, "started": True})
         recording = as_recording(experiment, experiment.run(emit), replace(self._made, command=again))
         self._write_answer({"id": run, "result": recording.as_json()})
 
-    def _found(self, command: Command) -> tuple[Experiment, str]:
+    def _found(self, command: Command, gate: Gate) -> tuple[Experiment, str]:
         """Return what is to be run, and the command that runs it again."""
         if command["kind"] == "playground":
             prepared = self._repertoire.playground(command["setting"])
-            return Experiment(name="playground", question=_QUESTION, run=prepared.run, seconds=1.0), prepared.command
+
+            def run(emit: Emit) -> Data:
+                return prepared.run(emit, gate.is_stepped)
+
+            return Experiment(name="playground", question=_QUESTION, run=run, seconds=1.0), prepared.command
         experiment = self._experiment(command["name"])
         return experiment, f"anybatch guide record {experiment.name}"
 
@@ -230,7 +238,10 @@ def everything() -> Repertoire:
 
 def _playground(setting: Mapping[str, Any]) -> Prepared:
     parsed = playground.parse_setting(setting)
-    return Prepared(run=lambda emit: playground.run(parsed, emit), command=playground.as_command(parsed))
+    return Prepared(
+        run=lambda emit, is_stepped: playground.run(parsed, emit, is_stepped=is_stepped),
+        command=playground.as_command(parsed),
+    )
 
 
 def _num_cores() -> int:

@@ -11,11 +11,15 @@ import pytest
 from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
 
 from anybatch_guide.playground import PlaygroundSetting, run
+from anybatch_guide.setting import NormPolicy
 from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, come_to, opened
 from guide.tests.served import Served
 
 SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser")
 PATIENCE = 60_000.0  # milliseconds
+BRIGHT = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data
+    .filter((level, at) => at % 4 === 0 && level > 100).length"""
+"""How many pixels of a picture are bright."""
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
 
@@ -48,7 +52,9 @@ def button(part: Locator, name: str) -> Locator:
 def playground(page: Page, setting: PlaygroundSetting) -> Locator:
     """Bring a setting to the playground, as a link does, and wait until it can be trained."""
     words = f"v=1&micro={setting.micro_batch_size}&accumulation={setting.accumulation_steps}&steps={setting.steps}"
-    page.evaluate("words => location.hash = 'playground?' + words", f"{words}&seed={setting.seed}&task={setting.task}")
+    words += f"&seed={setting.seed}&task={setting.task}&norm={setting.norm}&policy={setting.norm_policy}"
+    words += f"&ranks={setting.ranks}&limit={setting.memory_limit_kib}"
+    page.evaluate("words => location.hash = 'playground?' + words", words)
     part = page.locator("#playground")
     expect(button(part, "Train")).to_be_enabled()
     return part
@@ -81,6 +87,9 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     for step, position in ((1, 1), (1, 2), (1, 3), (2, 1)):
         one.click()
         expect(where).to_have_text(f"step {step}, micro-batch {position} of 3, paused")
+        expect(part.locator(".seen p").first).to_have_text(f"micro-batch {position} of 3: 4 samples")
+        expect(part.locator(".seen path.gradient")).to_have_count(2)
+        assert part.locator(".seen canvas").evaluate(BRIGHT) > 50
     button(part, "Go on").click()
     expect(steps(part)).to_have_text(re.compile(r"[1-9]\d+"))
     button(part, "Pause").click()
@@ -88,6 +97,55 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     button(part, "Stop").click()
     expect(button(part, "Train")).to_be_enabled()
     assert int(steps(part).inner_text()) < 400
+
+
+def test_two_ranks_are_run_here(guide: Watched) -> None:
+    """On two ranks the page has the losses of the same run in Python, the native batch's, and what each rank sends."""
+    setting = PlaygroundSetting(micro_batch_size=4, accumulation_steps=2, steps=4, seed=11, ranks=2)
+    part = playground(guide.page, setting)
+    button(part, "Run one micro-batch").click()
+    expect(part.locator(".seen p").first).to_contain_text("micro-batch 1 of 2: 4 samples")
+    expect(part.locator(".where")).to_contain_text("on each rank, paused")
+    button(part, "Go on").click()
+    expect(steps(part)).to_have_text("4")
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator(".batch")).to_contain_text("4 \u00d7 2 \u00d7 2 = 16")
+    expect(part.locator(".which")).to_have_text("digits 4 \u00d7 2 \u00d7 2 ranks, SGD (run here)")
+    expect(part.get_by_text("Each rank sends 259 KiB of gradients a step")).to_be_visible()
+    expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
+    assert part.locator("dl data").first.inner_text() == f"{run(setting, lambda _: None)['losses'][-1]:.3g}"
+
+
+@pytest.mark.parametrize(
+    ("kib", "told", "judged"),
+    [
+        (2048, "run again in micro-batches of 32, then 16. Each sample counts once.", "the same, up to rounding"),
+        (768, "cannot be smaller than one sample", "nothing to compare yet"),
+    ],
+)
+def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> None:
+    """Within too low a limit the engine goes on in smaller parts, and the page says so; or it ends, and says why."""
+    setting = PlaygroundSetting(micro_batch_size=64, accumulation_steps=2, steps=3, seed=12, memory_limit_kib=kib)
+    part = playground(guide.page, setting)
+    expect(part.locator(".next").first).to_contain_text("more than the limit, so memory will run out")
+    button(part, "Train").click()
+    expect(part.locator(".readouts")).to_contain_text(told)
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator(".judged")).to_contain_text(judged)
+
+
+@pytest.mark.parametrize(("policy", "judged"), [("exact", "the same, up to"), ("keep", "over each micro-batch")])
+def test_a_policy_is_measured(guide: Watched, policy: NormPolicy, judged: str) -> None:
+    """A policy about BatchNorm that is picked is the one that runs, and is compared with the native batch."""
+    setting = PlaygroundSetting(
+        task="shapes", norm="batch", micro_batch_size=8, accumulation_steps=2, steps=3, seed=13, norm_policy=policy
+    )
+    part = playground(guide.page, setting)
+    expect(part.get_by_label("BatchNorm policy")).to_have_value(policy)
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text("3")
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator(".judged")).to_contain_text(judged)
 
 
 def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:

@@ -13,6 +13,7 @@ from guide.tests.browser.chromium import (
     PHONE,
     SMALL,
     bring_to_life,
+    come_to,
     opened,
     scroll_through,
     unfold,
@@ -261,3 +262,22 @@ def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, addres
         expect(part.get_by_text("pin 1: digits 64 \u00d7 4").first).to_be_visible()
         part.get_by_role("button", name="Unpin").click()
         expect(part.get_by_text("pin 1")).to_have_count(0)
+
+
+def test_an_exported_playground_has_ranks_limits_and_micro_batches(browser: Browser, address: str) -> None:
+    """Without an engine, two ranks and a limit are what was recorded, and the first step is gone through one by one."""
+    with opened(browser, address, **DESKTOP) as watched:
+        part = come_to(watched.page, "playground")
+        expect(part.get_by_role("slider", name="Micro-batch")).to_have_attribute("max", "3")
+        one = part.get_by_role("button", name="Run one micro-batch")
+        for position in (1, 2, 3, 4, 1):
+            one.click()
+            expect(part.locator(".seen p").first).to_have_text(f"micro-batch {position} of 4: 16 samples")
+        part.get_by_role("radio", name="two").check(force=True)
+        expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4 \u00d7 2 ranks, SGD (recorded)")
+        expect(part.get_by_text("Each rank sends")).to_be_visible()
+        expect(part.locator(".judged.same")).to_be_visible()
+        expect(one).to_be_disabled()
+        part.get_by_role("slider", name="Memory limit").press("Home")
+        expect(part.locator(".readouts")).to_contain_text("cannot be smaller than one sample")
+        assert watched.page.locator("main").evaluate(ORPHANS) == []

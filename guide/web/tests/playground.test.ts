@@ -5,8 +5,9 @@ import { expect, test } from "vitest";
 import { parse, read, write } from "../src/data/address";
 import { NO_NEWS, newsOf } from "../src/data/news";
 import { keepPins, keptPins } from "../src/data/pins";
-import { addressShape, commandLine, foretold, fromAddress, Growing, inFive, judgement, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
+import { addressShape, commandLine, cut, effective, foretold, fromAddress, Growing, inFive, judgement, limitOf, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
 import type { Line, Setting } from "../src/data/types";
+import { pixels } from "../src/math/images";
 import { pieces, shape } from "../src/sections/claims/claims";
 
 const { data: opening } = JSON.parse(readFileSync(new URL("../recordings/playground_opening.json", import.meta.url), "utf-8")) as { data: Opening };
@@ -15,13 +16,13 @@ const usual = first.setting;
 
 test("programs and command lines are those that Python makes", () => {
   for (const { setting, python, command } of opening.examples) {
-    expect(program(opening.programs[setting.mistake], setting)).toBe(python);
+    expect(program(opening, setting)).toBe(python);
     expect(commandLine(setting, usual)).toBe(command);
   }
 });
 
 test("a setting is the same after a way through an address", () => {
-  const setting: Setting = { ...usual, task: "shapes", norm: "group", micro_batch_size: 24, learning_rate: 0.00001, mistake: "drop_tail" };
+  const setting: Setting = { ...usual, task: "shapes", norm: "group", micro_batch_size: 24, learning_rate: 0.00001, mistake: "drop_tail", ranks: 2, norm_policy: "sync", memory_limit_kib: 768 };
   const { values } = parse(write("playground", toAddress(setting)));
   expect(fromAddress(read(addressShape, values, toAddress(usual)))).toEqual(setting);
 });
@@ -33,6 +34,11 @@ test("what the engine would refuse is refused", () => {
     { micro_batch_size: 256, accumulation_steps: 16, steps: 2000 },
     { mistake: "zero_each", precision: "bf16" },
     { norm: "batch" },
+    { ranks: 2, mistake: "zero_each" },
+    { memory_limit_kib: 512, mistake: "zero_each" },
+    { norm_policy: "exact" },
+    { task: "shapes", norm: "batch", norm_policy: "ghost", micro_batch_size: 2 },
+    { ranks: 2, micro_batch_size: 256, accumulation_steps: 16, steps: 1 },
     { task: "text", micro_batch_size: 256, accumulation_steps: 16, steps: 1 },
   ] as Partial<Setting>[]) {
     expect(refusal({ ...usual, ...change }, opening)).not.toBeNull();
@@ -44,6 +50,37 @@ test("the nearest run keeps what was changed last", () => {
   expect(nearest(wish, opening.runs, "mistake")?.setting.mistake).toBe("zero_each");
   expect(nearest({ ...usual, task: "text" }, opening.runs)).toBeUndefined();
   expect(same(nearest(usual, opening.runs)?.setting ?? wish, usual)).toBe(true);
+});
+
+test("the nearest run has the ranks, policy and limit that were asked for", () => {
+  const made = (change: Partial<Setting>): Run => ({ ...first, setting: { ...usual, ...change } });
+  const runs = [{}, { ranks: 2 }, { memory_limit_kib: 1024 }, { memory_limit_kib: 4096 }, { norm_policy: "exact" as const, micro_batch_size: 4 }].map(made);
+  expect(nearest({ ...usual, ranks: 2, micro_batch_size: 64 }, runs)?.setting.ranks).toBe(2);
+  expect(nearest({ ...usual, memory_limit_kib: 900 }, runs)?.setting.memory_limit_kib).toBe(1024);
+  expect(nearest({ ...usual, norm_policy: "exact" }, runs)?.setting.norm_policy).toBe("exact");
+  expect([cut(usual), cut({ ...usual, ranks: 2 }), effective({ ...usual, ranks: 2 })]).toEqual(["16 × 4", "16 × 4 × 2", 128]);
+});
+
+test("two ranks, a limit and single micro-batches grow into a run", () => {
+  const growing = new Growing("a", { ...usual, ranks: 2 });
+  const begin = (rank: number, position: number): Line => ({ kind: "micro_batch", event: "begin", rank, step: 0, position, time_seconds: 0 });
+  const sent = (event: string, step: number, payload = "gradients"): Line => ({ kind: "reduction", event, payload, step, num_bytes: 100 });
+  const seen = (rank: number, position: number): Line => ({ kind: "guide.micro_batch", rank, position, num_samples: 16, samples: { kind: "points", values: [] }, gradient: [-3, 1], sum: [2] });
+  growing.take([begin(0, 1), begin(1, 2), sent("begin", 0), sent("begin", 1), sent("end", 1), sent("begin", 1, "other"), sent("begin", 1), sent("begin", 2)]);
+  expect([growing.position, growing.second, growing.run.reduced_bytes]).toEqual([1, 2, 200]);
+  growing.take([seen(1, 0), seen(0, 0), seen(1, 1)]);
+  expect(growing.seen.map(({ rank, position }) => [rank, position])).toEqual([[0, 0], [1, 1]]);
+  expect(limitOf(growing.seen[0]!)).toBe(3);
+  growing.take([{ kind: "out_of_memory", micro_batch_size_before: 16, micro_batch_size_after: 8 }, { kind: "out_of_memory", micro_batch_size_before: 8, micro_batch_size_after: null }]);
+  expect(growing.run.smaller_sizes).toEqual([8]);
+});
+
+test("images lie beside each other, with a line between them", () => {
+  const two = pixels(btoa(String.fromCharCode(1, 2, 3, 4, 5, 6, 7, 8)), 2, 8);
+  expect([two.width, two.height]).toEqual([5, 2]);
+  const levels = [...two.data].filter((_, at) => at % 4 === 0);
+  expect(levels).toEqual([1, 2, 0, 5, 6, 3, 4, 0, 7, 8]);
+  expect(pixels(btoa(String.fromCharCode(1, 2, 3)), 1, 2)).toMatchObject({ width: 3, height: 3 });
 });
 
 test("another task begins with its own numbers", () => {
@@ -98,6 +135,8 @@ test("a run is judged by its first gradient, and says why it is another one", ()
   expect(judged({}, 1e-7, 0.3)).toMatchObject({ kind: "drift", words: expect.stringContaining("rounding") as string });
   expect(judged({ mistake: "no_division" }, 3, 0.01)).toMatchObject({ kind: "other", words: expect.stringContaining("not divided") as string });
   expect(judged({ task: "shapes", norm: "batch" }, 0.1, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("BatchNorm") as string });
+  expect(judged({ task: "shapes", norm: "batch", norm_policy: "freeze" }, 0.9, 0.2).words).toContain("stay as they are");
+  expect(judged({ task: "shapes", norm: "batch", norm_policy: "exact" }, 1e-7, 1e-7).kind).toBe("same");
   expect(judged({ mistake: "drop_tail" }, 1e-7, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("left out") as string });
   expect(judged({ precision: "bf16" }, 1e-2, 1e-2).kind).toBe("same");
   expect(judged({}, null, null).kind).toBe("none");

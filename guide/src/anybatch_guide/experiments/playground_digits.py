@@ -2,4 +2,4 @@
 
 from anybatch_guide.grid import digits_settings, experiment_of
 
-EXPERIMENT = experiment_of("digits", digits_settings(), seconds=70)
+EXPERIMENT = experiment_of("digits", digits_settings(), seconds=110)

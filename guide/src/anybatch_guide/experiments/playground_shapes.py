@@ -2,4 +2,4 @@
 
 from anybatch_guide.grid import experiment_of, shapes_settings
 
-EXPERIMENT = experiment_of("shapes", shapes_settings(), seconds=25)
+EXPERIMENT = experiment_of("shapes", shapes_settings(), seconds=100)

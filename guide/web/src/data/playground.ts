@@ -16,8 +16,22 @@ export interface Run {
   /** Bytes at the highest moment of the step that was looked at, by what they hold. */
   peak: Record<string, number>;
   samples_per_second: number | null;
+  /** Sizes of micro-batches that it went on with, each time memory had run out. */
+  smaller_sizes: number[];
+  /** Bytes of gradients that a rank hands over in a step. */
+  reduced_bytes: number;
   digest: string | null;
   surfaces: { step: number; values: string }[];
+}
+
+/** What one micro-batch is made of, and adds: some of its samples, and some numbers of a gradient. */
+export interface MicroBatchSeen {
+  rank: number;
+  position: number;
+  num_samples: number;
+  samples: { kind: "images"; side: number; values: string } | { kind: "points"; values: [number, number][] } | { kind: "texts"; values: string[] };
+  gradient: number[];
+  sum: number[];
 }
 
 export interface Beginning {
@@ -36,7 +50,9 @@ export interface Opening {
   limits: Record<string, [number, number]>;
   together: { effective: number; samples: number; bytes: number };
   sample_bytes: Record<Setting["task"], number>;
-  programs: Record<Setting["mistake"], string>;
+  ghost_samples: number;
+  first_micro_batches: MicroBatchSeen[];
+  programs: Record<string, string>;
   examples: { setting: Setting; python: string; command: string }[];
 }
 
@@ -58,6 +74,8 @@ export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
   mean_of_means: "mean of means",
 };
 
+export const POLICIES = ["keep", "exact", "ghost", "freeze", "sync"] as const;
+
 const SHAPE = {
   task: oneOf(...TASKS),
   norm: oneOf("batch", "group", "none"),
@@ -69,6 +87,9 @@ const SHAPE = {
   seed: whole(0, 2 ** 32 - 1),
   precision: oneOf("fp32", "bf16"),
   mistake: oneOf(...MISTAKES),
+  ranks: whole(1, 2),
+  policy: oneOf(...POLICIES),
+  limit: whole(0, 2 ** 20),
 };
 type Address = ValueOf<typeof SHAPE>;
 
@@ -76,22 +97,35 @@ type Address = ValueOf<typeof SHAPE>;
 export const addressShape = SHAPE;
 
 export function toAddress(setting: Setting): Address {
-  const { micro_batch_size: micro, accumulation_steps: accumulation, learning_rate: rate, ...same } = setting;
-  return { ...same, micro, accumulation, rate };
+  const { micro_batch_size: micro, accumulation_steps: accumulation, learning_rate: rate, norm_policy: policy, memory_limit_kib: limit, ...same } = setting;
+  return { ...same, micro, accumulation, rate, policy, limit };
 }
 
 export function fromAddress(address: Address): Setting {
-  const { micro, accumulation, rate, ...same } = address;
-  return { ...same, micro_batch_size: micro, accumulation_steps: accumulation, learning_rate: rate };
+  const { micro, accumulation, rate, policy, limit, ...same } = address;
+  return { ...same, micro_batch_size: micro, accumulation_steps: accumulation, learning_rate: rate, norm_policy: policy, memory_limit_kib: limit };
+}
+
+/** Samples of one step, over all ranks. */
+export function effective(of: Setting): number {
+  return of.micro_batch_size * of.accumulation_steps * of.ranks;
+}
+
+/** How they are divided: 16 × 4, or 16 × 4 × 2 on two ranks. */
+export function cut(of: Setting): string {
+  return [of.micro_batch_size, of.accumulation_steps, ...(of.ranks > 1 ? [of.ranks] : [])].join(" × ");
 }
 
 /** Why the engine would refuse a setting, or null: the same rules as in guide/src/anybatch_guide/setting.py. */
 export function refusal(setting: Setting, opening: Opening): string | null {
-  const { effective, samples, bytes } = opening.together;
-  const size = setting.micro_batch_size * setting.accumulation_steps;
+  const { effective: most, samples, bytes } = opening.together;
+  const size = effective(setting);
   if (setting.norm !== "none" && setting.task !== "shapes") return "Only shapes have a norm to choose.";
   if (setting.mistake !== "" && setting.precision !== "fp32") return "Loops with a mistake run in float32 only.";
-  if (size > effective) return `A step may have ${effective} samples at most.`;
+  if (setting.mistake !== "" && (setting.ranks > 1 || setting.memory_limit_kib > 0)) return "Loops with a mistake run on one rank, without a limit.";
+  if (setting.norm_policy !== "keep" && (setting.norm !== "batch" || setting.mistake !== "")) return "A policy about BatchNorm needs the engine, and BatchNorm.";
+  if (setting.norm_policy === "ghost" && setting.micro_batch_size < opening.ghost_samples) return `Groups of ${opening.ghost_samples} need micro-batches of ${opening.ghost_samples} samples at least.`;
+  if (size > most) return `A step may have ${most} samples at most.`;
   if (size * setting.steps > samples) return "That is too much work: take fewer steps, or smaller batches.";
   if (size * opening.sample_bytes[setting.task] > bytes) return "The batch at once, which runs beside it, would take too much memory.";
   return null;
@@ -100,7 +134,7 @@ export function refusal(setting: Setting, opening: Opening): string | null {
 /** The setting with what its task begins with, where the task is another one. */
 export function withTask(setting: Setting, task: Setting["task"], opening: Opening): Setting {
   const own = opening.beginnings[task];
-  return { ...setting, task, norm: own.norm, steps: own.steps, optimizer: own.optimizer, learning_rate: own[own.optimizer] };
+  return { ...setting, task, norm: own.norm, norm_policy: "keep", memory_limit_kib: 0, steps: own.steps, optimizer: own.optimizer, learning_rate: own[own.optimizer] };
 }
 
 export function same(one: Setting, other: Setting): boolean {
@@ -115,7 +149,10 @@ export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Set
     let sum = doublings("micro_batch_size") + doublings("accumulation_steps");
     if (setting.mistake !== wish.mistake) sum += 100;
     if (setting.norm !== wish.norm) sum += 50;
+    if (setting.ranks !== wish.ranks) sum += 60;
+    if (setting.norm_policy !== wish.norm_policy) sum += 45;
     if (setting.optimizer !== wish.optimizer) sum += 25;
+    if (setting.memory_limit_kib !== wish.memory_limit_kib) sum += 15 + Math.abs(Math.log2((setting.memory_limit_kib || 2 ** 20) / (wish.memory_limit_kib || 2 ** 20)));
     if (changed && setting[changed] !== wish[changed]) sum += 1000;
     return sum;
   };
@@ -150,17 +187,24 @@ const REASONS: Record<Setting["mistake"], string> = {
   drop_tail: "samples at the end are left out",
   mean_of_means: "micro-batches that count differently count the same",
 };
+const POLICY_REASONS: Record<Setting["norm_policy"], string> = {
+  keep: "BatchNorm takes its mean over each micro-batch, not over the batch",
+  exact: "",
+  ghost: "BatchNorm takes its mean over groups of four, at any cut the same ones",
+  freeze: "BatchNorm uses running statistics that stay as they are",
+  sync: "BatchNorm takes its mean over one micro-batch of each rank, not over the batch",
+};
 const LATER = "the first gradient is right; the mistake comes where a batch does not come out even";
 
 /** What a run is, beside the native batch: judged by its first gradient, since rounding may grow to any difference later. */
 export function judgement(run: Run): Judgement {
-  const { mistake, precision, norm } = run.setting;
+  const { mistake, precision, norm, norm_policy: policy } = run.setting;
   const rounding = precision === "bf16" ? 5e-2 : 1e-4;
   const first = run.first_gradient_difference;
   const last = run.relative_differences.findLast((value) => value !== null) ?? null;
   if (first === null && last === null) return { kind: "none", words: "nothing to compare yet" };
   if (first !== null && first >= rounding) {
-    const why = [REASONS[mistake], norm === "batch" ? "BatchNorm takes its mean over each micro-batch, not over the batch" : ""].filter((one) => one !== "").join("; and ");
+    const why = [REASONS[mistake], norm === "batch" ? POLICY_REASONS[policy] : ""].filter((one) => one !== "").join("; and ");
     return { kind: "other", words: `another training${why ? `: ${why}` : ""}` };
   }
   if (last === null || last < rounding) return { kind: "same", words: precision === "bf16" ? "the same, up to the rounding of bfloat16" : "the same, up to rounding" };
@@ -168,11 +212,21 @@ export function judgement(run: Run): Judgement {
   return { kind: "drift", words: "the same first gradient; training has made the rounding after it larger" };
 }
 
-/** The program that does what a setting does: the template with its names filled. */
-export function program(template: string, setting: Setting): string {
+/** The name of the template that a setting fills: the same as in guide/src/anybatch_guide/programs.py. */
+export function templateOf(setting: Setting): string {
+  return setting.mistake || [...(setting.norm_policy === "ghost" ? ["ghost"] : []), ...(setting.memory_limit_kib > 0 ? ["limit"] : [])].join(" ");
+}
+
+/** The program that does what a setting does: its template with its names filled. */
+export function program(opening: Opening, setting: Setting): string {
+  const template = opening.programs[templateOf(setting)] ?? "";
   const values: Record<string, string> = {
     ...Object.fromEntries(Object.entries(setting).map(([key, value]) => [key, String(value)])),
-    effective_batch_size: String(setting.micro_batch_size * setting.accumulation_steps),
+    effective_batch_size: String(effective(setting)),
+    cut: cut(setting).replaceAll("×", "x"),
+    launch: setting.ranks === 1 ? "python" : `torchrun --nproc-per-node ${setting.ranks}`,
+    norms: setting.norm_policy === "ghost" ? `Ghost(${opening.ghost_samples})` : `"${setting.norm_policy}"`,
+    limit: `${setting.memory_limit_kib} * 2**10`,
     optimizer_class: setting.optimizer === "sgd" ? "SGD" : "AdamW",
   };
   return template.replace(/\$([a-z_]+)/g, (whole_, name: string) => values[name] ?? whole_);
@@ -182,6 +236,11 @@ export function program(template: string, setting: Setting): string {
 export function commandLine(setting: Setting, usual: Setting): string {
   const words = (Object.keys(usual) as (keyof Setting)[]).filter((key) => setting[key] !== usual[key]).map((key) => `${key}=${setting[key]}`);
   return ["python -m anybatch_guide.play", ...words].join(" ");
+}
+
+/** The number that fills the strips of a micro-batch's gradient: the largest of what is shown. */
+export function limitOf(seen: MicroBatchSeen): number {
+  return Math.max(...seen.gradient.map(Math.abs), ...seen.sum.map(Math.abs));
 }
 
 /** Bytes by the five things that fill memory; what is small goes with what it is most like. */
@@ -207,6 +266,10 @@ export class Growing {
   /** Where it stands: step and micro-batch, both from 0. */
   step = 0;
   position = -1;
+  /** Where the second rank stands. */
+  second = -1;
+  /** What was seen of the latest micro-batch of each rank, while it is run one by one. */
+  seen: MicroBatchSeen[] = [];
   #begun = 0;
   #samples = 0;
   #seconds = 0;
@@ -224,6 +287,8 @@ export class Growing {
       first_gradient_difference: null,
       peak: {},
       samples_per_second: null,
+      smaller_sizes: [],
+      reduced_bytes: 0,
       digest: null,
       surfaces: [],
     };
@@ -242,6 +307,10 @@ export class Growing {
     const { run } = this;
     switch (line.kind) {
       case "micro_batch":
+        if (line["rank"] === 1) {
+          this.second = Number(line["position"]);
+          break;
+        }
         this.step = Number(line["step"]);
         this.position = Number(line["position"]);
         if (line["event"] === "begin" && this.position === 0) this.#begun = Number(line["time_seconds"]);
@@ -255,6 +324,17 @@ export class Growing {
       }
       case "guide.first_gradient":
         run.first_gradient_difference = finite(line["relative_difference"]);
+        break;
+      case "guide.micro_batch": {
+        const one = line as unknown as MicroBatchSeen;
+        this.seen = [...this.seen.filter(({ rank }) => rank !== one.rank), one].sort((a, b) => a.rank - b.rank);
+        break;
+      }
+      case "out_of_memory":
+        if (line["micro_batch_size_after"] !== null) run.smaller_sizes.push(Number(line["micro_batch_size_after"]));
+        break;
+      case "reduction":
+        if (line["event"] === "begin" && line["payload"] === "gradients" && line["step"] === Math.min(1, run.setting.steps - 1)) run.reduced_bytes += Number(line["num_bytes"]);
         break;
       case "guide.match":
         run.relative_differences.push(finite(line["relative_difference"]));
@@ -277,7 +357,7 @@ export class Growing {
 
   /** The first two steps are slow: one makes the optimizer's state, the other is looked at. */
   #time(line: Line): void {
-    if (Number(line["step"]) > 1 && !this.#paused) {
+    if (Number(line["step"]) > 1 && !this.#paused && !this.run.setting.memory_limit_kib) {
       this.#samples += Number(line["num_samples"]);
       this.#seconds += Number(line["time_seconds"]) - this.#begun;
       if (this.#seconds > 0) this.run.samples_per_second = this.#samples / this.#seconds;

@@ -32,11 +32,12 @@ export interface Line {
   [field: string]: unknown;
 }
 
-/** The playground's setting; what it means and its limits are in guide/src/anybatch_guide/playground.py. */
+/** The playground's setting; what it means and its limits are in guide/src/anybatch_guide/setting.py. */
 export interface Setting {
   task: "digits" | "spirals" | "shapes" | "text";
   norm: "batch" | "group" | "none";
   micro_batch_size: number;
+  /** Of each rank. */
   accumulation_steps: number;
   optimizer: "sgd" | "adamw";
   learning_rate: number;
@@ -44,6 +45,11 @@ export interface Setting {
   seed: number;
   precision: "fp32" | "bf16";
   mistake: "" | "no_division" | "zero_each" | "clip_each" | "schedule_each" | "drop_tail" | "mean_of_means";
+  ranks: number;
+  /** What the engine does about BatchNorm. */
+  norm_policy: "keep" | "exact" | "ghost" | "freeze" | "sync";
+  /** Most KiB that tensors of a rank may hold; 0 for no limit. */
+  memory_limit_kib: number;
 }
 
 /** What can be asked for; begun paused, a run waits for "resume" or "micro". */

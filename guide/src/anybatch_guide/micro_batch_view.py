@@ -1,0 +1,133 @@
+"""`MicroBatchView`: what one micro-batch is made of and adds, for a run that goes on one micro-batch at a time."""
+
+import base64
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.records import MicroBatchRecord, Record
+from anybatch_guide.tasks.task import PlaygroundTask
+
+NUM_SAMPLES: Final = 16
+"""Samples that are shown of a micro-batch, at most."""
+NUM_CELLS: Final = 48
+"""Numbers that are shown of a gradient, at most."""
+
+
+class ViewObserver(Protocol):
+    """Receives what is seen of a micro-batch, while it wants it."""
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether somebody looks at single micro-batches now."""
+        ...
+
+    def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
+        """Take what was seen."""
+        ...
+
+
+class MicroBatchView:
+    """An observer that shows each micro-batch while a run is stepped: its samples, its gradient, and the sum so far.
+
+    Of the gradient it shows evenly spaced numbers of the last layer's weight: what one backward brings, seen where
+    autograd adds it, and that added to what was there before. So the sum is that of this rank, also where the last
+    backward has begun to send it. Nothing is done, and no tensor is made, while nobody looks.
+
+    Args:
+        model: the network that is trained.
+        task: what its inputs are.
+        observer: receives what is seen.
+    """
+
+    def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver) -> None:
+        self._observer = observer
+        self._encode = _ENCODERS[task.name]
+        self._weight = [parameter for parameter in model.parameters() if parameter.dim() > 1][-1]
+        size = self._weight.numel()
+        self._places = torch.linspace(0, size - 1, min(NUM_CELLS, size)).round().long().numpy()
+        self._samples: Mapping[str, Any] = {}
+        self._before: Any = 0.0
+        self._own: Any = None
+        # Where autograd adds to `.grad`: a hook there only looks. It lives as long as the node, which is kept.
+        self._adding = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._handle = self._adding.register_prehook(self._see)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Take the inputs of every forward of a model, as long as this is entered."""
+        handle = model.register_forward_pre_hook(lambda _, inputs: self.begin(inputs[0]))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def begin(self, inputs: Tensor) -> None:
+        """Take the inputs of the micro-batch that comes."""
+        self._own = None
+        if self._observer.is_stepped:
+            self._samples = self._encode(inputs[:NUM_SAMPLES])
+            gradient = self._weight.grad
+            self._before = 0.0 if gradient is None else self._cells(gradient)
+
+    def observe(self, record: Record, /) -> None:
+        """Report a micro-batch whose backward is over."""
+        # A policy may run all forwards first, and one backward for all of them: it has no gradients of their own.
+        if isinstance(record, MicroBatchRecord) and record.event == "end" and self._own is not None and self._samples:
+            self._observer.add_micro_batch(
+                {
+                    "rank": record.rank,
+                    "step": record.step,
+                    "position": record.position,
+                    "num_samples": record.num_samples,
+                    "samples": self._samples,
+                    "gradient": _rounded(self._own),
+                    "sum": _rounded(self._before + self._own),
+                }
+            )
+            self._samples, self._own = {}, None
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _see(self, gradients: tuple[Tensor, ...]) -> None:
+        if self._observer.is_stepped:
+            self._own = self._cells(gradients[0])
+
+    def _cells(self, gradient: Tensor) -> Any:  # noqa: ANN401 (an array of numpy)
+        # By numpy: a tensor made here would be counted as memory of the step. Indexing copies.
+        numbers: Any = gradient.detach().reshape(-1).numpy()
+        return numbers[self._places]
+
+
+def _rounded(numbers: Any) -> list[float]:  # noqa: ANN401 (an array of numpy)
+    return [float(f"{number:.4g}") for number in numbers]
+
+
+def _images(inputs: Tensor) -> Mapping[str, Any]:
+    """Return images as bytes from the darkest to the brightest of their pixels."""
+    pixels: Any = inputs.detach().numpy()
+    low, high = float(pixels.min()), float(pixels.max())
+    levels = ((pixels - low) * (255 / max(high - low, 1e-12))).round().astype("uint8")
+    side = round((levels.size // len(levels)) ** 0.5)
+    return {"kind": "images", "side": side, "values": base64.b64encode(levels.tobytes()).decode("ascii")}
+
+
+def _points(inputs: Tensor) -> Mapping[str, Any]:
+    return {"kind": "points", "values": [[round(x, 3), round(y, 3)] for x, y in inputs.tolist()]}
+
+
+def _texts(inputs: Tensor) -> Mapping[str, Any]:
+    return {"kind": "texts", "values": [bytes(row).decode("ascii").strip("\n\0") for row in inputs.tolist()]}
+
+
+_ENCODERS: Mapping[str, Callable[[Tensor], Mapping[str, Any]]] = {
+    "digits": _images,
+    "shapes": _images,
+    "spirals": _points,
+    "text": _texts,
+}

@@ -1,0 +1,128 @@
+"""The native batch beside a playground run: the same steps on one rank without accumulation, and the difference."""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+from anybatch.engine.engine import Engine
+from anybatch.errors import MemoryExhaustedError, NonFiniteError
+from anybatch.norms import Policy, PolicyName
+from anybatch_guide.mistakes.mistake import loop_of
+from anybatch_guide.setting import PlaygroundSetting
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy
+from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, engine_of, limited, make, policy_of
+
+
+def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, own: Tensor | None) -> float | None:
+    """Return |first gradient - that of the native batch| / |that|; None where one of them is not there, or not finite.
+
+    Args:
+        setting: what the run does.
+        task: its data, network and loss.
+        own: what the first step of the run does to the parameters, of `first_step`.
+    """
+    if own is None:
+        return None
+    parts = _first_parts(setting, task)
+    engine = engine_of(setting, task, parts, micro_batch_size=setting.effective_batch_size)
+    native = _moved(parts, setting, task, engine, nullcontext())
+    difference = float((own - native).norm() / native.norm())
+    return difference if math.isfinite(difference) else None
+
+
+def first_step(setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor | None:
+    """Return by how much the first step of a run moves the parameters, as one row of numbers.
+
+    It is a step of SGD with a learning rate of 1, so whatever a mistake does to the gradient, or to the rate, on its
+    way there counts. Called on every rank that the run has, and within its memory limit; None where that is too low.
+    """
+    parts = _first_parts(setting, task)
+    if setting.mistake:
+        return _moved_by_loop(parts, setting, task)
+    norms: Policy | PolicyName = policy_of(setting.norm_policy)
+    engine = engine_of(setting, task, parts, micro_batch_size=setting.micro_batch_size, norms=norms)
+    try:
+        return _moved(parts, setting, task, engine, limited(setting, parts))
+    except (MemoryExhaustedError, torch.OutOfMemoryError):
+        return None
+
+
+def _first_parts(setting: PlaygroundSetting, task: PlaygroundTask) -> Parts:
+    model = make(setting, task)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, LinearLR(optimizer, 1.0, FINAL_FACTOR, total_iters=setting.steps)
+
+
+def _moved(
+    parts: Parts,
+    setting: PlaygroundSetting,
+    task: PlaygroundTask,
+    engine: Engine,
+    limit: AbstractContextManager[object],
+) -> Tensor:
+    before = flat(parts[0])
+    with engine, limit, suppress(NonFiniteError):
+        engine.step(next(iter(batches_of(setting, task))))
+    return before - flat(parts[0])
+
+
+def _moved_by_loop(parts: Parts, setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor:
+    model, optimizer, scheduler = parts
+    before = flat(model)
+    loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose
+        loop_of(setting.mistake)(
+            model,
+            list(itertools.islice(loader, setting.accumulation_steps)),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            criterion=cross_entropy,
+            accumulation_steps=setting.accumulation_steps,
+            max_norm=MAX_NORM if setting.mistake == "clip_each" else float("inf"),
+        )
+    return before - flat(model)
+
+
+@torch.no_grad()
+def flat(model: nn.Module) -> Tensor:
+    """Return a copy of all parameters as one row of numbers in float64."""
+    return torch.cat([parameter.flatten() for parameter in model.parameters()]).double()
+
+
+def reference_run(setting: PlaygroundSetting, task: PlaygroundTask) -> "ReferenceRun":
+    """Return the run of the same setting without accumulation, before its first step."""
+    parts = make(setting, task)
+    engine = engine_of(setting, task, parts, micro_batch_size=setting.effective_batch_size)
+    return ReferenceRun(parts[0], engine, iter(batches_of(setting, task)))
+
+
+class ReferenceRun:
+    """A run on the native batch (the effective batch in one micro-batch), stepped beside a run to compare with.
+
+    It stops where its loss is not finite.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, data: Iterator[object]) -> None:
+        self._model, self._engine, self._data = model, engine, data
+
+    @torch.no_grad()
+    def step(self, model: nn.Module) -> float:
+        """Make one more step; return |parameters of `model` - own parameters| / |own parameters|."""
+        # The comparison below needs no gradient, but the step does.
+        with torch.enable_grad():
+            # One batch, or none where the data is at its end.
+            for batch in itertools.islice(self._data, 1):
+                self._engine.step(batch)
+        own = flat(self._model)
+        return float((flat(model) - own).norm() / own.norm())
+
+    def close(self) -> None:
+        """Drop the reference to the model."""
+        self._engine.close()

@@ -1,0 +1,135 @@
+"""The parts of a playground run, and the engine's loop over it: the same on one rank and on each of two."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR
+
+from anybatch.core.records import Observer, Observers
+from anybatch.data.batches import Batches, batches
+from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.engine.engine import Engine
+from anybatch.errors import MemoryExhaustedError, NonFiniteError
+from anybatch.memory.timeline import MemoryTimeline
+from anybatch.norms import Ghost, Policy, PolicyName
+from anybatch.testing import memory_budget
+from anybatch_guide.micro_batch_view import MicroBatchView, ViewObserver
+from anybatch_guide.setting import GHOST_SAMPLES, NormPolicy, PlaygroundSetting
+from anybatch_guide.tasks.task import PlaygroundTask
+
+FINAL_FACTOR = 0.1
+"""The learning rate decays linearly to this fraction of its first value."""
+MAX_NORM = 1.0
+"""The norm to which gradients are clipped where the mistake is about clipping; no other run clips."""
+KIBIBYTE = 2**10
+RUN_ENDS = (NonFiniteError, MemoryExhaustedError, torch.OutOfMemoryError)
+"""What ends a run as failed, which is a result like any other: its last record says so."""
+Parts = tuple[nn.Module, Optimizer, LinearLR]
+_OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+class StepMetrics(Observer, ViewObserver, Protocol):
+    """Collects the metrics of a run on this rank, or sends them to where they are collected."""
+
+    @property
+    def measured_step(self) -> int:
+        """Number of the step whose memory is recorded."""
+        ...
+
+    def add_memory(self, timeline: MemoryTimeline) -> None:
+        """Take the memory of the measured step."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """Take that a step is over: the model is as it left it."""
+        ...
+
+
+@contextmanager
+def isolated(num_threads: int = 1) -> Iterator[None]:
+    """Compute on so many threads with a random state of its own; restore threads and random state afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def make(setting: PlaygroundSetting, task: PlaygroundTask) -> Parts:
+    """Return a new network, its optimizer and scheduler."""
+    # Seeded for each network, so that a run and its reference run begin with the same parameters.
+    torch.default_generator.manual_seed(setting.seed)
+    model = task.model()
+    optimizer = _OPTIMIZERS[setting.optimizer](model.parameters(), lr=setting.learning_rate)
+    return model, optimizer, LinearLR(optimizer, 1.0, FINAL_FACTOR, total_iters=setting.steps)
+
+
+def batches_of(setting: PlaygroundSetting, task: PlaygroundTask) -> Batches:
+    """Return the effective batches of a run."""
+    return batches(task.rows, effective_batch_size=setting.effective_batch_size, steps=setting.steps, seed=setting.seed)
+
+
+def policy_of(name: NormPolicy) -> Policy | PolicyName:
+    """Return the engine's policy about BatchNorm of a name of the playground."""
+    return Ghost(GHOST_SAMPLES) if name == "ghost" else name
+
+
+def engine_of(
+    setting: PlaygroundSetting,
+    task: PlaygroundTask,
+    parts: Parts,
+    *,
+    micro_batch_size: int,
+    norms: Policy | PolicyName = "keep",
+    observer: Observer | None = None,
+) -> Engine:
+    """Return an engine that trains these parts as asked."""
+    model, optimizer, scheduler = parts
+    return Engine(
+        model,
+        optimizer,
+        task.loss,
+        micro_batch_size=micro_batch_size,
+        scheduler=scheduler,
+        precision=setting.precision,
+        clip=MAX_NORM if setting.mistake == "clip_each" else None,
+        norms=norms,
+        observer=observer,
+    )
+
+
+def limited(setting: PlaygroundSetting, parts: Parts) -> AbstractContextManager[object]:
+    """Return a context in which tensors hold no more than the setting allows, what these parts hold included."""
+    if not setting.memory_limit_kib:
+        return nullcontext()
+    model, optimizer, _ = parts
+    return memory_budget(setting.memory_limit_kib * KIBIBYTE, model, optimizer)
+
+
+def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMetrics, parts: Parts) -> None:
+    """Make the steps of a run in the engine, and have the memory of one of them recorded."""
+    # The view comes first: it reads a gradient before the engine's own hook may send it.
+    with closing(MicroBatchView(parts[0], task, metrics)) as view:
+        engine = engine_of(
+            setting,
+            task,
+            parts,
+            micro_batch_size=setting.micro_batch_size,
+            norms=policy_of(setting.norm_policy),
+            observer=Observers(metrics, view),
+        )
+        with engine, view.watching(parts[0]):
+            for step, batch in enumerate(batches_of(setting, task)):
+                recording = record_memory(engine) if step == metrics.measured_step else None
+                # What the recording makes of it at its end is none of the step's memory.
+                with recording or nullcontext(), limited(setting, parts):
+                    engine.step(batch)
+                if recording is not None:
+                    metrics.add_memory(recording.report.timeline)
+                metrics.after_step(step)

@@ -1,0 +1,169 @@
+"""Every element of the list that the page answers is where `docs/guide.md` says, and does what it is there for."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, opened
+from tests.architecture.source_tree import ROOT
+
+
+@dataclass(frozen=True)
+class Row:
+    """An element of the list.
+
+    Attributes:
+        element: what it is, as the table in `docs/guide.md` says.
+        place: the part of the page it is in.
+        there: selector of what shows it.
+        text: what it has to say.
+    """
+
+    element: str
+    place: str
+    there: str
+    text: str = ""
+
+
+def card(title: str) -> str:
+    """Return the selector of a claim's card."""
+    return f'article[aria-label="{title}"] .head'
+
+
+def slider(name: str) -> str:
+    """Return the selector of a slider."""
+    return f'role=slider[name="{name}"]'
+
+
+def readout(name: str) -> str:
+    """Return the selector of a read-out of the playground."""
+    return f'dl div:has(dt:text-is("{name}")) dd >> nth=0'
+
+
+ROWS = (
+    Row("title", "top", "h1", "Gradient accumulation"),
+    Row("promise in one line", "top", ".lead", "The training of a large batch in the memory of a small one"),
+    Row("call to begin", "top", "role=link[name=/^Begin/]", "Begin"),
+    Row("memory: slider of the batch size", "gpu-memory", slider("Batch size")),
+    Row("memory: slider of the GPU's memory", "gpu-memory", slider("Memory of the GPU")),
+    Row("memory: whether it fits", "gpu-memory", ".verdict", "Does not fit"),
+    Row("split", "split", "figure svg path.of-1 >> nth=0"),
+    Row("accumulate", "split", "figure svg text:text-is('sum in p.grad') >> nth=0", "sum in p.grad"),
+    Row("update", "loop", ".strips p:has-text('the weights')", "the weights"),
+    Row("full loop, animated", "loop", "role=button[name='Play']", "Play"),
+    Row("full loop: counters", "loop", ".counts", "of 4 added"),
+    Row("full loop: phases", "loop", ".phases", "forward"),
+    Row("mathematics 1: the loss is a mean", "mathematics", ".steps > li:nth-child(1) math", "L"),
+    Row("mathematics 2: gradient of a sum", "mathematics", ".steps > li:nth-child(2) math", "∇"),
+    Row("mathematics 3: a sum in groups", "mathematics", ".steps > li:nth-child(3) math >> nth=0", "K"),
+    Row("mathematics 4: one update", "mathematics", ".steps > li:nth-child(4) math >> nth=0", "θ"),
+    Row("code", "split", "figure.code, pre >> nth=0", "backward()"),
+    Row("code: lights up with the picture", "loop", ".code [aria-current=step]"),
+    Row("memory, native against accumulated", "memory", slider("Micro-batch")),
+    Row("advantage 1: less memory", "claims", card("Less memory"), "true"),
+    Row("advantage 2: the same gradient", "claims", card("The same gradient"), "true only if"),
+    Row("advantage 3: less noise", "claims", card("Less noise"), "true only if"),
+    Row("advantage 4: any hardware", "claims", card("Any hardware"), "true"),
+    Row("limitation 1: time", "claims", card("N times longer"), "true only if"),
+    Row("limitation 2: BatchNorm", "claims", card("BatchNorm"), "true"),
+    Row("limitation 3: stale gradients", "claims", card("Stale gradients"), "false"),
+    Row("limitation 4: memory of gradients", "claims", card("Memory is not free"), "true"),
+    Row("playground: micro-batch, 16", "playground", "role=spinbutton[name='Micro-batch, samples']", "16"),
+    Row("playground: accumulation steps, 4", "playground", "role=spinbutton[name='Accumulation steps']", "4"),
+    Row("playground: effective batch, 64", "playground", ".batch strong", "64"),
+    Row("playground: loss, 2.30", "playground", readout("current loss"), "2.30"),
+    Row("playground: optimizer steps, 0", "playground", readout("optimizer steps"), "0"),
+    Row("playground: memory, foretold", "playground", ".next >> nth=0", "MiB at the peak"),
+)
+
+
+def what(place: Locator, row: Row) -> Locator:
+    """Return what shows an element, in its part of the page."""
+    return place.locator(row.there).locator("visible=true").first
+
+
+def says(found: Locator) -> str:
+    """Return what an element says: its value if it is a field, else its text."""
+    return str(found.evaluate("one => one.matches('input') ? one.value : one.textContent"))
+
+
+def is_there(page: Page, row: Row) -> bool:
+    """Return whether an element is seen in its place now, and says what it has to."""
+    found = what(page.locator(f"#{row.place}"), row)
+    return found.count() == 1 and found.is_visible() and row.text in says(found)
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    """Open the exported page, and bring all of it to life."""
+    with opened(browser, address, **DESKTOP) as watched:
+        bring_to_life(watched.page)
+        yield watched.page
+
+        assert watched.faults == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.element)
+def test_an_element_is_on_the_page(page: Page, row: Row) -> None:
+    """Each element is seen in the part that the table names; and a page without it is found out."""
+    place = come_to(page, row.place) if row.place != "top" else page.locator("#top")
+    found = what(place, row)
+    found.scroll_into_view_if_needed()
+    expect(found).to_be_in_viewport()
+
+    assert is_there(page, row)
+    handle = found.element_handle()
+    handle.evaluate("one => one.style.setProperty('display', 'none', 'important')")
+    try:
+        assert not is_there(page, row)
+    finally:
+        handle.evaluate("one => one.style.removeProperty('display')")
+
+
+def test_the_table_is_the_list() -> None:
+    """The table in `docs/guide.md` has these elements in this order, each as present, with the link to its part."""
+    table = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| yes \| `#([\w-]+)` \|$", table, re.MULTILINE)
+
+    assert rows == [(row.element, row.place) for row in ROWS]
+
+
+def test_the_elements_do_what_they_are_there_for(page: Page) -> None:
+    """Sliders turn the verdict and the bars, the sum grows by a press, and the loop moves its counters and its line."""
+    memory = come_to(page, "gpu-memory")
+    memory.locator(slider("Batch size")).press("Home")
+    expect(memory.locator(".verdict")).to_have_text("Fits")
+    split = come_to(page, "split")
+    split.get_by_role("button", name="Take one back").click()
+    expect(split.locator(".count")).to_contain_text("3 of 4 added")
+    loop = come_to(page, "loop")
+    counts = loop.locator(".counts").inner_text()
+    line = loop.locator(".code [aria-current=step]").get_attribute("data-line")
+    for _ in range(8):
+        loop.get_by_role("button", name="Next").click()
+    expect(loop.locator(".counts")).not_to_have_text(counts, use_inner_text=True)
+    assert loop.locator(".code [aria-current=step]").get_attribute("data-line") != line
+    bars = come_to(page, "memory").locator("figure").first
+    drawing = bars.locator("svg[role=img]").locator("visible=true")
+    before = drawing.get_attribute("aria-label")
+    bars.locator(slider("Micro-batch")).press("End")
+    assert drawing.get_attribute("aria-label") != before
+
+
+@pytest.mark.parametrize(("motion", "seconds"), [("no-preference", 0.6), ("reduce", 0.0)])
+def test_cells_part_when_a_cut_is_chosen(browser: Browser, address: str, motion: str, seconds: float) -> None:
+    """Nothing moves before a cut is chosen; then the cells part, at once where motion is not wanted."""
+    with opened(browser, f"{address}#split", **DESKTOP, reduced_motion=motion) as watched:
+        part = come_to(watched.page, "split")
+        drawing = part.locator("figure svg path.of-1").locator("visible=true").first
+        length = "one => parseFloat(getComputedStyle(one).animationDuration)"
+        moving = "one => getComputedStyle(one).animationName"
+        assert drawing.evaluate(moving) == "none"
+        part.get_by_role("radio", name="8", exact=True).check(force=True)
+        expect(part.locator(".count")).to_contain_text("8 of 8 added")
+
+        assert drawing.evaluate(moving) != "none"
+        assert drawing.evaluate(length) == seconds

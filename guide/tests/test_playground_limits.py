@@ -1,0 +1,155 @@
+"""The playground's memory limit, its policies about BatchNorm, and what is seen of a single micro-batch."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anybatch_guide.mistakes.windows import share
+from anybatch_guide.playground import PlaygroundSetting, run
+from anybatch_guide.setting import MistakeName, NormPolicy
+from anybatch_guide.tasks.task import MicroBatches, cross_entropy, load
+from anybatch_guide.training import make
+from guide.tests.test_playground import SHORT, Line, of_kind, played
+from tests.faults import sees
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+WIDE: dict[str, Any] = {"micro_batch_size": 64, "accumulation_steps": 2, "steps": 3}
+
+
+@pytest.mark.slow
+@sees(
+    "nothing is limited",
+    "guide/src/anybatch_guide/training.py",
+    "    if not setting.memory_limit_kib:\n",
+    "    if setting.memory_limit_kib >= 0:\n",
+)
+def test_a_limit_makes_micro_batches_smaller() -> None:
+    """Within a limit the losses and the first gradient are those without one, in smaller parts, and no more is held."""
+    limited, lines = played(**WIDE, memory_limit_kib=2048)
+    free, _ = played(**WIDE)
+    told = [
+        (line["micro_batch_size_before"], line["micro_batch_size_after"]) for line in of_kind(lines, "out_of_memory")
+    ]
+
+    assert free["peak_bytes"] > 2048 * 2**10 >= limited["peak_bytes"]
+    assert told == [(64, 32), (32, 16)]
+    assert limited["smaller_sizes"] == [32, 16]
+    assert free["smaller_sizes"] == []
+    assert limited["losses"] == pytest.approx(free["losses"], rel=1e-5)
+    assert limited["first_gradient_difference"] < 1e-5
+    assert limited["samples_per_second"] is None
+
+
+@pytest.mark.slow
+def test_a_limit_that_nothing_fits_into_ends_the_run() -> None:
+    """Where not even one sample fits, the run has failed, after all sizes, with the engine's own words."""
+    data, lines = played(**WIDE, memory_limit_kib=768)
+
+    assert (data["status"], data["losses"], data["first_gradient_difference"]) == ("failed", [], None)
+    assert data["smaller_sizes"] == [32, 16, 8, 4, 2, 1]
+    assert "cannot be smaller than one sample" in data["message"]
+    assert lines[-1]["message"] == data["message"]
+
+
+def test_a_limit_that_is_not_reached_changes_nothing() -> None:
+    """With room for all of it, a limited run is the same as one without, to the bit."""
+    limited, free = (played(**SHORT, memory_limit_kib=limit)[0] for limit in (2**20, 0))
+
+    assert (limited["losses"], limited["digest"]) == (free["losses"], free["digest"])
+    assert limited["peak"] == free["peak"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "least", "most"),
+    [("keep", 0.02, 1.0), ("exact", 0.0, 1e-5), ("ghost", 0.02, 1.0), ("freeze", 0.02, 2.0), ("sync", 0.02, 1.0)],
+)
+def test_policies_differ_from_the_native_batch(policy: NormPolicy, least: float, most: float) -> None:
+    """Of the policies about BatchNorm, on one rank only the exact one has the gradient of the native batch."""
+    data, _ = played(task="shapes", norm="batch", norm_policy=policy, steps=1)
+
+    assert least <= data["first_gradient_difference"] <= most
+
+
+@pytest.mark.slow
+def test_groups_are_the_same_at_any_cut() -> None:
+    """Groups of four are the same whatever the micro-batch size; BatchNorm as it is, is not."""
+
+    def apart(policy: NormPolicy) -> float:
+        one, other = (
+            played(
+                **{**SHORT, "steps": 2, "micro_batch_size": size, "accumulation_steps": 16 // size},
+                task="shapes",
+                norm="batch",
+                norm_policy=policy,
+            )[0]["losses"][-1]
+            for size in (4, 8)
+        )
+        return float(abs(one - other))
+
+    assert apart("ghost") < 1e-5
+    assert apart("keep") > 1e-3
+
+
+def seen(setting: PlaygroundSetting) -> list[Line]:
+    """Return what is seen of each micro-batch of the first step."""
+    lines: list[Line] = []
+    run(setting, lines.append, is_stepped=lambda: True)
+    return [line for line in of_kind(lines, "guide.micro_batch") if line["step"] == 0]
+
+
+@sees(
+    "the gradient of a micro-batch is the sum so far",
+    "guide/src/anybatch_guide/micro_batch_view.py",
+    '"gradient": _rounded(self._own)',
+    '"gradient": _rounded(self._before + self._own)',
+)
+@pytest.mark.parametrize("task", ["digits", "shapes", "spirals"])
+def test_a_micro_batch_is_seen_as_autograd_has_it(task: Any) -> None:
+    """What is shown of each micro-batch is the gradient of its share of the loss, computed plainly, and their sum."""
+    setting = PlaygroundSetting(**{**SHORT, "steps": 1}, task=task)
+    data = load(task)
+    model = make(setting, data)[0]
+    weight = [parameter for parameter in model.parameters() if parameter.dim() > 1][-1]
+    places = torch.linspace(0, weight.numel() - 1, min(48, weight.numel())).round().long()
+    window = [pair for pair, _ in zip(MicroBatches(data.rows, 4, setting.seed), range(4), strict=False)]
+    total = torch.zeros(len(places))
+    for line, (inputs, targets) in zip(seen(setting), window, strict=True):
+        (own,) = torch.autograd.grad(cross_entropy(model(inputs), targets) * share(targets, window), weight)
+        total += own.flatten()[places]
+
+        torch.testing.assert_close(torch.tensor(line["gradient"]), own.flatten()[places], rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(torch.tensor(line["sum"]), total, rtol=1e-3, atol=1e-6)
+        assert line["num_samples"] == 4
+
+
+def test_samples_are_those_of_the_micro_batch() -> None:
+    """Images come as bytes from the darkest to the brightest pixel, in the order in which the engine has them."""
+    setting = PlaygroundSetting(**{**SHORT, "steps": 1})
+    first, _ = next(iter(MicroBatches(load("digits").rows, 4, setting.seed)))
+    samples = seen(setting)[0]["samples"]
+    pixels = np.frombuffer(base64.b64decode(samples["values"]), dtype=np.uint8)
+    flat = first.flatten().numpy()
+    expected = (flat - flat.min()) * 255 / (flat.max() - flat.min())
+
+    assert samples["side"] == 8
+    assert np.abs(pixels - expected).max() <= 0.5 + 1e-3
+
+
+@pytest.mark.parametrize(("mistake", "keeps"), [("zero_each", False), ("no_division", True)])
+def test_a_loop_that_zeroes_is_seen_to(mistake: MistakeName, keeps: bool) -> None:
+    """Where a loop zeroes in every micro-batch, the sum is that micro-batch's gradient; where it does not, it grows."""
+    lines = seen(PlaygroundSetting(**{**SHORT, "steps": 1}, task="text", mistake=mistake))
+
+    assert len(lines) == 4
+    assert {line["samples"]["kind"] for line in lines} == {"texts"}
+    assert (lines[-1]["sum"] != lines[-1]["gradient"]) == keeps
+
+
+def test_nobody_sees_what_is_not_stepped() -> None:
+    """A run that goes on by itself streams nothing of single micro-batches but that they begin and end."""
+    assert of_kind(played(**{**SHORT, "steps": 1})[1], "guide.micro_batch") == []

@@ -1,0 +1,176 @@
+"""A run of the playground on two ranks is the run on one: judged, streamed, and ended from the process that follows."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch_guide.playground import PlaygroundSetting, as_python, run
+from anybatch_guide.rank_processes import RankError
+from guide.tests.test_playground import Line, of_kind
+from tests.faults import sees
+
+pytestmark = pytest.mark.slow
+
+SPIRALS: dict[str, Any] = {"task": "spirals", "micro_batch_size": 4, "optimizer": "sgd", "learning_rate": 0.5}
+TWO = PlaygroundSetting(**SPIRALS, accumulation_steps=2, steps=4, ranks=2)
+"""The same 16 samples a step as ONE."""
+ONE = PlaygroundSetting(**SPIRALS, accumulation_steps=4, steps=4)
+
+
+def played(setting: PlaygroundSetting, **options: Any) -> tuple[Mapping[str, Any], list[Line]]:
+    """Return what a run found, and its lines."""
+    lines: list[Line] = []
+    return run(setting, lines.append, **options), lines
+
+
+@sees(
+    "the process that follows keeps the first parameters",
+    "guide/src/anybatch_guide/rank_processes.py",
+    "                        model.load_state_dict(state)\n",
+    "                        del state\n",
+)
+def test_two_ranks_are_one_run() -> None:
+    """Losses and parameters are those of one rank and of the native batch, and gradients are sent once per step."""
+    (two, lines), (one, _) = played(TWO), played(ONE)
+    gradient_bytes = of_kind(lines, "start")[0]["gradient_bytes"]
+    places = {(line["rank"], line["position"]) for line in of_kind(lines, "micro_batch")}
+
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["first_gradient_difference"] < 1e-5
+    assert max(two["relative_differences"]) < 1e-5
+    assert two["reduced_bytes"] == gradient_bytes
+    assert one["reduced_bytes"] == 0
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert [line["rank"] for line in of_kind(lines, "step")] == [0] * 4
+    assert two["peak"]["weights"] == one["peak"]["weights"]
+    assert (two["status"], lines[-1]["digest"]) == ("completed", two["digest"])
+
+
+def test_a_stepped_run_shows_each_ranks_own_sum() -> None:
+    """On two ranks, the sums at the end of the first step add up to the sum of one rank that has all samples."""
+    seen = {
+        setting.ranks: of_kind(played(setting, is_stepped=lambda: True)[1], "guide.micro_batch")
+        for setting in (ONE, TWO)
+    }
+    whole = next(line for line in seen[1] if (line["step"], line["position"]) == (0, 3))
+    shares = [line for line in seen[2] if (line["step"], line["position"]) == (0, 1)]
+    together = [sum(numbers) for numbers in zip(*(line["sum"] for line in shares), strict=True)]
+
+    assert [line["rank"] for line in shares] in ([0, 1], [1, 0])
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(whole["sum"]), rtol=2e-3, atol=1e-5)
+
+
+LISTENS, LOOPBACK = "0A", "0100007F"
+"""The state of a socket and the address 127.0.0.1, as Linux writes them."""
+
+
+def listened_at(process: int) -> set[str]:
+    """Return the addresses at which a process listens for connections, as Linux writes them."""
+    folder = Path("/proc", str(process))
+    own = {os.readlink(file) for file in (folder / "fd").iterdir() if file.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in own}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@sees(
+    "ranks listen wherever the name of the machine leads",
+    "guide/src/anybatch_guide/rank_processes.py",
+    "    listen_at_loopback()\n",
+    "",
+)
+def test_ranks_listen_at_loopback_only() -> None:
+    """While a run goes on, its ranks take connections from this machine alone."""
+    found: list[set[str]] = []
+
+    def emit(line: Line) -> None:
+        if line["kind"] == "step" and not found:
+            found.extend(listened_at(process.pid or 0) for process in multiprocessing.active_children())
+
+    run(TWO, emit)
+    assert found == [{LOOPBACK}] * 2
+
+
+class _Stopped(BaseException):
+    """What ends a run from outside."""
+
+
+def test_a_run_that_is_cancelled_leaves_no_rank() -> None:
+    """What `emit` raises in the middle of a step comes out, and both ranks are gone."""
+    lines: list[Line] = []
+
+    def emit(line: Line) -> None:
+        lines.append(line)
+        if len(lines) == 20:
+            raise _Stopped
+
+    with pytest.raises(_Stopped):
+        run(TWO, emit)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_dies_is_told() -> None:
+    """A rank that is killed in the middle of a run ends it with an error that says so, and the other rank too."""
+    lines: list[Line] = []
+
+    def emit(line: Line) -> None:
+        lines.append(line)
+        if len(lines) == 20:
+            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RankError, match="ended in the middle"):
+        run(TWO, emit)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "accumulation", "least", "most"),
+    [("sync", 1, 0.0, 1e-5), ("sync", 2, 0.01, 1.0), ("exact", 2, 0.0, 1e-5), ("keep", 1, 0.01, 1.0)],
+)
+def test_policies_join_ranks(policy: Any, accumulation: int, least: float, most: float) -> None:
+    """Exact is the native batch on two ranks too; sync is where each has one micro-batch, and keep is not."""
+    setting = PlaygroundSetting(
+        task="shapes",
+        norm="batch",
+        micro_batch_size=8,
+        steps=1,
+        ranks=2,
+        accumulation_steps=accumulation,
+        norm_policy=policy,
+    )
+
+    assert least <= played(setting)[0]["first_gradient_difference"] <= most
+
+
+def test_both_ranks_go_on_smaller() -> None:
+    """With too little memory, both go on with the same smaller micro-batches; with far too little, the run says so."""
+    setting: dict[str, Any] = {"micro_batch_size": 64, "accumulation_steps": 2, "steps": 2, "ranks": 2}
+    smaller, lines = played(PlaygroundSetting(**setting, memory_limit_kib=2048))
+    failed, _ = played(PlaygroundSetting(**setting, memory_limit_kib=300))
+
+    assert smaller["smaller_sizes"]
+    assert smaller["first_gradient_difference"] < 1e-5
+    assert max(smaller["relative_differences"]) < 1e-5
+    assert len(of_kind(lines, "out_of_memory")) == len(smaller["smaller_sizes"])
+    assert (failed["status"], failed["losses"]) == ("failed", [])
+    assert "DoesNotFitError" in failed["message"]
+
+
+@pytest.mark.published
+def test_a_program_on_two_ranks_prints_the_same(tmp_path: Path) -> None:
+    """What the program that the page hands out prints under torchrun are the losses of the run."""
+    file = tmp_path / "program.py"
+    file.write_text(as_python(TWO), encoding="utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603 (our own program)
+
+    assert done.returncode == 0, done.stderr
+    assert list(map(float, done.stdout.split())) == played(TWO)[0]["losses"]
