@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.core.splitting import Cut
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.data import Packed, Padded, PaddedOrPacked
-from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from anybatch.engine.micro_batch_size import budget_trials
 from anybatch.engine.micro_batch_size.layout_choice import SampledUnit, sampled_units, seconds_of_steps
 from anybatch.engine.micro_batch_size.trial_run import TrialResult

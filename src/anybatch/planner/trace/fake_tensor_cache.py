@@ -332,7 +332,7 @@ class CachedOperations:
     def _remade(
         self, part: _TensorMetadata | _Argument | int | None, tensors: Sequence[FakeTensor], shift: int
     ) -> FakeTensor | int | None:
-        if type(part) is _TensorMetadata:
+        if isinstance(part, _TensorMetadata):
             return self._made(part, tensors, shift)
         return tensors[part.number] if isinstance(part, _Argument) else part
 
@@ -412,7 +412,7 @@ class CachedOperations:
             base=bases[0] if bases else None,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
-            offset=begin - tensors[bases[0]].storage_offset() - shift if bases else begin,
+            offset=begin - int(tensors[bases[0]].storage_offset()) - shift if bases else begin,
             dtype=tensor.dtype,
             device=tensor.fake_device,
             is_conjugate=tensor.is_conj(),
