@@ -28,7 +28,7 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """The defaults of a task: steps, optimizer, learning rate by optimizer, norm; and its number of classes."""
 DIGITS_LIMITS_KIB = (4096, 2048, 1024, 768)
-"""Limits of memory for micro-batches of 64 digits: one they fit into, two for smaller ones, and one too low."""
+"""Limits of memory for micro-batches of 64 digits: two that smaller ones fit into, and two that are too low for any."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
