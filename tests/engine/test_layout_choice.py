@@ -43,11 +43,14 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_trials, "WORTH_TIMING", 0)
 
 
-def engine_on(device: SimulatedDevice, model: Any = None, tokens: int = 40, declared: Any = DECLARED) -> ab.Engine:
+def engine_on(
+    device: SimulatedDevice, model: Any = None, tokens: int = 40, declared: Any = DECLARED, **settings: Any
+) -> ab.Engine:
     """Return an engine that cuts by length, and whose clock is that of a simulated device."""
     model = device.runs(Language() if model is None else model)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return device.times(ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(tokens)))
+    budget = ab.token_budget(tokens)
+    return device.times(ab.Engine(model, optimizer, declared, micro_batch_size=budget, **settings))
 
 
 def batches_of(**settings: Any) -> Any:
@@ -225,6 +228,16 @@ def test_a_mean_over_samples_is_padded_for() -> None:
         engine.step(next(iter(batches)))
         assert device.newest == "padded"
         assert "mean over samples" in engine.decisions["layout"]
+
+
+@pytest.mark.usefixtures("_timed")
+def test_random_numbers_of_samples_are_padded_for() -> None:
+    """Numbers that belong to samples are handed out by row, and packed samples share one."""
+    device = SimulatedDevice(0.01)
+    with engine_on(device, rng="per_sample") as engine:
+        engine.step(next(iter(batches_of())))
+        assert device.newest == "padded"
+        assert "rng='per_sample'" in engine.decisions["layout"]
 
 
 def test_small_steps_are_padded() -> None:
