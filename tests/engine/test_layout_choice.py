@@ -311,7 +311,8 @@ LOADS = {
     "1.0 if weight",
 )
 @given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8)
+    | st.lists(st.integers(20, 60), min_size=30, max_size=60),
     packed=st.booleans(),
     fixed=st.floats(0, 50),
 )
