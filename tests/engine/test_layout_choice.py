@@ -13,6 +13,7 @@ import anybatch as ab
 from anybatch.core.splitting import Cut
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.data import Packed, Padded, PaddedOrPacked
+from anybatch.data.prefetch import Prefetcher
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from anybatch.engine.micro_batch_size import budget_trials
 from anybatch.engine.micro_batch_size.layout_choice import SampledUnit, sampled_units, seconds_of_steps
@@ -43,11 +44,14 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_trials, "WORTH_TIMING", 0)
 
 
-def engine_on(device: SimulatedDevice, model: Any = None, tokens: int = 40, declared: Any = DECLARED) -> ab.Engine:
+def engine_on(
+    device: SimulatedDevice, model: Any = None, tokens: int = 40, declared: Any = DECLARED, **settings: Any
+) -> ab.Engine:
     """Return an engine that cuts by length, and whose clock is that of a simulated device."""
     model = device.runs(Language() if model is None else model)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return device.times(ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(tokens)))
+    budget = ab.token_budget(tokens)
+    return device.times(ab.Engine(model, optimizer, declared, micro_batch_size=budget, **settings))
 
 
 def batches_of(**settings: Any) -> Any:
@@ -61,12 +65,6 @@ def batches_of(**settings: Any) -> Any:
     "src/anybatch/engine/micro_batch_size/budget_trials.py",
     "packed = seconds[True] < seconds[False]",
     "packed = seconds[True] > seconds[False]",
-)
-@sees(
-    "workers load ahead in the layout that nobody has chosen",
-    "src/anybatch/data/indexed.py",
-    "lengths = lengths.in_layout(packed=packed)",
-    "pass",
 )
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -85,6 +83,32 @@ def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
                 assert sum(2 * one <= 40 for one in tokens) <= 1
             model.load_state_dict(Language().state_dict())
         assert engine.decisions["layout"].startswith(f"{layout}, measured: ")
+
+
+@sees(
+    "workers load ahead in the layout that nobody has chosen",
+    "src/anybatch/data/indexed.py",
+    "lengths = lengths.in_layout(packed=packed)",
+    "pass",
+)
+@pytest.mark.usefixtures("_timed")
+@pytest.mark.parametrize("layout", FASTER)
+def test_workers_load_ahead_in_the_layout_that_was_taken(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first step they never have to start over: what they load is what is asked for next."""
+    starts: list[Prefetcher[Any, Any]] = []
+    start = Prefetcher._start  # noqa: SLF001 (where workers start over)
+
+    def counted(self: Prefetcher[Any, Any], keys: Any) -> None:
+        starts.append(self)
+        start(self, keys)
+
+    monkeypatch.setattr(Prefetcher, "_start", counted)
+    with engine_on(SimulatedDevice(FASTER[layout]), check_loss=False) as engine:  # which loads samples once more
+        for number, batch in enumerate(batches_of(num_workers=1)):
+            engine.step(batch)
+            if not number:
+                starts.clear()
+    assert not starts
 
 
 @pytest.mark.usefixtures("_timed")
@@ -227,6 +251,16 @@ def test_a_mean_over_samples_is_padded_for() -> None:
         assert "mean over samples" in engine.decisions["layout"]
 
 
+@pytest.mark.usefixtures("_timed")
+def test_random_numbers_of_samples_are_padded_for() -> None:
+    """Numbers that belong to samples are handed out by row, and packed samples share one."""
+    device = SimulatedDevice(0.01)
+    with engine_on(device, rng="per_sample") as engine:
+        engine.step(next(iter(batches_of())))
+        assert device.newest == "padded"
+        assert "rng='per_sample'" in engine.decisions["layout"]
+
+
 def test_small_steps_are_padded() -> None:
     """Where a step takes too little to be timed, and in an evaluation before the first step, samples are padded."""
     device = SimulatedDevice(0.01)
@@ -277,7 +311,8 @@ LOADS = {
     "1.0 if weight",
 )
 @given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8)
+    | st.lists(st.integers(20, 60), min_size=30, max_size=60),
     packed=st.booleans(),
     fixed=st.floats(0, 50),
 )

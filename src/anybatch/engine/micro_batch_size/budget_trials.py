@@ -17,6 +17,7 @@ from anybatch.engine.loss_check.by_cuts import CutRun
 from anybatch.engine.micro_batch_size.layout_choice import Load, sampled_units, seconds_of_steps, why_not_packed
 from anybatch.engine.micro_batch_size.token_costs import TokenCosts, assumed, measured_costs, pieces_to_time
 from anybatch.engine.micro_batch_size.trial_run import Execute, TrialRuns
+from anybatch.engine.rng.per_sample_dropout import SampleRandomness
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
 from anybatch.engine.torch_internals import is_compiled
 from anybatch.parallel.world import World
@@ -119,8 +120,7 @@ class BudgetTrials:
         reason = self._why_not_timed(lengths)
         if not lengths.either:
             return FoundBudget(costs=known or self._costs(batch, lengths, reason))
-        if not self._trial.context.loss.allows_other_rows:
-            reason = "the loss is a mean over samples, and packed micro-batches have one row"
+        reason = self._why_padded() or reason
         if reason:
             padded, tokens = batch.in_layout(packed=False), lengths.in_layout(packed=False)
             costs = known or self._costs(padded, tokens, self._why_not_timed(lengths))
@@ -131,6 +131,14 @@ class BudgetTrials:
                 lambda: self._faster(batch, lengths, known, self._trial.cut_run(generators))
             )[0]
         return found
+
+    def _why_padded(self) -> str:
+        """Return why packed samples cannot be run, a clause; nothing if that is for a trial to say."""
+        if not self._trial.context.loss.allows_other_rows:
+            return "the loss is a mean over samples, and packed micro-batches have one row"
+        if isinstance(self._trial.context.randomness, SampleRandomness):
+            return "random numbers belong to samples (rng='per_sample'), and packed ones share a row"
+        return ""
 
     def _why_not_timed(self, lengths: SampleLengths) -> str:
         waits = self._trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
