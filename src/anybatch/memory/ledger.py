@@ -191,15 +191,19 @@ class MemoryLedger(TorchDispatchMode):
         if self._kernels is not None:
             self._pass_through(self._kernels(func, args, kwargs, result), f"{INSIDE}{func}")
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not (_only_views(func) and self._is_from_before(leaf)):
+            if isinstance(leaf, torch.Tensor) and not (_only_views(func) and self._is_being_loaded(leaf)):
                 self._book(leaf, _name_of(func))
 
-    def _is_from_before(self, view: torch.Tensor) -> bool:
-        """Return whether the memory of a view was there before the ledger, and was not held: a data set's, say."""
+    def _is_being_loaded(self, view: torch.Tensor) -> bool:
+        """Return whether a view, before anything is computed, is a part of memory that was there and was not held."""
+        # What a data set holds is no part of a step, even where a sample is a piece of it.
+        if self.phase != "setup":
+            return False
         try:
-            return storage_key(view.untyped_storage()) not in self._live
+            storage = view.untyped_storage()
         except (NotImplementedError, RuntimeError):  # as in `_book`
             return False
+        return storage_key(storage) not in self._live and storage.nbytes() > view.nbytes
 
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]

@@ -125,12 +125,7 @@ class FakeLedger(MemoryLedger):
                 return NotImplemented  # its parts come next
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
-        entry = self._run.entry
-        if entry is None or entry.takes_memory or self._kernels is not None:
-            self._see(func, args, kwargs, result)
-        elif self._on_operation is not None:
-            # Views of what is booked already, or was there before.
-            self._on_operation(func, args, kwargs, result, self.current_phase)
+        self._see(func, args, kwargs, result)
         return result
 
 
@@ -191,12 +186,10 @@ class _CachedResult:
     Attributes:
         kind: `tuple` or `list`; None for a single result.
         parts: the results, one by one; a number or None stands for itself.
-        takes_memory: whether one of them may: they are not all views of arguments, or no tensors.
     """
 
     kind: type | None
     parts: tuple[_TensorMetadata | _Argument | int | None, ...]
-    takes_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +197,14 @@ class _CachedOperation:
     """An operation and its results.
 
     Attributes:
+        func: the operation, which is not freed as long as it is known by its identity.
         is_cacheable: whether its results depend on shapes, types and numbers alone.
         by_offset: whether they depend on where in memory its arguments begin.
         place: the number of the argument that says only which row is taken; None for no such argument.
         results: by everything they depend on; None where the first result cannot be made again.
     """
 
+    func: Any
     is_cacheable: bool
     by_offset: bool = True
     place: int | None = None
@@ -226,7 +221,8 @@ class ResultCache:
 
     def __init__(self, *, enabled: bool | None = None) -> None:
         self.enabled = results_can_be_remade() if enabled is None else enabled
-        self._operations: dict[Any, _CachedOperation] = {}
+        # By identity: torch's operations hash themselves in Python, which takes as long as the rest of a look-up.
+        self._operations: dict[int, _CachedOperation] = {}
 
     def of(self, func: Any) -> _CachedOperation:  # noqa: ANN401 (torch's type has no name in public)
         """Return the results of an operation so far.
@@ -234,13 +230,13 @@ class ResultCache:
         Raises:
             NotImplementedError: the memory that it holds cannot be known without running it.
         """
-        found = self._operations.get(func)
+        found = self._operations.get(id(func))
         if found is None:
             if func in _UNDESCRIBED:
                 message = f"torch does not say what {func} keeps for its backward"
                 raise NotImplementedError(message)
-            found = self._operations[func] = _CachedOperation(
-                _depends_on_shapes(func), by_offset=_depends_on_offsets(func), place=_PLACES.get(func)
+            found = self._operations[id(func)] = _CachedOperation(
+                func, _depends_on_shapes(func), by_offset=_depends_on_offsets(func), place=_PLACES.get(func)
             )
         return found
 
@@ -382,11 +378,7 @@ class CachedOperations:
                     return None  # two results in the same new memory
                 own_storages.add(storage_of(one))
             parts.append(part)
-        # An argument in the place of a result may be memory that nobody has booked.
-        takes_memory = any(
-            type(one) is _Argument or (type(one) is _TensorMetadata and one.base is None) for one in parts
-        )
-        return _CachedResult(kind, tuple(parts), takes_memory)
+        return _CachedResult(kind, tuple(parts))
 
     def _part_of(
         self,
