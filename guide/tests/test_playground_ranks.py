@@ -75,7 +75,7 @@ LISTENS, LOOPBACK = "0A", "0100007F"
 def listened_at(process: int) -> set[str]:
     """Return the addresses at which a process listens for connections, as Linux writes them."""
     folder = Path("/proc", str(process))
-    own = {os.readlink(file) for file in (folder / "fd").iterdir() if file.is_symlink()}
+    own = {str(file.readlink()) for file in (folder / "fd").iterdir() if file.is_symlink()}
     rows = [line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()[1:]]
     return {row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in own}
 

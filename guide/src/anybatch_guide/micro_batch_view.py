@@ -53,8 +53,8 @@ class MicroBatchView:
         self._before: Any = 0.0
         self._own: Any = None
         # Where autograd adds to `.grad`: a hook there only looks. It lives as long as the node, which is kept.
-        self._adding = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._handle = self._adding.register_prehook(self._see)
+        adding: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._adding, self._handle = adding, adding.register_prehook(self._see)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
