@@ -72,13 +72,15 @@ class Placement:
 
     def micro_batches(self, batch: "EffectiveBatch") -> Iterator[Batch]:
         """Yield the micro-batches of this rank's share of a batch, on the host."""
-        batch = self.laid_out(batch)
-        return batch.feed(self.units(len(batch.sample_ids), lengths_of(batch)), self.units)
+        batch, lengths = self.laid_out(batch)
+        return batch.feed(self.units(len(batch.sample_ids), lengths), self.units)
 
-    def laid_out(self, batch: Any) -> Any:  # noqa: ANN401 (an `EffectiveBatch`, with `in_layout` if there is a choice)
-        """Return a batch in the layout that was chosen, where its collate function can pad and pack."""
+    def laid_out(self, batch: Any) -> tuple[Any, SampleLengths | None]:  # noqa: ANN401 (an `EffectiveBatch`)
+        """Return a batch in the chosen layout, where its collate function can pad and pack, and its lengths."""
         lengths = lengths_of(batch)
-        return batch if lengths is None or not lengths.either else batch.in_layout(packed=self.packed)
+        if lengths is None or not lengths.either:
+            return batch, lengths
+        return batch.in_layout(packed=self.packed), lengths.in_layout(packed=self.packed)
 
 
 def lengths_of(batch: "EffectiveBatch") -> SampleLengths | None:

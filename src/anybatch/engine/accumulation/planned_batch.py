@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from anybatch.core.batch import Placement, Position, lengths_of, taken
+from anybatch.core.batch import Placement, Position, taken
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
@@ -85,8 +85,8 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
     """
     if isinstance(batch, RankShare) or not _is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
-    batch = placement.laid_out(batch)
-    plan = placement.plan(len(batch.sample_ids), lengths_of(batch))
+    batch, lengths = placement.laid_out(batch)
+    plan = placement.plan(len(batch.sample_ids), lengths)
     units = plan.shares[placement.rank]
     return PlannedBatch(
         plan=plan,

@@ -210,7 +210,7 @@ class RunSizes:
             if lengths is None or not lengths.either or sizes.packed is not None:
                 return FoundSize(None, "")
         if sizes.packed is not None:
-            batch = self.placement.laid_out(batch)
+            batch, _ = self.placement.laid_out(batch)
         found = BudgetTrials(self._world, trial, budget, self.auto.clock).find(batch, known)
         self.sizes = dataclasses.replace(
             sizes,
