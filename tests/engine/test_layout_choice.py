@@ -188,6 +188,22 @@ def test_a_run_that_padded_finds_the_faster_layout_when_it_may(tmp_path: Any) ->
         assert engine.decisions["micro_batch_size"].endswith("as in the checkpoint")
 
 
+@pytest.mark.usefixtures("_timed")
+@pytest.mark.parametrize("layout", FASTER)
+def test_a_cost_that_is_named_stays(layout: str) -> None:
+    """What a micro-batch costs is not measured then, and the layout is."""
+    device = SimulatedDevice(FASTER[layout])
+    model = device.runs(Language())
+    budget = ab.token_budget(40, fixed_tokens=7)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with device.times(ab.Engine(model, optimizer, DECLARED, micro_batch_size=budget)) as engine:
+        batch = next(iter(batches_of()))
+        found = engine.gradients(batch)
+        assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
+        assert device.newest == layout
+        assert "micro_batch_size" not in engine.decisions
+
+
 class Leaking(Language):
     """Takes packed samples, and lets each see those before it."""
 
