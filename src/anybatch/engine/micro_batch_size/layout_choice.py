@@ -15,7 +15,7 @@ from anybatch.engine.loss_check.by_cuts import CutRun, RealCuts, difference_of_c
 from anybatch.engine.loss_check.recorded_model import UndecidedError
 from anybatch.engine.micro_batch_size.token_costs import Runs, tokens_of
 
-_TIMES = 3  # the first warms up, of the others the shortest counts
+_TIMES = 2  # the shorter one counts: the first may have to warm up
 _MOST_TIMED = 8
 _NUM_COMPARED = 4
 
@@ -77,7 +77,7 @@ def seconds_of_steps(
     loaded = {packed: [loads[packed](unit.positions) for unit in chosen] for packed, chosen in units.items()}
     shortest = {packed: [float("inf")] * len(chosen) for packed, chosen in units.items()}
     failed: dict[bool, str] = {}
-    for number, packed in itertools.product(range(_TIMES), units):
+    for _, packed in itertools.product(range(_TIMES), units):
         for place, unit in enumerate(units[packed]):
             if packed in failed:
                 continue
@@ -86,7 +86,7 @@ def seconds_of_steps(
             result = trial.run(len(unit.positions), 1)
             if result.outcome != "ran":
                 failed[packed] = result.error or "it runs out of memory"
-            elif number and result.seconds:  # a micro-batch that counts nothing is not run
+            elif result.seconds:  # a micro-batch that counts nothing is not run
                 shortest[packed][place] = min(shortest[packed][place], result.seconds[0])
     seconds = {
         packed: sum(
