@@ -150,11 +150,12 @@ def test_of_parts_of_a_tensor(name: str) -> None:
     """What is made of parts that begin elsewhere in memory is what torch makes, wherever the first of them began."""
     mode = FakeTensorMode()
     calls = list(OF_PARTS.values()) if name == "every row" else [OF_PARTS[name]]
-    calls += [lambda x, row=row: x.select(0, row) for row in (0, 1, 2, -1)] * (name == "every row")
+    # The first row comes first: what is not made again as it was is asked for each time.
+    calls = [lambda x, row=row: x.select(0, row) for row in (0, 1, 2, -1)] * (name == "every row") + calls
 
     def made() -> list[object]:
         whole = torch.empty(20, 4)
-        parts = [whole[begin : begin + 3] for begin in (4, 0, 8, 14)]
+        parts = [whole[begin : begin + 3] for begin in (0, 4, 8, 14)]
         return [
             (metadata_of(one), storage_of(one) == storage_of(whole))
             for part in parts
