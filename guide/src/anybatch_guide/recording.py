@@ -99,7 +99,7 @@ def as_recording(experiment: Experiment, data: Data, made: Provenance) -> Record
 def write_recording(recording: Recording, folder: Path) -> Path:
     """Write a recording as one line, replacing an older one."""
     file = folder / f"{recording.name}.json"
-    text = json.dumps(recording.as_json(), allow_nan=False, ensure_ascii=False)
+    text = json.dumps(recording.as_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     file.write_text(f"{text}\n", encoding="utf-8", newline="\n")
     return file
 
