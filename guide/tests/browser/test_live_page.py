@@ -16,7 +16,7 @@ from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, come_to, ope
 from guide.tests.served import Served
 
 SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser")
-PATIENCE = 60_000.0  # milliseconds
+PATIENCE = 180_000.0  # milliseconds
 BRIGHT = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data
     .filter((level, at) => at % 4 === 0 && level > 100).length"""
 """How many pixels of a picture are bright."""
