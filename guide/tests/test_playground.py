@@ -45,7 +45,7 @@ SETTINGS = (
     PlaygroundSetting(**SHORT, task="shapes", norm="batch", optimizer="sgd", learning_rate=0.1, seed=7),
     PlaygroundSetting(**SHORT, task="spirals", precision="bf16"),
     PlaygroundSetting(**SHORT, task="text", mistake="mean_of_means"),
-    PlaygroundSetting(**SHORT, task="shapes", norm="batch", norm_policy="ghost", memory_limit_kib=640),
+    PlaygroundSetting(**SHORT, task="shapes", norm="batch", norm_policy="ghost", memory_limit_kib=1024),
     PlaygroundSetting(**SHORT, task="shapes", norm="batch", norm_policy="exact"),
     PlaygroundSetting(
         **{**SHORT, "steps": 33}, task="spirals", mistake="drop_tail", optimizer="sgd", learning_rate=0.5

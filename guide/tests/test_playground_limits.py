@@ -47,7 +47,7 @@ def test_a_limit_makes_micro_batches_smaller() -> None:
 @pytest.mark.slow
 def test_a_limit_that_nothing_fits_into_ends_the_run() -> None:
     """Where not even one sample fits, the run has failed, after all sizes, with the engine's own words."""
-    data, lines = played(**WIDE, memory_limit_kib=768)
+    data, lines = played(**WIDE, memory_limit_kib=512)
 
     assert (data["status"], data["losses"], data["first_gradient_difference"]) == ("failed", [], None)
     assert data["smaller_sizes"] == [32, 16, 8, 4, 2, 1]

@@ -27,8 +27,8 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "text": {"steps": 30, "optimizer": "adamw", "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
 }
 """The defaults of a task: steps, optimizer, learning rate by optimizer, norm; and its number of classes."""
-DIGITS_LIMITS_KIB = (4096, 2048, 1024, 768)
-"""Limits of memory for micro-batches of 64 digits: two that smaller ones fit into, and two that are too low for any."""
+DIGITS_LIMITS_KIB = (4096, 2048, 512)
+"""Limits of memory for micro-batches of 64 digits: one that they fit into, one for smaller ones, and one too low."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
@@ -58,7 +58,7 @@ def opening_settings() -> list[PlaygroundSetting]:
 
 
 def digits_settings() -> list[PlaygroundSetting]:
-    """Return twelve cuts with two optimizers, each mistake at three of them, two ranks, and four limits of memory."""
+    """Return twelve cuts with two optimizers, each mistake at three of them, two ranks, and three limits of memory."""
     found = [
         task_setting("digits", micro, accumulation, optimizer)
         for optimizer in get_args(OptimizerName)

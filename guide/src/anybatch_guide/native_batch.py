@@ -48,7 +48,7 @@ def first_step(setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor | Non
     norms: Policy | PolicyName = policy_of(setting.norm_policy)
     engine = engine_of(setting, task, parts, micro_batch_size=setting.micro_batch_size, norms=norms)
     try:
-        return _moved(parts, setting, task, engine, limited(setting, parts))
+        return _moved(parts, setting, task, engine, limited(setting, task, parts))
     except (MemoryExhaustedError, torch.OutOfMemoryError):
         return None
 

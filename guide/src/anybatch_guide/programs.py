@@ -37,15 +37,19 @@ engine = ab.Engine(
     precision="$precision",
     norms=$norms,
 )
+rows = task.rows  # which a limit is beside
 for batch in ab.batches(task.rows, effective_batch_size=$effective_batch_size, steps=$steps, seed=$seed):
-    with memory_budget($limit, model, optimizer):
+    with memory_budget($limit + rows.num_bytes, model, optimizer, rows.inputs, rows.targets):
         report = engine.step(batch)
     if engine.world.is_first:
         print(report.loss)
 """
 _WITHOUT_LIMIT: Mapping[str, str] = {
     "from anybatch.testing import memory_budget\n": "",
-    "    with memory_budget($limit, model, optimizer):\n        report": "    report",
+    "rows = task.rows  # which a limit is beside\n": "",
+    "    with memory_budget($limit + rows.num_bytes, model, optimizer, rows.inputs, rows.targets):\n        report": (
+        "    report"
+    ),
 }
 _WITHOUT_GROUPS: Mapping[str, str] = {"from anybatch.norms import Ghost\n": ""}
 _LOOP = f"""{_BEGINNING}

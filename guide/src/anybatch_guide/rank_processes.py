@@ -5,7 +5,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,6 +33,7 @@ from anybatch_guide.training import RUN_ENDS, isolated, make, run_engine
 PATIENCE: Final = timedelta(minutes=15)
 """How long ranks wait for each other: longer than a run may be paused."""
 END_SECONDS: Final = 1.0
+LOOK_SECONDS: Final = 2.0
 
 
 class RankError(AnyBatchError, RuntimeError):
@@ -79,23 +80,26 @@ class RankProcesses:
             RankError: a rank has failed in another way than a run may fail.
         """
         open_pipes = list(self._pipes)
+        looked_at: Connection | None = None
         while open_pipes:
-            for pipe in wait(open_pipes):
-                assert isinstance(pipe, Connection)
-                match self._receive(pipe):
-                    case "observe", record:
-                        metrics.observe(record)
-                    case "add_memory", timeline:
-                        metrics.add_memory(timeline)
-                    case "add_micro_batch", fields:
-                        metrics.add_micro_batch(fields)
-                    case "after_step", (step, state):
-                        model.load_state_dict(state)
-                        metrics.after_step(step)
-                    case _:
-                        open_pipes.remove(pipe)
-                        continue
-                _send(pipe, metrics.is_stepped)
+            pipe = _next_of(open_pipes, looked_at)
+            match self._receive(pipe):
+                case "observe", record:
+                    metrics.observe(record)  # waits where the run is paused
+                    begins = isinstance(record, MicroBatchRecord) and record.event == "begin"
+                    looked_at = pipe if begins and metrics.is_stepped else looked_at
+                case "add_memory", timeline:
+                    metrics.add_memory(timeline)
+                case "add_micro_batch", fields:
+                    metrics.add_micro_batch(fields)
+                    looked_at = None
+                case "after_step", (step, state):
+                    model.load_state_dict(state)
+                    metrics.after_step(step)
+                case _:
+                    open_pipes.remove(pipe)
+                    continue
+            _send(pipe, metrics.is_stepped)
 
     def __enter__(self) -> Self:
         return self
@@ -156,6 +160,19 @@ class _Sender:
     def _tell(self, word: str, told: object) -> None:
         _send(self._pipe, (word, told))
         self.is_stepped = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 (of our own process)
+
+
+def _next_of(pipes: Sequence[Connection], looked_at: Connection | None) -> Connection:
+    """Return a pipe that a rank has told something by.
+
+    First that of the micro-batch that is looked at: another rank's, which may wait for leave to begin, would hide how
+    it ends. Where ranks meet in the middle of a micro-batch, though, its end needs the other one.
+    """
+    if looked_at is not None and looked_at in pipes and wait([looked_at], LOOK_SECONDS):
+        return looked_at
+    ready = wait(pipes)[0]
+    assert isinstance(ready, Connection)
+    return ready
 
 
 def _send(pipe: Connection, told: object) -> None:

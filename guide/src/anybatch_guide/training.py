@@ -104,12 +104,16 @@ def engine_of(
     )
 
 
-def limited(setting: PlaygroundSetting, parts: Parts) -> AbstractContextManager[object]:
-    """Return a context in which tensors hold no more than the setting allows, what these parts hold included."""
+def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> AbstractContextManager[object]:
+    """Return a context in which tensors hold no more than the setting allows, besides the data set.
+
+    What these parts hold counts. A sample of the data set would count as all of it, so it is allowed beside the limit.
+    """
     if not setting.memory_limit_kib:
         return nullcontext()
-    model, optimizer, _ = parts
-    return memory_budget(setting.memory_limit_kib * KIBIBYTE, model, optimizer)
+    (model, optimizer, _), rows = parts, task.rows
+    num_bytes = setting.memory_limit_kib * KIBIBYTE + rows.num_bytes
+    return memory_budget(num_bytes, model, optimizer, rows.inputs, rows.targets)
 
 
 def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMetrics, parts: Parts) -> None:
@@ -128,7 +132,7 @@ def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMe
             for step, batch in enumerate(batches_of(setting, task)):
                 recording = record_memory(engine) if step == metrics.measured_step else None
                 # What the recording makes of it at its end is none of the step's memory.
-                with recording or nullcontext(), limited(setting, parts):
+                with recording or nullcontext(), limited(setting, task, parts):
                     engine.step(batch)
                 if recording is not None:
                     metrics.add_memory(recording.report.timeline)

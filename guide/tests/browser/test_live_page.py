@@ -120,7 +120,7 @@ def test_two_ranks_are_run_here(guide: Watched) -> None:
     ("kib", "told", "judged"),
     [
         (2048, "run again in micro-batches of 32, then 16. Each sample counts once.", "the same, up to rounding"),
-        (768, "cannot be smaller than one sample", "nothing to compare yet"),
+        (512, "cannot be smaller than one sample", "nothing to compare yet"),
     ],
 )
 def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> None:

@@ -32,6 +32,11 @@ class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __init__(self, inputs: Shaped[Tensor, "sample ..."], targets: Int[Tensor, "sample ..."]) -> None:
         self.inputs, self.targets = inputs, targets
 
+    @property
+    def num_bytes(self) -> int:
+        """What both hold, with samples that are held out of them."""
+        return self.inputs.untyped_storage().nbytes() + self.targets.untyped_storage().nbytes()
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.targets)
