@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.rank_processes import RankError
+from anybatch_guide.worker import Gate
 from guide.tests.test_playground import Line, of_kind
 from tests.faults import sees
 
@@ -91,6 +93,28 @@ def test_ranks_listen_at_loopback_only() -> None:
 
     run(TWO, emit)
     assert found == [{LOOPBACK}] * 2
+
+
+def test_one_micro_batch_is_seen_to_its_end() -> None:
+    """A paused run that is let go by one micro-batch shows that one, while the other rank waits for leave to begin."""
+    gate, shown = Gate(paused=True), threading.Event()
+    lines: list[Line] = []
+
+    def emit(line: Line) -> None:
+        gate.wait_before(line)
+        lines.append(line)
+        if line["kind"] == "guide.micro_batch":
+            shown.set()
+
+    runs = threading.Thread(target=run, args=(TWO, emit), kwargs={"is_stepped": gate.is_stepped})
+    runs.start()
+    gate.set("micro")
+    is_shown = shown.wait(timeout=120)
+    gate.set("resume")
+    runs.join()
+
+    assert is_shown
+    assert len(of_kind(lines, "step")) == TWO.steps
 
 
 class _Stopped(BaseException):
