@@ -36,8 +36,8 @@ def played(setting: PlaygroundSetting, **options: Any) -> tuple[Mapping[str, Any
 @sees(
     "the process that follows keeps the first parameters",
     "guide/src/anybatch_guide/rank_processes.py",
-    "                        model.load_state_dict(state)\n",
-    "                        del state\n",
+    "                    model.load_state_dict(state)\n",
+    "                    del state\n",
 )
 def test_two_ranks_are_one_run() -> None:
     """Losses and parameters are those of one rank and of the native batch, and gradients are sent once per step."""
