@@ -56,7 +56,7 @@ def test_catalogue_is_the_folder() -> None:
 
 
 def test_file_is_one_line(tmp_path: Path) -> None:
-    """A recording is one line of JSON, its keys in their order, its floats in full, and comes back as it was."""
+    """A recording is one line of JSON without spaces, its keys in their order, its floats in full, and comes back as it was."""
     recording = small({"b": 0.1 + 0.2, "a": [1, None, True, "ü"]})
     file = write_recording(recording, tmp_path)
     text = file.read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def test_file_is_one_line(tmp_path: Path) -> None:
     assert (file.name, text.count("\n"), text[-1]) == ("small.json", 1, "\n")
     assert list(json.loads(text)) == ["name", "question", "made", "data"]
     assert list(json.loads(text)["made"]) == ["date", "device", "versions", "commit", "command"]
-    assert '"data": {"b": 0.30000000000000004, "a": [1, null, true, "ü"]}}' in text
+    assert '"data":{"b":0.30000000000000004,"a":[1,null,true,"ü"]}}' in text
     assert read_recording(file) == recording
 
 
