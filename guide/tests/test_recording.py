@@ -56,7 +56,7 @@ def test_catalogue_is_the_folder() -> None:
 
 
 def test_file_is_one_line(tmp_path: Path) -> None:
-    """A recording is one line of JSON without spaces, its keys in their order, its floats in full, and comes back as it was."""
+    """A recording is one line of JSON without spaces, keys in their order, floats in full, and comes back as it was."""
     recording = small({"b": 0.1 + 0.2, "a": [1, None, True, "ü"]})
     file = write_recording(recording, tmp_path)
     text = file.read_text(encoding="utf-8")
