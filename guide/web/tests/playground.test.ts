@@ -125,6 +125,9 @@ test("memory is foretold from runs that were recorded, within two hundredths", (
     const found = foretold(truth.setting, without(size)) ?? 0;
     expect(Math.abs(found - total(truth.peak)) / total(truth.peak)).toBeLessThan(0.02);
   }
+  const limited = runs.map((run) => ({ ...run, setting: { ...run.setting, memory_limit_kib: 512 }, peak: { weights: 1 } }));
+  const asked = { ...usual, optimizer: "sgd" as const, micro_batch_size: 4, memory_limit_kib: 512 };
+  expect(foretold(asked, [...runs, ...limited])).toBe(foretold(asked, runs));
   expect(foretold({ ...usual, task: "text" }, runs)).toBeNull();
 });
 

@@ -159,10 +159,11 @@ export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Set
   return runs.filter((run) => run.setting.task === wish.task).reduce<Run | undefined>((best, run) => (best === undefined || far(run) < far(best) ? run : best), undefined);
 }
 
-/** Peak memory of a setting before it runs: on the line between recorded runs of the same task and optimizer; null without two of them. */
+/** Peak memory of a setting before it runs, if nothing limits it: on the line between recorded runs that differ from it in their cut alone; null without two of them. */
 export function foretold(setting: Setting, runs: readonly Run[]): number | null {
   const alike = ({ setting: of, peak }: Run) =>
     of.task === setting.task && of.optimizer === setting.optimizer && of.norm === setting.norm && of.mistake === "" && of.precision === setting.precision &&
+    of.norm_policy === setting.norm_policy && of.ranks === setting.ranks && !of.memory_limit_kib &&
     of.accumulation_steps > 1 === setting.accumulation_steps > 1 && total(peak) > 0;
   const known = new Map(runs.filter(alike).map((run) => [run.setting.micro_batch_size, total(run.peak)]));
   const sizes = [...known.keys()].sort((a, b) => a - b);
