@@ -61,11 +61,9 @@ def in_seconds(seconds: float) -> str:
     return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
-def counted_ways(fit: Fit) -> tuple[Counted, ...]:
-    """Return what the figures of `peak_text` count; one where nothing beside tensors is known to be taken on a CPU."""
-    if not fit.on_cpu:
-        return "in tensors", "in all"
-    return ("in tensors",) if fit.reserved_bytes == fit.tensor_bytes else ("in tensors", "allocated")
+def counted_ways(fit: Fit) -> tuple[Counted, Counted]:
+    """Return what the two figures of `peak_text` count."""
+    return "in tensors", "allocated" if fit.on_cpu else "in all"
 
 
 def peak_text(fit: Fit, budget: Budget) -> str:
@@ -76,7 +74,7 @@ def peak_text(fit: Fit, budget: Budget) -> str:
         budget: the device's memory.
     """
     taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
-    sizes = zip((fit.tensor_bytes, taken), counted_ways(fit), strict=False)  # the first may be all
+    sizes = zip((fit.tensor_bytes, taken), counted_ways(fit), strict=True)
     return ", ".join(f"{in_bytes(num_bytes)} {way}" for num_bytes, way in sizes)
 
 
