@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def test_a_stepped_run_shows_each_ranks_own_sum() -> None:
     torch.testing.assert_close(torch.tensor(together), torch.tensor(whole["sum"]), rtol=2e-3, atol=1e-5)
 
 
+@pytest.fixture
+def started() -> Callable[[], list[BaseProcess]]:
+    """Return a function () -> the processes that a test has started: ranks of other tests wait beside them."""
+    former = {process.pid for process in multiprocessing.active_children()}
+    return lambda: [process for process in multiprocessing.active_children() if process.pid not in former]
+
+
 LISTENS, LOOPBACK = "0A", "0100007F"
 """The state of a socket and the address 127.0.0.1, as Linux writes them."""
 
@@ -83,13 +91,13 @@ def listened_at(process: int) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_listen_at_loopback_only() -> None:
+def test_ranks_listen_at_loopback_only(started: Callable[[], list[BaseProcess]]) -> None:
     """While a run goes on, its ranks take connections from this machine alone."""
     found: list[set[str]] = []
 
     def emit(line: Line) -> None:
         if line["kind"] == "step" and not found:
-            found.extend(listened_at(process.pid or 0) for process in multiprocessing.active_children())
+            found.extend(listened_at(process.pid or 0) for process in started())
 
     run(TWO, emit)
     assert found == [{LOOPBACK}] * 2
@@ -121,7 +129,7 @@ class _Stopped(BaseException):
     """What ends a run from outside."""
 
 
-def test_a_run_that_is_cancelled_leaves_no_rank() -> None:
+def test_a_run_that_is_cancelled_leaves_no_rank(started: Callable[[], list[BaseProcess]]) -> None:
     """What `emit` raises in the middle of a step comes out, and both ranks are gone."""
     lines: list[Line] = []
 
@@ -132,21 +140,21 @@ def test_a_run_that_is_cancelled_leaves_no_rank() -> None:
 
     with pytest.raises(_Stopped):
         run(TWO, emit)
-    assert multiprocessing.active_children() == []
+    assert started() == []
 
 
-def test_a_rank_that_dies_is_told() -> None:
+def test_a_rank_that_dies_is_told(started: Callable[[], list[BaseProcess]]) -> None:
     """A rank that is killed in the middle of a run ends it with an error that says so, and the other rank too."""
     lines: list[Line] = []
 
     def emit(line: Line) -> None:
         lines.append(line)
         if len(lines) == 20:
-            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+            os.kill(started()[0].pid or 0, signal.SIGKILL)
 
     with pytest.raises(RankError, match="ended in the middle"):
         run(TWO, emit)
-    assert multiprocessing.active_children() == []
+    assert started() == []
 
 
 @pytest.mark.parametrize(
