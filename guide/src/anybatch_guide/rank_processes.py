@@ -200,7 +200,8 @@ def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous
         traceback.print_exc()
         _send(pipe, ("failed", f"{type(error).__name__} on rank {rank}: {error}"))
         return
-    _send(pipe, ("over", None))
+    with suppress(ConnectionError):  # a run that was cancelled may be gone by now
+        _send(pipe, ("over", None))
     dist.destroy_process_group()
 
 
