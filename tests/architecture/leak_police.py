@@ -20,7 +20,7 @@ FOREIGN_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # pytest's, and th
 FOREIGN_THREADS = ("Dummy-",)  # threads that were not started from Python: autograd's, when they run a hook
 PROCESS = Path("/proc/self")
 GROUP_THREADS = ("gloo", "pt_gloo", "pt_tcpstore", "pt_nccl")
-PATIENCE_SECONDS = 15.0  # closing itself waits for up to 4 s, and on a busy machine each thread for its turn
+PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.01
 
 

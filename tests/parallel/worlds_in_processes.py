@@ -105,7 +105,7 @@ def ended_at_different_times() -> bool:
 
 def closed_with_a_sum_under_way() -> tuple[Holdings, Holdings]:
     """Run on two ranks: the first starts a sum in which the second takes no part until the first has closed."""
-    before = holdings()
+    before, former = holdings(), set(threading.enumerate())
     world, other = ab.World.from_environment(device="cpu"), ab.World.from_environment(device="cpu")
     if world.rank == 0:
         world.start_sum(torch.ones(3, dtype=torch.float64))
@@ -115,7 +115,10 @@ def closed_with_a_sum_under_way() -> tuple[Holdings, Holdings]:
     other.gather_numbers([1.0])  # where the second would wait in vain if closing waited for the sum
     world.close()
     other.close()
-    return before, settled(before)  # the first rank's group ends as soon as the second has left
+    # The first rank's group ends as soon as the second has left, which on a busy machine may be late.
+    for thread in set(threading.enumerate()) - former:
+        thread.join()
+    return before, settled(before)
 
 
 def one_fails_and_closes() -> str:
