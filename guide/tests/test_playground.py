@@ -5,7 +5,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,23 +192,28 @@ def test_a_run_that_blows_up_is_a_result(mistake: MistakeName) -> None:
     assert json.loads(json.dumps([data, lines], allow_nan=False))
 
 
-class _Stopped(BaseException):
-    """What a teller raises to end a run."""
+class Stopped(BaseException):
+    """What ends a run from outside."""
+
+
+def stop_after_twenty() -> Callable[[Line], None]:
+    """Return an `emit` that ends a run in the middle of a step."""
+    lines: list[Line] = []
+
+    def emit(line: Line) -> None:
+        lines.append(line)
+        if len(lines) == 20:
+            raise Stopped
+
+    return emit
 
 
 @pytest.mark.parametrize("mistake", ["", "clip_each"])
 def test_telling_ends_a_run(mistake: MistakeName) -> None:
     """What `emit` raises in the middle of a step comes out, and the process is as before."""
     threads, random = torch.get_num_threads(), torch.get_rng_state()
-    lines: list[Line] = []
-
-    def emit(line: Line) -> None:
-        lines.append(line)
-        if len(lines) == 20:
-            raise _Stopped
-
-    with pytest.raises(_Stopped):
-        run(PlaygroundSetting(**SHORT, task="spirals", mistake=mistake), emit)
+    with pytest.raises(Stopped):
+        run(PlaygroundSetting(**SHORT, task="spirals", mistake=mistake), stop_after_twenty())
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 

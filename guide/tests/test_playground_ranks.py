@@ -17,7 +17,7 @@ import torch
 from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.rank_processes import RankError
 from anybatch_guide.worker import Gate
-from guide.tests.test_playground import Line, of_kind
+from guide.tests.test_playground import Line, Stopped, of_kind, stop_after_twenty
 from tests.faults import sees
 
 pytestmark = pytest.mark.slow
@@ -125,21 +125,10 @@ def test_one_micro_batch_is_seen_to_its_end() -> None:
     assert len(of_kind(lines, "step")) == TWO.steps
 
 
-class _Stopped(BaseException):
-    """What ends a run from outside."""
-
-
 def test_a_run_that_is_cancelled_leaves_no_rank(started: Callable[[], list[BaseProcess]]) -> None:
     """What `emit` raises in the middle of a step comes out, and both ranks are gone."""
-    lines: list[Line] = []
-
-    def emit(line: Line) -> None:
-        lines.append(line)
-        if len(lines) == 20:
-            raise _Stopped
-
-    with pytest.raises(_Stopped):
-        run(TWO, emit)
+    with pytest.raises(Stopped):
+        run(TWO, stop_after_twenty())
     assert started() == []
 
 
