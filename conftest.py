@@ -39,11 +39,14 @@ IMPORTED_ON_RANKS = (
     "pytest",
 )
 LONG_FILES = (
-    *("tests/cli/test_processes.py", "tests/cli/test_hosts.py", "tests/engine/test_compatibility.py"),
+    *("guide/tests/browser/test_whole_page.py", "tests/cli/test_processes.py"),
+    *("guide/tests/browser/test_live_page.py", "tests/diagnostics/test_check_loop.py"),
+    *("tests/engine/test_oom_retry.py", "tests/cli/test_hosts.py", "tests/engine/test_compatibility.py"),
     *("tests/parallel/test_fsdp.py", "tests/engine/test_two_pass.py", "tests/parallel/test_model_groups.py"),
-    *("guide/tests/test_planner.py", "tests/planner/test_sharded_plan.py", "guide/tests/test_tracing.py"),
+    *("guide/tests/test_planner.py", "tests/planner/test_sharded_plan.py", "tests/recipes/test_planning.py"),
+    *("guide/tests/test_runs.py", "guide/tests/browser/test_answered_list.py", "guide/tests/test_tracing.py"),
 )
-"""Files whose tests take a minute or more: they begin first, so that none is still at work when all others are done."""
+"""Files whose tests take longest: they begin first, so that none is still at work when all others are done."""
 MOST_SECONDS = 10.0  # forty times what a test without a mark may take: a slow, busy machine is no reason to fail
 
 

@@ -5,7 +5,7 @@ import multiprocessing
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -70,9 +70,11 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
+            # A fork has our ends too, and a rank that held one would not hear that we have closed it.
+            inherited = (*self._pipes, ours) if context.get_start_method() == "fork" else ()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, world_size, rendezvous, timeout_seconds, backend),
+                args=(theirs, inherited, rank, world_size, rendezvous, timeout_seconds, backend),
                 daemon=not start_processes,
             )
             process.start()
@@ -167,8 +169,16 @@ def rank_context() -> ForkServerContext | SpawnContext:
 
 
 def _serve(  # noqa: PLR0917 (all that a process is handed)
-    pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float, backend: str
+    pipe: Connection,
+    inherited: Sequence[Connection],
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    timeout_seconds: float,
+    backend: str,
 ) -> None:
+    for end in inherited:
+        end.close()
     # What was imported before the fork lives as long as the rank: collections need not look through it every time.
     gc.freeze()
     # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.

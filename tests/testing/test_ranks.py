@@ -1,0 +1,32 @@
+"""Pools of ranks: how they end."""
+
+import multiprocessing
+import os
+import sys
+import warnings
+
+import pytest
+
+from anybatch.testing import RankPool
+from tests.faults import sees
+
+
+@sees(
+    "forked ranks keep the pool's ends of their pipes",
+    "src/anybatch/testing/ranks.py",
+    'if context.get_start_method() == "fork" else ()',
+    'if context.get_start_method() == "spawn" else ()',
+)
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_forked_ranks_end_by_themselves() -> None:
+    """A pool that is closed is heard by all of its ranks: they end with status 0, and none has to be killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where there are threads, such as other tests'
+        pool = RankPool(3, timeout_seconds=60.0, context=multiprocessing.get_context("fork"))
+    with pool:
+        pids = pool.run(os.getpid)
+        ranks = [child for child in multiprocessing.active_children() if child.pid in pids]
+
+    assert len(ranks) == 3
+    assert [rank.exitcode for rank in ranks] == [0, 0, 0]
