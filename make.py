@@ -4,7 +4,7 @@
 setup    make .venv and install anybatch and its guide into it, editable, with all that tests and checks need
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
-test     run the tests, two files for each core at a time; arguments are for pytest, in one process: make.py test -k accumulate
+test     run the tests, two files per core at a time; arguments are for pytest, in one process: -k accumulate
 test-published  make again what pages, recordings and documents show, and compare; --draw 0.3 draws some, by --seed
 test-fast  run those that take no ranks and less than a quarter of a second each, in about a minute
 matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
