@@ -1,4 +1,4 @@
-"""One browser for all tests of a module, and one exported page."""
+"""One browser for all tests of a module, one exported page, and two ranks."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,9 @@ from playwright.sync_api import Browser
 
 from anybatch_guide.export import DIST, export_folder
 from guide.tests.browser.chromium import launched, served
+from tests.ranks_fixture import two_ranks
+
+__all__ = ["address", "browser", "two_ranks"]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from anybatch_guide.experiments import split_sum as split_experiment
 from anybatch_guide.listings import full_loop, one_batch, one_mistake, split_sum
 from anybatch_guide.recording import read_recording
 from tests.architecture.source_tree import ROOT
+from tests.ranks_fixture import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +47,8 @@ def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
 
 @pytest.fixture(scope="module")
 def batch_data() -> Any:
-    """What the experiment "one batch" returns, once for all tests."""
-    return batch_experiment.run(ignore)
+    """What the experiment "one batch" has returned, as it is recorded."""
+    return read_recording(ROOT / "guide" / "web" / "recordings" / "one_batch.json").data
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,21 @@ def printed(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+def test_two_ranks_train_as_the_plain_loop(two_ranks: Ranks) -> None:
+    """Two real ranks, four micro-batches each, have the losses of the undivided plain loop."""
+    for found in two_ranks.run(one_batch.train, 8, torch.float64):
+        assert found == pytest.approx(plain_losses(torch.float64), rel=EXACT)
+
+
+@pytest.mark.parametrize("name", ["no_division", "clip_each", "mean_of_means"])
+def test_mistakes_are_those_recorded(batch_data: Any, name: str) -> None:
+    """A loop of four micro-batches with a mistake has the losses that were recorded of it."""
+    (recorded,) = [mistake for mistake in batch_data["mistakes"] if mistake["name"] == name]
+    size = batch_experiment.sizes_of_mistakes()[name]["16x4"]
+
+    assert one_mistake.train(size, name) == pytest.approx(recorded["losses"]["16x4"], rel=1e-3)
+
+
 @pytest.mark.published
 def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data: Any) -> None:
     """What a reader takes along prints, to the digits shown, the losses and differences of the figures."""
@@ -203,11 +219,12 @@ def test_recorded_log_is_of_the_program() -> None:
     assert logged == pytest.approx(losses[data["first_step"] :], rel=1e-6)
 
 
+@pytest.mark.published
 def test_recorded_losses_come_again(batch_data: Any) -> None:
     """Training the four ways again, and with each mistake, gives the recorded losses to the recorded digits."""
-    recorded = read_recording(ROOT / "guide" / "web" / "recordings" / "one_batch.json").data
+    made = batch_experiment.run(ignore)
 
-    assert recorded["losses"] == pytest.approx(batch_data["losses"], rel=2e-6)
-    for old, new in zip(recorded["mistakes"], batch_data["mistakes"], strict=True):
+    assert batch_data["losses"] == pytest.approx(made["losses"], rel=2e-6)
+    for old, new in zip(batch_data["mistakes"], made["mistakes"], strict=True):
         for way, losses in old["losses"].items():
             assert losses == pytest.approx(new["losses"][way], rel=1e-3), (old["name"], way)

@@ -85,17 +85,6 @@ def play(runner: asyncio.Runner) -> Iterator["Play"]:
     runner.run(context.__aexit__(None, None, None))
 
 
-@pytest.fixture
-def play_alone(runner: asyncio.Runner) -> "Play":
-    """Give a function that plays a scene at a desk of its own: what happens to its worker is nobody else's affair."""
-
-    async def at_own_desk(scene: Callable[[Desk], Scene]) -> None:
-        async with open_desk(USUAL) as desk:
-            await scene(desk)
-
-    return lambda scene: runner.run(at_own_desk(scene))
-
-
 Play = Callable[[Callable[[Desk], Scene]], None]
 
 
@@ -246,39 +235,31 @@ def test_cancel_in_the_middle(play: Play) -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("name", ["stuck", "deaf"])
-def test_cancel_what_does_not_listen(play_alone: Play, name: str) -> None:
-    """A run that cannot be asked to end is ended with its process, by SIGTERM or else by SIGKILL; another one comes."""
+def test_a_worker_that_ends_is_replaced(runner: asyncio.Runner) -> None:
+    """A run that cannot be asked to end is ended with its process, by SIGTERM or else by SIGKILL; another one comes.
 
-    async def scene(desk: Desk) -> None:
-        worker = desk.runs.worker_number
-        run = await desk.begin(name)
-        await desk.until("lines", run)
-        desk.runs.cancel(run)
-        await desk.until("cancelled", run)
-        await desk.until_idle()
-        assert desk.runs.worker_number not in (None, worker)
-        again = await desk.begin("counting")
-        await desk.until("result", again)
-        await desk.until_idle()
+    A worker that is killed takes its run along, which is told; another one is started and works.
+    """
 
-    play_alone(scene)
+    async def scene() -> None:
+        async with open_desk(USUAL) as desk:  # what happens to its worker is nobody else's affair
+            for name in ("stuck", "deaf", "endless"):
+                worker = desk.runs.worker_number
+                assert worker is not None
+                run = await desk.begin(name)
+                await desk.until("lines", run)
+                if name == "endless":
+                    os.kill(worker, signal.SIGKILL)
+                    assert (await desk.until("failed", run))["code"] == "worker"
+                else:
+                    desk.runs.cancel(run)
+                    await desk.until("cancelled", run)
+                again = await desk.begin("counting")  # waits for the new one
+                await desk.until("result", again)
+                await desk.until_idle()
+                assert desk.runs.worker_number not in (None, worker)
 
-
-def test_killed_worker(play_alone: Play) -> None:
-    """A worker that is killed takes its run along, which is told; another one is started and works."""
-
-    async def scene(desk: Desk) -> None:
-        run = await desk.begin("endless")
-        await desk.until("lines", run)
-        assert desk.runs.worker_number is not None
-        os.kill(desk.runs.worker_number, signal.SIGKILL)
-        assert (await desk.until("failed", run))["code"] == "worker"
-        again = await desk.begin("counting")  # waits for the new one
-        await desk.until("result", again)
-        await desk.until_idle()
-
-    play_alone(scene)
+    runner.run(scene())
 
 
 def test_failing_run(play: Play) -> None:
@@ -370,30 +351,36 @@ async def looked(desk: Desk) -> None:
     desk.runs._clock = read  # noqa: SLF001 (the same)
 
 
-def test_nobody_watches(runner: asyncio.Runner) -> None:
-    """A run that no page has watched for a minute is ended; with `keep` it goes on."""
+def test_nobody_watches(play: Play) -> None:
+    """A run that no page has watched for a minute is ended."""
 
-    async def scene(*, keep: bool) -> str:
-        limits = Limits(messages_per_second=1e9, look_seconds=0.01, **LIMITS)
-        async with open_desk(limits, keep=keep) as desk:
+    async def scene(desk: Desk) -> None:
+        run = await desk.begin("endless")
+        await desk.page.leave()
+        desk.now += 61.0
+        async with asyncio.timeout(60):
+            while json.loads(desk.stream.status)["worker"] != "idle":  # noqa: ASYNC110 (nobody watches)
+                await asyncio.sleep(0.01)
+        desk.page = Page(desk.stream)
+        assert (await desk.until("failed", run))["code"] == "alone"
+
+    play(scene)
+
+
+def test_a_run_that_is_kept(runner: asyncio.Runner) -> None:
+    """With `keep`, a run goes on that no page has watched for a minute."""
+
+    async def scene() -> None:
+        async with open_desk(USUAL, keep=True) as desk:
             run = await desk.begin("endless")
             await desk.page.leave()
             desk.now += 61.0
-            if keep:
-                await looked(desk)
-            else:
-                async with asyncio.timeout(60):
-                    while json.loads(desk.stream.status)["worker"] != "idle":  # noqa: ASYNC110 (nobody watches)
-                        await asyncio.sleep(0.01)
-            page = desk.page = Page(desk.stream)
-            if keep:
-                desk.runs.cancel(run)
-                return str((await desk.until("cancelled", run))["run"] == run)
-            await page.until(lambda page: any(event == "failed" for event, _, _ in page.events()))
-            return str((await desk.until("failed", run))["code"])
+            await looked(desk)
+            desk.page = Page(desk.stream)
+            desk.runs.cancel(run)
+            await desk.until("cancelled", run)
 
-    assert runner.run(scene(keep=False)) == "alone"
-    assert runner.run(scene(keep=True)) == "True"
+    runner.run(scene())
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the system does not tell what a process holds")  # noqa: PTH110 (a condition)

@@ -89,12 +89,17 @@ def test_a_program_that_fails_is_told(program: TracedFile) -> None:
     assert sys.gettrace() is before
 
 
+@pytest.fixture(scope="module")
+def walks() -> dict[str, Any]:
+    """What the walks on one rank find, once for all tests."""
+    return {walk.EXPERIMENT.name.removeprefix("walk_"): walk.run(say_nothing) for walk in (walk_plain, walk_anybatch)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", [walk_plain, walk_anybatch], ids=["plain", "anybatch"])
-def test_walks_are_of_the_files(experiment: Any) -> None:
+@pytest.mark.parametrize("name", ["plain", "anybatch"])
+def test_walks_are_of_the_files(name: str, walks: dict[str, Any]) -> None:
     """Every line of a walk is one on which something runs, of the file as it is, and those recorded; three updates."""
-    found = experiment.run(say_nothing)
-    recorded = recorded_traces()[experiment.EXPERIMENT.name.removeprefix("walk_")]
+    found, recorded = walks[name], recorded_traces()[name]
     file_of = found["file_of"] or [0] * len(found["lines"])
 
     paths = [ROOT / file["path"] for file in found["files"]]
@@ -106,9 +111,9 @@ def test_walks_are_of_the_files(experiment: Any) -> None:
 
 
 @pytest.mark.slow
-def test_micro_batches_and_losses_are_those_of_the_program() -> None:
+def test_micro_batches_and_losses_are_those_of_the_program(walks: dict[str, Any]) -> None:
     """In the plain walk, the losses after the division add up to what the program prints; four a step."""
-    found = walk_plain.run(say_nothing)
+    found = walks["plain"]
     losses = [value for _, value in found["values"]["loss"] if value is not None]
 
     assert len(losses) == 12
@@ -119,9 +124,9 @@ def test_micro_batches_and_losses_are_those_of_the_program() -> None:
 
 @pytest.mark.slow
 @pytest.mark.published
-def test_walks_print_the_same() -> None:
+def test_walks_print_the_same(walks: dict[str, Any]) -> None:
     """Plain PyTorch, anybatch and DDP on two ranks train alike: the same losses and norms to twelve digits."""
-    plain, ours, ddp = (walk.run(say_nothing) for walk in (walk_plain, walk_anybatch, walk_ddp))
+    plain, ours, ddp = walks["plain"], walks["anybatch"], walk_ddp.run(say_nothing)
 
     assert plain["output"] == ours["output"] == ddp["output"]
     assert ddp["values"]["updates"][-1][1] == 3

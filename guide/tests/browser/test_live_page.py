@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
@@ -34,6 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def guide(browser: Browser, server: Served) -> Iterator[Watched]:
     """Open the printed address; afterwards, nothing has gone wrong, and nobody else was asked."""
+    assert server.process.poll() is None, "the test that ends it comes last"
     with opened(browser, server.address, **DESKTOP) as watched:
         watched.page.set_default_timeout(PATIENCE)
         expect.set_options(timeout=PATIENCE)
@@ -100,7 +101,7 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
 
 
 def test_two_ranks_are_run_here(guide: Watched) -> None:
-    """On two ranks the page has the losses of the same run in Python, the native batch's, and what each rank sends."""
+    """On two ranks the page has the losses of one rank's run, the native batch's, and what each rank sends."""
     setting = PlaygroundSetting(micro_batch_size=4, accumulation_steps=2, steps=4, seed=11, ranks=2)
     part = playground(guide.page, setting)
     button(part, "Run one micro-batch").click()
@@ -113,7 +114,8 @@ def test_two_ranks_are_run_here(guide: Watched) -> None:
     expect(part.locator(".which")).to_have_text("digits 4 \u00d7 2 \u00d7 2 ranks, SGD (run here)")
     expect(part.get_by_text("Each rank sends 259 KiB of gradients a step")).to_be_visible()
     expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
-    assert part.locator("dl data").first.inner_text() == f"{run(setting, lambda _: None)['losses'][-1]:.3g}"
+    one = replace(setting, ranks=1, accumulation_steps=4)  # the same samples a step
+    assert part.locator("dl data").first.inner_text() == f"{run(one, lambda _: None)['losses'][-1]:.3g}"
 
 
 @pytest.mark.parametrize(
@@ -167,13 +169,15 @@ def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
 
 
 def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
-    """While a slider moves, and in a second tab, what is shown is the run under way, with its own batch and name."""
+    """When a slider moves, and in a second tab, what is shown is the run under way, with its own batch and name."""
     page = guide.page
     part = playground(
         page, PlaygroundSetting(task="spirals", micro_batch_size=8, accumulation_steps=2, steps=900, seed=9)
     )
     button(part, "Train").click()
     expect(steps(part)).to_have_text(re.compile(r"[1-9]\d*"))
+    button(part, "Pause").click()  # under way all the same, and it leaves the processor to both tabs
+    expect(part.locator(".where")).to_contain_text("paused")
     part.get_by_role("slider", name="Micro-batch").press("End")
     second = guide.context.new_page()
     second.goto(page.url.split("#")[0])
@@ -235,11 +239,11 @@ def test_a_figure_is_run_here(guide: Watched) -> None:
     expect(chip).to_contain_text("recorded")
 
 
-def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_a_lost_server_is_told(browser: Browser, server: Served) -> None:
     """When the server ends, the page says that it has gone, and keeps what it shows."""
-    with Served(tmp_path, command=SERVE) as own, opened(browser, own.address, **DESKTOP) as watched:
+    with opened(browser, server.address, **DESKTOP) as watched:
         part = playground(watched.page, PlaygroundSetting())
-        own.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
         note = watched.page.get_by_role("status", name="The server")
         expect(note).to_contain_text("The server has gone")
 

@@ -1,10 +1,16 @@
-"""The page as a whole, in a real browser, in every way it may be looked at."""
+"""The page as a whole, in a real browser, in every way it may be looked at.
 
+What only looks shares two pages, on a desktop and on a phone, that have come to life once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from guide.tests.browser.chromium import (
     AXE,
@@ -12,20 +18,58 @@ from guide.tests.browser.chromium import (
     ORPHANS,
     PHONE,
     SMALL,
+    Watched,
+    absent,
     bring_to_life,
     come_to,
     opened,
     scroll_through,
-    unfold,
+    unfolded,
 )
 
-LOOKS: dict[str, dict[str, Any]] = {
-    "light": {**DESKTOP, "color_scheme": "light"},
-    "dark": {**DESKTOP, "color_scheme": "dark"},
-    "forced colours": {**DESKTOP, "forced_colors": "active"},
-    "reduced motion": {**DESKTOP, "reduced_motion": "reduce"},
-    "phone": PHONE,
-    "small": SMALL,
+
+@dataclass(frozen=True)
+class Look:
+    """A way to look at the page.
+
+    Attributes:
+        device: the page that is looked at.
+        media: how: what is not named is as the page was opened.
+        size: of the window, where it is another one.
+        rules: of axe, whose outcome can be another one than in the looks before; None for all.
+        planted: what axe has to find beside what is on the page, an element and its style, by the rule that does.
+    """
+
+    device: str
+    media: dict[str, Any] = field(default_factory=dict)
+    size: dict[str, Any] | None = None
+    rules: Sequence[str] | None = None
+    planted: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+COLOURS = ("color-contrast", "link-in-text-block")
+LIGHT = {"color_scheme": "light", "reduced_motion": "no-preference"}
+PALE = ("p", "color: #cccccc; background: #ffffff")
+GREY = ("p", "color: #333333; background: #121316")
+FORCED = ("p", "forced-color-adjust: none; color: #cccccc; background: #ffffff")
+CUT_OFF = ("div", "overflow: auto; width: 2rem; height: 1rem; white-space: nowrap")
+PICTURE = ("img", "width: 1rem")
+LOOKS: dict[str, Look] = {
+    "light": Look("desktop", planted={"image-alt": PICTURE, "color-contrast": PALE}),
+    # Nothing but colours depends on the light; and that all of it is there on phones is seen in the dark.
+    "dark": Look("desktop", {"color_scheme": "dark"}, rules=COLOURS, planted={"color-contrast": GREY}),
+    "forced colours": Look("desktop", {"forced_colors": "active"}, rules=COLOURS, planted={"color-contrast": FORCED}),
+    # On phones other drawings are shown, and other sizes.
+    "phone, dark, reduced motion": Look("phone", planted={"image-alt": PICTURE, "color-contrast": GREY}),
+    "phone": Look("phone", LIGHT, rules=()),  # seen on the next
+    # The same elements as on a phone (`test_a_small_phone_shows_what_a_phone_does`), in the other light and closer.
+    "small": Look(
+        "phone",
+        LIGHT,
+        size=SMALL["viewport"],
+        rules=(*COLOURS, "scrollable-region-focusable", "target-size"),
+        planted={"scrollable-region-focusable": CUT_OFF, "color-contrast": PALE},
+    ),
 }
 WORDS = """main => {
     const copy = main.cloneNode(true);  // without the ticks of charts, which follow their size
@@ -37,14 +81,27 @@ NAMES = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {
     const labels = [...(element.labels ?? [])].map(label => label.textContent).join(' ');
     return !(element.getAttribute('aria-label') ?? (labels || element.textContent)).trim();
 }}).map(element => element.outerHTML)"""
-AXE_RUN = """async () => (await axe.run(document, {resultTypes: ['violations']})).violations
-    .map(found => found.id + ': ' + found.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | '))"""
-FOCUSED = """() => {
-    const element = document.activeElement;
-    window.reached ??= new Map();
-    if (!window.reached.has(element)) window.reached.set(element, window.reached.size);
-    return window.reached.get(element);
+AXE_RUN = """async ([rules, within]) => {
+    const which = rules ? {runOnly: {type: 'rule', values: rules}} : {};
+    return (await axe.run(within ?? document, {resultTypes: ['violations'], ...which})).violations
+        .map(found => found.id + ': ' + found.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | '))
 }"""
+PLANT = """planted => {
+    const place = Object.assign(document.createElement('div'), {id: 'planted'});
+    for (const [kind, style] of planted) {
+        place.append(Object.assign(document.createElement(kind), {textContent: 'planted and seen'}));
+        place.lastChild.style.cssText = style;
+    }
+    document.querySelector('main').prepend(place);
+    place.scrollIntoView({behavior: 'instant'});
+}"""
+REACHED = """() => {
+    document.documentElement.style.scrollBehavior = 'auto';  // or the page would be drawn on its way to each
+    window.reached = new Set();
+    document.addEventListener('focusin', event => window.reached.add(event.target));
+}"""
+SHOWN = """() => [...document.querySelectorAll('main *:not(svg[aria-hidden] *)')]  // without ticks, as above
+    .map(one => +one.checkVisibility()).join('')"""
 CUT_WORDS = """() => [...document.querySelectorAll('main svg text')].filter(text => {
     if (!text.checkVisibility() || !text.textContent.trim()) return false;
     const own = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
@@ -57,14 +114,67 @@ MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => 
 }}).map(element => element.outerHTML.slice(0, 200))"""
 
 
+@pytest.fixture(scope="module")
+def desktop(browser: Browser, address: str) -> Iterator[Watched]:
+    """The page on a desktop, in the light, alive in all its parts."""
+    with opened(browser, address, **DESKTOP, color_scheme="light") as watched:
+        scroll_through(watched.page)
+        bring_to_life(watched.page)  # or a request would be under way when the page is closed
+        yield watched
+
+
+@pytest.fixture(scope="module")
+def phone(browser: Browser, address: str) -> Iterator[Watched]:
+    """The page on a phone, in the dark and without motion, alive in all its parts."""
+    with opened(browser, address, **PHONE, color_scheme="dark", reduced_motion="reduce") as watched:
+        scroll_through(watched.page)
+        bring_to_life(watched.page)
+        yield watched
+
+
+@contextmanager
+def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
+    """Look at a page in some way, and after that as it was opened."""
+    look = LOOKS[name]
+    watched = pages[look.device]
+    page, size = watched.page, watched.page.viewport_size
+    assert size is not None
+    page.set_viewport_size(look.size or size)  # type: ignore[arg-type]
+    page.emulate_media(**look.media)
+    # Colours that fade into each other have done so.
+    page.evaluate("""async () => {
+        await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+        for (const one of document.getAnimations()) if (one instanceof CSSTransition) one.finish();
+    }""")
+    try:
+        yield watched
+    finally:
+        page.emulate_media(**dict.fromkeys(look.media, "null"))
+        page.set_viewport_size(size)
+
+
+@pytest.fixture(scope="module")
+def pages(desktop: Watched, phone: Watched) -> dict[str, Watched]:
+    """Both pages, by their name."""
+    return {"desktop": desktop, "phone": phone}
+
+
+@pytest.fixture(scope="module")
+def judged(pages: dict[str, Watched]) -> dict[str, Watched]:
+    """Both pages, with axe in them."""
+    if not AXE.exists():
+        absent(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
+    for watched in pages.values():
+        watched.page.evaluate(AXE.read_text(encoding="utf-8"))
+    return pages
+
+
 @pytest.mark.parametrize("look", LOOKS)
-def test_nothing_goes_wrong(browser: Browser, address: str, look: str) -> None:
+def test_nothing_goes_wrong(pages: dict[str, Watched], look: str, address: str) -> None:
     """However it is looked at: no error, nothing against the policy, no foreign request, nothing wider than it."""
-    with opened(browser, address, **LOOKS[look]) as watched:
-        page = watched.page
-        scroll_through(page)
-        bring_to_life(page)  # or a request would be under way when the page is closed
-        width, room = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    with looked_at(pages, look) as watched:
+        scroll_through(watched.page)
+        width, room = watched.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
 
         assert watched.faults == []
         assert {urlsplit(url).netloc for url in watched.requests if not url.startswith("data:")} == {
@@ -87,61 +197,67 @@ def test_faults_are_seen(browser: Browser, address: str) -> None:
         assert [word for word in ("style-src", "img-src", "planted") if word not in told] == []
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_it_is_accessible(browser: Browser, address: str, look: str) -> None:
-    """Axe finds nothing, with every fold open too."""
-    if not AXE.exists():
-        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
-    with opened(browser, address, **LOOKS[look]) as watched:
-        page = watched.page
-        bring_to_life(page)
-        unfold(page)
-        page.evaluate(AXE.read_text(encoding="utf-8"))
-
-        assert page.evaluate(AXE_RUN) == []
+def axe(page: Page, rules: Sequence[str] | None, within: str | None = None) -> list[str]:
+    """Return what axe finds."""
+    return list(page.evaluate(AXE_RUN, [rules, within]))
 
 
-def test_axe_can_find_something(browser: Browser, address: str) -> None:
-    """A picture without words and a pale text are found: the check is one."""
-    if not AXE.exists():
-        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
-    with opened(browser, address, **DESKTOP) as watched:
-        page = watched.page
-        page.evaluate("document.querySelector('main').append(document.createElement('img'))")
-        page.evaluate("document.querySelector('main p:not([aria-hidden])').style.color = '#cccccc'")
-        page.evaluate(AXE.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("look", [name for name, look in LOOKS.items() if look.rules != ()])
+def test_it_is_accessible(judged: dict[str, Watched], look: str) -> None:
+    """Axe finds nothing, with every fold open too; nor would it find nothing whatever there is."""
+    with looked_at(judged, look) as watched, unfolded(watched.page):
+        page, rules = watched.page, LOOKS[look].rules
+        assert axe(page, rules) == []
 
-        assert {found.split(":")[0] for found in page.evaluate(AXE_RUN)} == {"image-alt", "color-contrast"}
+        page.evaluate(PLANT, list(LOOKS[look].planted.values()))
+        try:
+            found = axe(page, rules, "#planted")
+            assert {one.split(":")[0] for one in found} == set(LOOKS[look].planted)
+        finally:
+            page.evaluate("document.querySelector('#planted').remove()")
 
 
-def test_every_number_says_where_it_is_from(browser: Browser, address: str) -> None:
+def test_a_small_phone_shows_what_a_phone_does(pages: dict[str, Watched]) -> None:
+    """At 320 and at 390 pixels the same elements are shown, with every fold open: only their places differ."""
+    with looked_at(pages, "phone") as watched, unfolded(watched.page):
+        shown = watched.page.evaluate(SHOWN)
+    with looked_at(pages, "small") as watched, unfolded(watched.page):
+        small = watched.page.evaluate(SHOWN)
+    with unfolded(pages["desktop"].page):
+        wide = pages["desktop"].page.evaluate(SHOWN)
+
+    assert small == shown
+    assert wide != shown
+
+
+def test_every_number_says_where_it_is_from(desktop: Watched) -> None:
     """Each digit in the text stands in an element with `data-from`; code and equations may hold others."""
-    with opened(browser, address, **DESKTOP) as watched:
-        page = watched.page
-        unfold(page)
+    page = desktop.page
+    with unfolded(page):
         main = page.locator("main")
         kinds = page.evaluate("[...new Set([...document.querySelectorAll('[data-from]')].map(e => e.dataset.from))]")
 
         assert main.evaluate(ORPHANS) == []
         assert set(kinds) <= {"recorded", "live", "calculated", "chosen", "source", "exact"}
         main.evaluate("main => main.querySelector('p:not([aria-hidden])').append(' 42 times')")
-        assert main.evaluate(ORPHANS) == ["42 times"]
+        try:
+            assert main.evaluate(ORPHANS) == ["42 times"]
+        finally:
+            main.evaluate("main => main.querySelector('p:not([aria-hidden])').lastChild.remove()")
 
 
-def test_every_control_has_a_name_and_can_be_reached(browser: Browser, address: str) -> None:
+def test_every_control_has_a_name_and_can_be_reached(desktop: Watched) -> None:
     """With the tab key alone, focus comes to every control of the text, and each has a name."""
-    with opened(browser, address, **DESKTOP) as watched:
-        page = watched.page
-        main = page.locator("main")
-        bring_to_life(page)
-        main.focus()
-        count = main.locator(CONTROLS).count()
-        for _ in range(count + 20):
-            page.keyboard.press("Tab")
-            page.evaluate(FOCUSED)
+    page = desktop.page
+    main = page.locator("main")
+    page.evaluate(REACHED)
+    main.focus()
+    count = main.locator(CONTROLS).count()
+    for _ in range(count + 20):
+        page.keyboard.press("Tab")
 
-        assert main.evaluate(NAMES) == []
-        assert main.evaluate(MISSED) == []
+    assert main.evaluate(NAMES) == []
+    assert main.evaluate(MISSED) == []
 
 
 def test_the_skip_link_comes_first(browser: Browser, address: str) -> None:
@@ -168,17 +284,16 @@ def test_scripts_add_no_words(browser: Browser, address: str) -> None:
         assert main.evaluate(WORDS).split() == words.split()
 
 
-def test_a_number_that_is_touched_tells_its_origin(browser: Browser, address: str) -> None:
+def test_a_number_that_is_touched_tells_its_origin(phone: Watched) -> None:
     """A tap on a number opens what it says of itself; Escape closes it."""
-    with opened(browser, address, **PHONE) as watched:
-        page = watched.page
-        number = page.locator("main data[title]").first
-        title = number.get_attribute("title")
-        assert title
-        number.click()
-        expect(page.locator("[popover]:popover-open")).to_have_text(title)
-        page.keyboard.press("Escape")
-        expect(page.locator("[popover]:popover-open")).to_have_count(0)
+    page = phone.page
+    number = page.locator("main data[title]").first
+    title = number.get_attribute("title")
+    assert title
+    number.click()
+    expect(page.locator("[popover]:popover-open")).to_have_text(title)
+    page.keyboard.press("Escape")
+    expect(page.locator("[popover]:popover-open")).to_have_count(0)
 
 
 @pytest.mark.parametrize("part", ["playground", "planner", "walk"])
@@ -193,28 +308,27 @@ def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
         assert place.evaluate("part => part.tagName !== 'DETAILS' || part.open")
 
 
-def test_formulas_fit_on_a_phone(browser: Browser, address: str) -> None:
+def test_formulas_fit_on_a_phone(phone: Watched) -> None:
     """No equation of the chapters is wider than its place on a phone."""
-    with opened(browser, address, **PHONE) as watched:
-        bring_to_life(watched.page)
-        unfold(watched.page)
-        wide = watched.page.evaluate("""() => [...document.querySelectorAll('main .equation')]
+    with unfolded(phone.page):
+        wide = phone.page.evaluate("""() => [...document.querySelectorAll('main .equation')]
             .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)""")
 
         assert wide == []
 
 
 @pytest.mark.parametrize("look", ["phone", "small"])
-def test_no_word_of_a_drawing_is_cut(browser: Browser, address: str, look: str) -> None:
+def test_no_word_of_a_drawing_is_cut(pages: dict[str, Watched], look: str) -> None:
     """Every word in every drawing lies within it on phones, and one that does not is found."""
-    with opened(browser, address, **LOOKS[look]) as watched:
+    with looked_at(pages, look) as watched, unfolded(watched.page):
         page = watched.page
-        bring_to_life(page)
-        unfold(page)
 
         assert page.evaluate(CUT_WORDS) == []
-        page.evaluate("document.querySelector('main .surface text').setAttribute('x', 9999)")
+        word = page.locator("main .surface text").first
+        place = word.get_attribute("x") or ""
+        word.evaluate("word => word.setAttribute('x', 9999)")
         assert len(page.evaluate(CUT_WORDS)) == 1
+        word.evaluate("(word, place) => word.setAttribute('x', place)", place)
 
 
 def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:

@@ -143,7 +143,7 @@ class StepRunner:
         inputs = InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
-            counted = self._planner.plan(batch, step, position, check_loss=not too_large)
+            counted = self._plan(batch, step, position, check_loss=not too_large)
             self._owes_step = self._can_leave
             self._meaning.note(counted.planned, step)
             outcome = self._attempt(counted, step, too_large)
@@ -156,6 +156,16 @@ class StepRunner:
             too_large += (self._retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
             # Behind the abort: only now does no rank wait for another one any more.
             inputs.refuse_changed(step, self._world)
+
+    def _plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
+        """Plan a step; what is loaded for that may be too much already."""
+        try:
+            return self._planner.plan(batch, step, position, check_loss=check_loss)
+        except torch.OutOfMemoryError as error:
+            notes = [note.removeprefix("anybatch: ").rstrip(".") for note in getattr(error, "__notes__", ())]
+            said = f"{error}{_place_of(error)}{''.join(f' ({note})' for note in notes)}"
+            release_frames(error)
+            raise self._retry.too_large_to_plan(said, step) from None
 
     def _leave(self, error: BaseException, step: int) -> None:
         """Serve what the other ranks wait in, so that all of them leave this step, and the next one begins together."""

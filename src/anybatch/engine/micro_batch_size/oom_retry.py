@@ -123,6 +123,20 @@ class OomRetry:
             self._world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
         return before
 
+    def too_large_to_plan(self, said: str, step: int) -> DoesNotFitError:
+        """Return the error of a step that ran out of memory before its first micro-batch, when samples were looked at.
+
+        Args:
+            said: what torch said.
+            step: its number.
+        """
+        message = (
+            f"out of memory in phase 'load' of step {step} (counted from 0), before its first micro-batch, when its "
+            f"samples were loaded to plan it. Parameters and optimizer are as before the step. "
+            f"{self._resident.remedy()} A smaller micro_batch_size loads fewer samples at once. torch says: {said}"
+        )
+        return DoesNotFitError(message, rank=self._world.process, step=step, phase="load")
+
     def _abort(self, failed: OutOfMemory, plan: BatchPlan, step: int) -> None:
         reason = self._impossible
         if not reason:
