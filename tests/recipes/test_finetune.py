@@ -1,5 +1,6 @@
 """The recipe `finetune`: a causal language model on passages of different lengths, padded and packed."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 import anybatch as ab
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.finetune import finetune
+from anybatch.recipes.passages import Layout
 from anybatch.recipes.planning.subjects import subject_of_job
+from anybatch.recipes.run.start import start
 from anybatch.testing import relative_error
+from tests.faults import sees
 
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-12
@@ -48,6 +52,46 @@ def test_padded_and_packed_give_one_gradient(texts: Path) -> None:
     budget = ab.token_budget(90)
     for layout, size in (("padded", 3), ("auto", 3), ("padded", budget), ("packed", budget), ("auto", budget)):
         assert relative_error(gradients(texts, layout, size), expected) <= TOLERANCE
+
+
+@sees(
+    "held-out batches are run whole where others are cut by length",
+    "src/anybatch/recipes/run/start.py",
+    "lengths = job.lengths if isinstance(job.lengths, str) or callable(job.lengths) else None",
+    "lengths = None",
+)
+@sees(
+    "a held-out sample longer than the budget ends the run",
+    "src/anybatch/engine/evaluation.py",
+    'dataclasses.replace(placement.budget, longer="alone")',
+    "placement.budget",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["padded", "packed", "auto"])
+def test_held_out_batches_are_within_the_budget(texts: Path, layout: Layout) -> None:
+    """Their metric is the plain mean over tokens, of no more tokens at once than the budget, or of one sample."""
+    budget = 30
+    job = finetune(folder=texts, layout=layout, longest=40)
+    job = dataclasses.replace(job, evaluate=ab.Evaluation(dataset=job.dataset))  # its own are all of one length
+    run = start(job, effective_batch_size=16, steps=1, check_loss=False, micro_batch_size=ab.token_budget(budget))
+    model = run.engine.model
+    assert isinstance(model, torch.nn.Module)
+    data = job.dataset()
+    with torch.no_grad():
+        plain = [model(**{name: one[None] for name, one in sample.items()}, use_cache=False).loss for sample in data]
+    counts = [len(sample["labels"]) - 1 for sample in data]
+    expected = sum(float(value) * count for value, count in zip(plain, counts, strict=True)) / sum(counts)
+    sizes: list[int] = []
+    with model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    ):
+        found = run.evaluate()
+    run.engine.close()
+
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    lengths = [len(sample["input_ids"]) for sample in data]
+    assert sorted(size for size in sizes if size > budget) == sorted(length for length in lengths if length > budget)
+    assert len(sizes) < len(lengths)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def evaluate(
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
     for batch in _on_all_ranks(batches, world):
-        planned = plan_effective_batch(batch, _without_budget(placement, batch), world, Position())
+        planned = plan_effective_batch(batch, _for_evaluation(placement, batch), world, Position())
         num_samples += planned.plan.num_samples
         measure = _measure_whole if isinstance(metric, Loss) and metric.kind.encode is not None else _measure_parts
         for pairs in measure(metric, context, planned, world, halving):
@@ -104,7 +104,7 @@ def _evaluate_whole_set(
     own: list[tuple[Sequence[tuple[int, int]], Any]] = []  # of each row its batch and place in that; the rows
     num_samples = 0
     for number, batch in enumerate(_on_all_ranks(batches, world)):
-        planned = plan_effective_batch(batch, _without_budget(placement, batch), world, Position())
+        planned = plan_effective_batch(batch, _for_evaluation(placement, batch), world, Position())
         num_samples += planned.plan.num_samples
         for unit, micro_batch in zip(planned.units, to_device(planned.micro_batches, world.device), strict=True):
             places = [(number, place) for place in planned.plan.positions(unit)]
@@ -133,11 +133,13 @@ def _evaluate_whole_set(
     return {name: float(one) for name, one in values.items()}, num_samples
 
 
-def _without_budget(placement: Placement, batch: Any) -> Placement:  # noqa: ANN401 (any nested batch)
+def _for_evaluation(placement: Placement, batch: Any) -> Placement:  # noqa: ANN401 (any nested batch)
     """Return how a batch is cut: one whose samples have no known lengths as a whole, where others are cut by length."""
-    if placement.budget is None or lengths_of(batch) is not None:
+    if placement.budget is None:
         return placement
-    return dataclasses.replace(placement, budget=None)
+    # A sample longer than the budget ends no run: nothing is kept for a backward.
+    budget = None if lengths_of(batch) is None else dataclasses.replace(placement.budget, longer="alone")
+    return dataclasses.replace(placement, budget=budget)
 
 
 def _refuse_other_rows(output: object, num_samples: int) -> None:

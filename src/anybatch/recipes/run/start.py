@@ -220,5 +220,7 @@ def _held_out(job: Job, effective_batch_size: int) -> Batches | None:
     if job.evaluate is None:
         return None
     size = job.evaluate.effective_batch_size or effective_batch_size
-    # Cut by number: of held-out data nobody has said how long they are, and nothing is kept for a backward.
-    return batches(job.evaluate.dataset(), effective_batch_size=size, shuffle=False, collate=job.collate)
+    # A list has the lengths of what trains; a name and a function can be asked of other samples as well.
+    lengths = job.lengths if isinstance(job.lengths, str) or callable(job.lengths) else None
+    data = job.evaluate.dataset()
+    return batches(data, effective_batch_size=size, shuffle=False, collate=job.collate, lengths=lengths)
