@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -318,13 +318,23 @@ def test_one_sample_that_does_not_fit_ends_the_run() -> None:
         assert engine.step(batch).step == 1
 
 
-def raised(function: Callable[[], object]) -> Exception | None:
-    """Return what a function raises."""
-    try:
-        function()
-    except Exception as error:  # noqa: BLE001 (looked at by who asks)
-        return error
-    return None
+Rows = list[dict[str, torch.Tensor]]
+
+
+def first_step_within(num_bytes: int, rows: Rows) -> tuple[DoesNotFitError | None, nn.Linear, nn.Linear]:
+    """Make a first step with so many bytes; return what was raised, the model, and as it was before."""
+    batch = next(iter(ab.batches(rows, effective_batch_size=8, seed=0)))
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    before = copy.deepcopy(model)
+    loss = ab.mean_over_samples(lambda model, rows: ((model(rows["x"])[:, 0] - rows["y"]) ** 2).mean())
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=4)
+    with engine, memory_budget(0, model) as budget:
+        budget.num_bytes = budget.held_bytes + num_bytes
+        try:
+            engine.step(batch)
+        except DoesNotFitError as error:
+            return error, model, before
+    return None, model, before
 
 
 @sees(
@@ -337,29 +347,22 @@ def raised(function: Callable[[], object]) -> Exception | None:
 def test_however_little_memory_there_is_the_error_is_ours() -> None:
     """Even where loading is too much already, which is named; with enough, the step is the plain loop's."""
     rows = [{"x": row, "y": row.sum()} for row in torch.randn(8, 4, dtype=torch.float64)]
-    phases, num_bytes = [], 256  # the order of the samples takes a few
-    while not phases or phases[-1] != "":
-        batch = next(iter(ab.batches(rows, effective_batch_size=8, seed=0)))
-        model = nn.Linear(4, 1, dtype=torch.float64)
-        before = copy.deepcopy(model.state_dict())
-        loss = ab.mean_over_samples(lambda model, rows: ((model(rows["x"])[:, 0] - rows["y"]) ** 2).mean())
-        engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=4)
-        with engine, memory_budget(0, model) as budget:
-            budget.num_bytes = budget.held_bytes + num_bytes
-            if (error := raised(lambda engine=engine, batch=batch: engine.step(batch))) is not None:
-                assert isinstance(error, DoesNotFitError)
-                assert re.search("weights .*Tried to allocate", str(error))
-                assert same(before, model.state_dict())
-        phases.append("" if error is None else error.phase)
+    num_bytes = 256  # the order of the samples takes a few
+    phases = set()
+    error, model, before = first_step_within(num_bytes, rows)
+    while error is not None:
+        assert re.search("weights .*Tried to allocate", str(error))
+        assert same(before.state_dict(), model.state_dict())
+        phases.add(error.phase)
         num_bytes += 32
+        error, model, before = first_step_within(num_bytes, rows)
 
     assert "load" in phases
     inputs, targets = (torch.stack([row[name] for row in rows]) for name in ("x", "y"))
-    plain = nn.Linear(4, 1, dtype=torch.float64)
-    plain.load_state_dict(before)
-    gradients = torch.autograd.grad(((plain(inputs)[:, 0] - targets) ** 2).mean(), list(plain.parameters()))
-    for found, old, gradient in zip(model.parameters(), before.values(), gradients, strict=True):
-        torch.testing.assert_close(found.detach(), old - 0.1 * gradient, rtol=1e-12, atol=1e-12)
+    ((before(inputs)[:, 0] - targets) ** 2).mean().backward()
+    for found, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert old.grad is not None
+        torch.testing.assert_close(found.detach(), old.detach() - 0.1 * old.grad, rtol=1e-12, atol=1e-12)
 
 
 def starve(strategy: str) -> str:

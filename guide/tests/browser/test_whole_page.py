@@ -138,6 +138,7 @@ def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
     look = LOOKS[name]
     watched = pages[look.device]
     page, size = watched.page, watched.page.viewport_size
+    as_opened: dict[str, Any] = dict.fromkeys(look.media, "null")
     assert size is not None
     page.set_viewport_size(look.size or size)  # type: ignore[arg-type]
     page.emulate_media(**look.media)
@@ -149,7 +150,7 @@ def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
     try:
         yield watched
     finally:
-        page.emulate_media(**dict.fromkeys(look.media, "null"))
+        page.emulate_media(**as_opened)
         page.set_viewport_size(size)
 
 

@@ -1,13 +1,8 @@
-"""Claims about the size of the batch, as tutorials and lessons make them."""
+"""Claims about the size of the batch, as they are often made."""
 
 from anybatch_guide.claims import batch_size, rules
 from anybatch_guide.claims.claim import Claim, Number
 
-_LESSON, _SCRATCH, _TUTORIAL = (
-    "a lesson on batch sizes",
-    "an article on accumulation from scratch",
-    "a tutorial on DP and DDP",
-)
 _RULES = {"none": "the rate kept", "linear": "linear", "sqrt": "square root", "gain": "gain of the noise"}
 _CASES = {"digits_sgd": "digits, SGD", "digits_adamw": "digits, AdamW", "text_sgd": "text, SGD"}
 
@@ -17,7 +12,6 @@ BATCH_SIZE_CLAIMS = (
         side="batch_size",
         title="A larger batch",
         said="Training is faster with a larger batch.",
-        sources=(_LESSON, _TUTORIAL),
         how=(
             "A small network on digits, by SGD, until the held-out loss is 0.3, each batch size at the best of three "
             "rates; means over two seeds. Time is the processor's, on one thread."
@@ -53,7 +47,6 @@ BATCH_SIZE_CLAIMS = (
         side="batch_size",
         title="One rule",
         said="One rule carries the learning rate to any batch size.",
-        sources=(_LESSON, _SCRATCH),
         how=(
             "The best rate at the smallest batch, carried by each rule to batches up to 64 times as large: the "
             "held-out loss as a multiple of that of the best rate there. Digits with SGD and AdamW, text with SGD."
@@ -99,7 +92,6 @@ BATCH_SIZE_CLAIMS = (
         side="batch_size",
         title="Less noise",
         said="A larger batch has less noise, so it converges better.",
-        sources=(_LESSON, _SCRATCH),
         how=(
             "Variance of gradients of 16 and 128 digits; held-out losses behind four epochs of both, and behind as "
             "many steps, each at the best of three rates; means over two seeds."
@@ -133,7 +125,6 @@ BATCH_SIZE_CLAIMS = (
         side="batch_size",
         title="Sharp minima",
         said="Larger batches end in sharp minima, which generalise worse.",
-        sources=(_LESSON,),
         how=(
             "The largest eigenvalue of the Hessian over all digits that were trained on, and held-out accuracy, by SGD "
             "with batches of 16 and 256; means over two seeds."

@@ -38,7 +38,6 @@ class Claim:
             the size of the batch.
         title: what it is about, in a few words.
         said: the claim, in our words.
-        sources: where such a thing is said.
         how: what was measured, in a sentence or two.
         measure: function (emit) -> numbers.
         numbers: name of a number to how it is shown, in the order in which they are shown.
@@ -54,7 +53,6 @@ class Claim:
     side: Side
     title: str
     said: str
-    sources: tuple[str, ...]
     how: str
     measure: Callable[[Emit], Numbers]
     numbers: Mapping[str, Number]
@@ -82,7 +80,6 @@ def judged(claim: Claim, found: Numbers) -> Data:
         "side": claim.side,
         "title": claim.title,
         "said": claim.said,
-        "sources": list(claim.sources),
         "how": claim.how,
         "rule": claim.rule_in_words,
         "verdict": verdict,

@@ -1,9 +1,7 @@
-"""Claims about training on several devices, as tutorials make them."""
+"""Claims about training on several devices, as they are often made."""
 
 from anybatch_guide.claims import devices, rules
 from anybatch_guide.claims.claim import Claim, Number
-
-_TUTORIAL, _LESSON = "a tutorial on DP and DDP", "a lesson on data parallelism"
 
 DEVICE_CLAIMS = (
     Claim(
@@ -11,7 +9,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="All-reduce",
         said="All-reduce saves the overhead of gathering gradients on one device.",
-        sources=(_TUTORIAL,),
         how=(
             "Four ranks sum 8 MiB by all-reduce, and through rank 0, in turns; two ranks make steps on digits with a "
             "reduction and without."
@@ -43,7 +40,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="No average",
         said="After all-reduce no average operation is needed.",
-        sources=(_TUTORIAL,),
         how="Gradients of 64 digits on two ranks, summed, averaged by DDP, and by the engine, against all at once.",
         measure=devices.no_average,
         numbers={
@@ -71,7 +67,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="DistributedSampler",
         said="DistributedSampler gives every rank its own samples, without overlap.",
-        sources=(_TUTORIAL, _LESSON),
         how="The indices of one epoch of the digits, from torch's DistributedSampler as it is made by default.",
         measure=devices.sampler_overlap,
         numbers={
@@ -102,7 +97,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="DataParallel",
         said="DataParallel is simple, and good enough.",
-        sources=(_TUTORIAL,),
         how="Lines of a plain loop that change; steps of 256 digits on two CPU devices, in turns with DDP.",
         measure=devices.data_parallel,
         numbers={
@@ -134,7 +128,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="Memory of DDP",
         said="DDP uses the memory of several devices efficiently.",
-        sources=(_TUTORIAL, _LESSON),
         how="What the engine keeps between steps on each of four ranks, booked tensor by tensor.",
         measure=devices.ddp_memory,
         numbers={
@@ -160,7 +153,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="Linear up to eight",
         said="Data parallelism is linear up to eight devices.",
-        sources=(_TUTORIAL,),
         how=(
             "Forecast, not measured: a residual network of 50 layers, 32 images on each device at a time, one or eight "
             "micro-batches, eight devices in one host or on eight hosts."
@@ -192,7 +184,6 @@ DEVICE_CLAIMS = (
         side="devices",
         title="Buckets",
         said="Gradient buckets of 25 to 50 MB are best.",
-        sources=(_TUTORIAL, _LESSON),
         how=(
             "Forecast, not measured: steps on eight hosts with 102 MB and 1 GB of gradients, at 1, 10 and 100 Gbit/s, "
             "with buckets of 1 to 400 MiB."

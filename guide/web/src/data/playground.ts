@@ -64,6 +64,7 @@ export interface Grid {
 
 export const TASKS = ["digits", "spirals", "shapes", "text"] as const;
 export const MISTAKES = ["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"] as const;
+export const TASK_NAMES: Record<Setting["task"], string> = { digits: "digits", spirals: "spirals", shapes: "shapes", text: "tiny text" };
 export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
   "": "none: the engine",
   no_division: "forget to divide",
@@ -75,6 +76,7 @@ export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
 };
 
 export const POLICIES = ["keep", "exact", "ghost", "freeze", "sync"] as const;
+export const POLICY_NAMES: Record<Setting["norm_policy"], string> = { keep: "keep", exact: "exact", ghost: "groups of four", freeze: "freeze", sync: "sync" };
 
 const SHAPE = {
   task: oneOf(...TASKS),

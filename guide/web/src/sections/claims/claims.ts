@@ -13,7 +13,6 @@ export interface ClaimData {
   side: "advantage" | "limitation" | "recipe" | "batch_size" | "devices";
   title: string;
   said: string;
-  sources: string[];
   how: string;
   rule: string;
   verdict: Verdict;
