@@ -4,7 +4,7 @@
 setup    make .venv and install anybatch and its guide into it, editable, with all that tests and checks need
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
-test     run the tests, two files per core at a time; arguments are for pytest, in one process: -k accumulate
+test     run the tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
 test-published  make again what pages, recordings and documents show, and compare; --draw 0.3 draws some, by --seed
 test-fast  run those that take no ranks and less than a quarter of a second each, in about a minute
 matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
@@ -48,7 +48,7 @@ CACHES = (
 GUIDE = ROOT / "guide"  # a package of its own
 WEB = GUIDE / "web"
 PAGE = GUIDE / "src" / "anybatch_guide" / "dist"
-MOST_WORKERS = 8  # many tests start ranks of their own
+MOST_WORKERS = 4  # many tests start ranks of their own
 RELEASE = ROOT / "dist"
 CHROMIUM = ("chromium", "fonts-dejavu-core", "fonts-liberation")  # of Debian
 SOURCES = ("src", "tests", "guide/src", "guide/tests", "benchmarks", "examples")
@@ -121,7 +121,7 @@ def run_fast_tests(arguments: Sequence[str]) -> int:
     setup()
     keep_what_is_compiled()
     fast = "not slow and not ranks and not published"
-    return run([venv_program("python"), "-m", "pytest", *side_by_side(per_core=1), "-q", "-m", fast])
+    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", fast])
 
 
 def keep_what_is_compiled() -> None:
@@ -129,13 +129,10 @@ def keep_what_is_compiled() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def side_by_side(*, per_core: int = 2) -> list[str]:
-    """Return the options that let pytest run files of tests in several processes.
-
-    Args:
-        per_core: two where tests wait for ranks and browsers of theirs; each process collects all tests by itself.
-    """
-    workers = str(min(MOST_WORKERS, per_core * (os.cpu_count() or 1)))
+def side_by_side() -> list[str]:
+    """Return the options that let pytest run files of tests in several processes."""
+    # One more than there are cores: a third of the time a process waits for others that it has started.
+    workers = str(min(MOST_WORKERS, 1 + (os.cpu_count() or 1)))
     # In the order of conftest.py, which knows the long files; else those of few tests, often long ones, come last.
     return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
 

@@ -19,6 +19,14 @@ VOCABULARY, WIDTH = 13, 8
 LENGTHS = (5, 1, 4, 17, 3, 9, 2, 6, 12, 3, 5, 8, 9, 7, 1, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3)
 
 
+COLLATES: dict[str, Any] = {
+    "padded": Padded(),
+    "padded left": Padded(side="left"),
+    "padded to 8": Padded(multiple_of=8),
+    "packed": Packed(),
+}
+
+
 class Sentences:
     """Rows of tokens of these lengths; of each the targets after a third of its tokens count."""
 
@@ -83,31 +91,51 @@ def expected_gradients(sample_ids: Sequence[int]) -> Any:
     return plain_gradients(model, loss(model, Padded()([dataset[one] for one in sample_ids])))
 
 
+def engine_on_ranks(model: Language, strategy: str, tokens: int) -> ab.Engine:
+    """Run on every rank: return an engine that cuts by length."""
+    return ab.Engine(
+        model,
+        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+        DECLARED,
+        micro_batch_size=ab.token_budget(tokens),
+        strategy=strategy,
+        world=ab.World.from_environment(),
+        check_loss=False,
+    )
+
+
+def evaluated(cases: Sequence[tuple[str, str, int]]) -> list[tuple[float, float, int]]:
+    """Run on every rank: return the mean of each (collate, strategy, budget), the plain one, and most tokens at once.
+
+    Batches are of 9 samples, and the last one is smaller.
+    """
+    dataset, found = Sentences(), []
+    with torch.no_grad():
+        plain = float(loss(Language(), Padded()([dataset[one] for one in range(len(dataset))])))
+    for collate, strategy, tokens in cases:
+        batches = ab.batches(
+            dataset, effective_batch_size=9, shuffle=False, lengths=dataset.lengths, collate=COLLATES[collate]
+        )
+        model, sizes = Language(), [0]
+
+        def note(_: nn.Module, inputs: tuple[Any, ...], sizes: list[int] = sizes) -> None:
+            sizes.append(inputs[0].numel())
+
+        with model.register_forward_pre_hook(note), engine_on_ranks(model, strategy, tokens) as engine:
+            (mean,) = engine.evaluate(batches).values()
+        found.append((mean, plain, max(sizes)))
+    return found
+
+
 def gradient_errors(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], float]:
     """Run on every rank: return the relative error of each (collate, strategy, budget) in a step of all samples."""
-    world = ab.World.from_environment()
-    collates: dict[str, Any] = {
-        "padded": Padded(),
-        "padded left": Padded(side="left"),
-        "padded to 8": Padded(multiple_of=8),
-        "packed": Packed(),
-    }
     found = {}
     for collate, strategy, tokens in cases:
         dataset = Sentences()
         batches = ab.batches(
-            dataset, effective_batch_size=25, shuffle=True, lengths=dataset.lengths, collate=collates[collate]
+            dataset, effective_batch_size=25, shuffle=True, lengths=dataset.lengths, collate=COLLATES[collate]
         )
-        model = Language()
-        with ab.Engine(
-            model,
-            lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
-            DECLARED,
-            micro_batch_size=ab.token_budget(tokens),
-            strategy=strategy,
-            world=world,
-            check_loss=False,
-        ) as engine:
+        with engine_on_ranks(Language(), strategy, tokens) as engine:
             batch = next(iter(batches))
             gradients = {name: whole(gradient) for name, gradient in engine.gradients(batch).items()}
             found[collate, strategy, tokens] = relative_error(gradients, expected_gradients(batch.sample_ids))

@@ -22,6 +22,7 @@ from tests.engine.length_cases import (
     LENGTHS,
     Language,
     Sentences,
+    evaluated,
     expected_gradients,
     gradient_errors,
     ids_of_run,
@@ -272,6 +273,25 @@ def test_evaluation_gives_the_same_numbers_in_the_same_order() -> None:
 
     assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
     assert found[2] == pytest.approx(found[1], rel=TOLERANCE)
+
+
+@sees(
+    "an evaluation of known lengths is cut by number",
+    "src/anybatch/engine/evaluation.py",
+    'budget = None if lengths_of(batch) is None else dataclasses.replace(placement.budget, longer="alone")',
+    "budget = None",
+)
+def test_evaluation_on_ranks_is_within_the_budget(ranks: Ranks) -> None:
+    """Padded and packed, on 1, 2 and 3 ranks, sharded too: the plain mean, and no more at once than the budget.
+
+    One sample is longer than the smaller budget, and is run by itself.
+    """
+    strategies = ("single",) if ranks.world_size == 1 else ("all_reduce", "ddp", "fsdp")
+    cases = list(itertools.product(("padded", "packed"), strategies, (12, 40)))
+    for found in ranks.run(evaluated, cases):
+        for (_, _, tokens), (mean, plain, most) in zip(cases, found, strict=True):
+            assert mean == pytest.approx(plain, rel=TOLERANCE)
+            assert 0 < most <= max(tokens, *LENGTHS)
 
 
 SHAPES = ((16, 4), (8, 8), (4, 16), (2, 20))
