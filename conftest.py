@@ -12,16 +12,15 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from jaxtyping import install_import_hook
 
 from tests.architecture.leak_police import leaks_since, take_snapshot
-from tests.architecture.shape_checker import CHECKER, shaped_modules
+from tests.architecture.shape_checker import check_imported, shaped_modules
 from tests.architecture.source_tree import PACKAGES
 
 assert not {"anybatch", "anybatch_guide"} & sys.modules.keys(), (
     "anybatch was imported before its shapes could be checked"
 )
-install_import_hook([name for package in PACKAGES for name in shaped_modules(package.parent)], CHECKER)
+check_imported([name for package in PACKAGES for name in shaped_modules(package.parent)])
 
 from anybatch.testing.ranks import PRELOADED, rank_context  # noqa: E402 (not before its shapes are checked)
 from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)

@@ -6,24 +6,50 @@ purpose, to see anybatch's own error.
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import jaxtyping
 from beartype import beartype
 from jaxtyping import AbstractArray
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+CheckedT = TypeVar("CheckedT", bound=Callable[..., Any])
 CHECKER = f"{__name__}.check_shapes"
 """What the import hook of jaxtyping is told to decorate functions with."""
+_DECORATE: Callable[..., Any] = jaxtyping.jaxtyped
 
 
-def check_shapes(function: FunctionT) -> FunctionT:
+def check_imported(modules: Sequence[str]) -> AbstractContextManager[object]:
+    """Check shapes in modules, by their dotted names, that are imported from now on.
+
+    The hook of jaxtyping decorates every function of a module, and so takes 20 microseconds of each call, shapes or
+    none: what it decorates with is replaced by a decorator that leaves those without shapes as they are.
+    """
+    vars(jaxtyping)["jaxtyped"] = decorate_shaped
+    hook: AbstractContextManager[object] = jaxtyping.install_import_hook(list(modules), CHECKER)
+    return hook
+
+
+def decorate_shaped(*, typechecker: Callable[..., Any]) -> Callable[[CheckedT], CheckedT]:
+    """Return the decorator of jaxtyping for functions and data classes whose annotations name shapes."""
+
+    def decorate(decorated: CheckedT) -> CheckedT:
+        function = decorated.__init__ if inspect.isclass(decorated) else decorated
+        hints = getattr(function, "__annotations__", {})
+        if not any(map(names_shape, hints.values())):
+            return decorated
+        checked: CheckedT = _DECORATE(decorated, typechecker=typechecker)
+        return checked
+
+    return decorate
+
+
+def check_shapes(function: CheckedT) -> CheckedT:
     """Return the function with a check of each parameter and result whose annotation names a shape."""
-    shaped = {name: hint for name, hint in function.__annotations__.items() if names_shape(hint)}
-    if not shaped:
-        return function
-    function.__annotations__ = shaped  # what has no annotation is not checked
+    # What has no annotation is not checked.
+    function.__annotations__ = {name: hint for name, hint in function.__annotations__.items() if names_shape(hint)}
     return beartype(function)
 
 

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError, install_import_hook
+from jaxtyping import TypeCheckError
 
-from tests.architecture.shape_checker import CHECKER, shaped_modules
+from tests.architecture.shape_checker import check_imported, shaped_modules
 from tests.architecture.source_tree import PACKAGES
 
 SOURCE = '''
@@ -31,6 +31,13 @@ def sums(rows: Float[torch.Tensor, "row column"], weights: Float[torch.Tensor, "
 class Batch:
     rows: list[Float[torch.Tensor, "row column"]]
     num_rows: int
+
+    def sum_of(self, index: int) -> Float[torch.Tensor, " column"]:
+        return self.rows[index]
+
+
+def rows_of(batch: Batch) -> int:
+    return batch.num_rows
 '''
 
 
@@ -42,7 +49,7 @@ def shaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     monkeypatch.syspath_prepend(tmp_path)
     names = shaped_modules(tmp_path)
     assert names == ["shaped_example"]
-    with install_import_hook(names, CHECKER):
+    with check_imported(names):
         yield importlib.import_module("shaped_example")
     del sys.modules["shaped_example"]
 
@@ -70,12 +77,20 @@ def test_wrong_shapes_are_refused(shaped: ModuleType) -> None:
             shaped.sums(*arguments)
     with pytest.raises(TypeCheckError):
         shaped.Batch([weights], 2)
+    with pytest.raises(TypeCheckError):
+        shaped.Batch([rows], 2).sum_of(0)
 
 
 def test_other_types_are_left_alone(shaped: ModuleType) -> None:
     """A string that is no string reaches the function, so that it can raise its own error."""
     assert shaped.sums(torch.ones(2, 3), torch.ones(3), name=7).shape == (2,)
     assert shaped.Batch([], num_rows="two").num_rows == "two"
+
+
+def test_functions_without_shapes_are_as_they_were_written(shaped: ModuleType) -> None:
+    """A function whose annotations name no shape is not wrapped, so that it costs what it costs; others are."""
+    assert not hasattr(shaped.rows_of, "__wrapped__")
+    assert hasattr(shaped.sums, "__wrapped__")
 
 
 def test_shapes_of_the_package_are_checked() -> None:

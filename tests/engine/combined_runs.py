@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from anybatch.core.compatibility import Feature, Verdict, cell, meetings
-from tests.engine.compatibility_cases import Features, complete, runs_of
+from tests.engine.compatibility_cases import Features, checkpointed_and_compiled, complete, runs_of
 
 Pair = tuple[Feature, Feature]
 Standing = tuple[frozenset[Pair], frozenset[Pair], Features | None]
@@ -57,20 +57,16 @@ def _asked(pair: Pair, run: Features) -> Features:
 
 
 def _may_be_combined(pair: Pair, run: Features) -> bool:
-    """Whether others may be in its run.
-
-    What is refused is refused alone, and "auto" may cure what differs. On several ranks a network is compiled by a
-    backend that repeats a checkpointed forward with other random numbers.
-    """
+    """Whether others may be in its run: what is refused is refused alone, and "auto" may cure what differs."""
     verdict = cell(*pair).verdict
     cured = verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
-    return verdict not in BAD and not cured and not run >= {Feature.COMPILED, Feature.SEVERAL_RANKS}
+    return verdict not in BAD and not cured and not checkpointed_and_compiled(run)
 
 
 def _may_meet(features: Features) -> bool:
-    """Whether no two of them are values of one axis."""
+    """Whether no two of them are values of one axis, and one backend can compile them all."""
     axes = [feature.axis for feature in features if feature.axis.exclusive]
-    return len(axes) == len(set(axes))
+    return len(axes) == len(set(axes)) and not checkpointed_and_compiled(features)
 
 
 @cache

@@ -365,14 +365,19 @@ def whole(tensors: Mapping[str, torch.Tensor | None]) -> Named:
 def compiled(network: Network, features: Features) -> nn.Module:
     """Return the network under torch.compile.
 
-    Its backward is one node of autograd ("aot_eager"), as by default, but without the minutes of generating code. On
-    several ranks other features are seen with the forward alone, which takes half the time.
+    Its backward is one node of autograd ("aot_eager"), as by default, but without the minutes of generating code. Other
+    features are seen with the forward alone ("eager"), which takes a quarter of the time; where they round on one rank,
+    and on several ranks.
     """
     alone = features == complete({f for f in features if f.axis.name in ("strategy", "ranks", "compilation")})
-    model: Any = torch.compile(
-        network, backend="aot_eager" if alone or Feature.SEVERAL_RANKS not in features else "eager"
-    )
+    both = alone or checkpointed_and_compiled(features) or (is_wide(features) and Feature.SEVERAL_RANKS not in features)
+    model: Any = torch.compile(network, backend="aot_eager" if both else "eager")
     return model  # type: ignore[no-any-return]
+
+
+def checkpointed_and_compiled(features: Features) -> bool:
+    """Whether a forward is repeated that is compiled, which "eager" would do with other random numbers."""
+    return Feature.COMPILED in features and bool(features & CHECKPOINTING.keys())
 
 
 def arguments(features: Features) -> dict[str, Any]:
