@@ -25,7 +25,7 @@ def run(emit: Emit) -> Data:
     """Run one step by each order and number of micro-batches on two ranks."""
     emit_progress(emit, 0, 1, f"{NUM_RANKS} ranks")
     with RankPool(NUM_RANKS) as pool:
-        steps = pool.run(on_a_rank)[0]
+        steps = pool.run(on_a_rank, MICRO_BATCHES)[0]
     return {"num_ranks": NUM_RANKS, "blocks": NUM_BLOCKS, "steps": steps}
 
 
@@ -117,14 +117,14 @@ class Shards:
         return made
 
 
-def on_a_rank() -> list[dict[str, Any]]:
+def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
     """Run on every rank: return what each step sends and keeps, and how far its gradient is from the whole batch's."""
     samples = torch.randn(NUM_RANKS * SHARE, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = network().double()
     loss(model, samples).backward()
     expected = flat_gradients(model)
     found = []
-    for number in MICRO_BATCHES:
+    for number in cuts:
         for order in ("micro_batches", "layers"):
             shards = Shards(network().double())
             own = shards.step(order, samples.chunk(NUM_RANKS)[dist.get_rank()], number)
