@@ -109,7 +109,7 @@ export const CAUSES: readonly Cause[] = [
   },
   {
     id: "trainer_tail",
-    has: "the same, and a last micro-batch that is not full",
+    has: "a Trainer, and a last micro-batch that is not full",
     measure: "gradient",
     recorded: "trainer_losses",
     error: "module_ragged",
