@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from anybatch_guide.experiments import ddp_timeline, rank_memory
-from anybatch_guide.recording import read_recording
+from anybatch_guide.experiments import ddp_timeline, layer_order, rank_memory
+from anybatch_guide.recording import differences, plain, read_recording
 from guide.tests.recorded_again import RECORDINGS
+from tests.faults import sees
 
 LATE = ("no_sync until the last micro-batch", "all_reduce of anybatch")
 """Ways that reduce in the last micro-batch only."""
@@ -92,3 +93,58 @@ def test_the_ways_have_one_gradient() -> None:
     for one in data["results"]:
         if one["way"]["num_samples"] == data["effective_batch_size"]:
             assert one["gradient_error"] < 1e-5
+
+
+@pytest.mark.parametrize("order", ["micro_batches", "layers"])
+@pytest.mark.parametrize("num_micro_batches", layer_order.MICRO_BATCHES)
+def test_blocks_are_visited_once_in_each_direction(order: layer_order.Order, num_micro_batches: int) -> None:
+    """In either order each block takes each micro-batch forwards from the first to the last, then backwards."""
+    visits = list(layer_order.visits(order, num_micro_batches))
+    up = list(range(layer_order.NUM_BLOCKS))
+    for number in range(num_micro_batches):
+        own = [(phase, block) for phase, block, one in visits if one == number]
+        assert own == [*(("forward", block) for block in up), *(("backward", block) for block in up[::-1])]
+
+
+def test_layer_by_layer_weights_travel_once_and_outputs_are_kept() -> None:
+    """Recorded: gathers grow with micro-batches in one order only; what is kept is the other way round; all are right.
+
+    A block that is still there is not gathered again: 2 L - 1 gathers for one micro-batch, one less for each further.
+    """
+    data = data_of("layer_order")
+    blocks = data["blocks"]
+    gradient = sum(p.numel() * 8 for p in rank_memory.network().parameters())
+    outputs = layer_order.SHARE * rank_memory.WIDTH * 8 * blocks
+    for step in data["steps"]:
+        number = step["num_micro_batches"]
+        by_layer = step["order"] == "layers"
+        gathers = 2 * blocks - 1 if by_layer else number * (2 * blocks - 2) + 1
+        assert sum(gathered for *_, gathered in step["visits"]) == gathers
+        assert step["gathered_bytes"] == gathers * gradient / blocks
+        assert step["reduced_bytes"] == gradient
+        assert step["kept_bytes"] == (outputs if by_layer else outputs / number)
+        assert step["waiting_bytes"] == (gradient / blocks if by_layer or number == 1 else gradient)
+        assert step["gradient_error"] < 1e-12
+
+
+@sees(
+    "gathered_for_every_visit",
+    "guide/src/anybatch_guide/experiments/layer_order.py",
+    "            if block != held:",
+    "            if block != held or phase:",
+)
+@sees(
+    "only_the_last_gradient",
+    "guide/src/anybatch_guide/experiments/layer_order.py",
+    "waiting[block] = waiting[block] + own if block in waiting else own",
+    "waiting[block] = own",
+)
+@pytest.mark.slow
+def test_both_orders_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run now, a step sends and keeps what the recording says, and its gradient is that of the whole batch."""
+    monkeypatch.setattr(layer_order, "MICRO_BATCHES", (2,))
+    made = layer_order.run(lambda _: None)["steps"]
+    recorded = [step for step in data_of("layer_order")["steps"] if step["num_micro_batches"] == 2]
+
+    assert differences({"steps": recorded}, plain({"steps": made}), noisy=("gradient_error",)) == []
+    assert max(step["gradient_error"] for step in made) < 1e-12

@@ -1,14 +1,18 @@
 """What each mistake makes of a step, and cuts by length: what must hold of the recordings, and of their runs."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from anybatch_guide.experiments import length_cuts, wrong_losses
+from anybatch.errors import UserError
+from anybatch_guide.experiments import length_cuts, trainer_losses, wrong_losses
 from anybatch_guide.mistakes.mistake import MISTAKES
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import load
-from guide.tests.recorded_again import RECORDINGS
+from guide.tests.recorded_again import RECORDINGS, made_again
 from tests.faults import sees
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
@@ -74,6 +78,56 @@ def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
     assert wrong_losses.gradient_error("no_division", digits, full) == pytest.approx(3, rel=1e-12)
     assert wrong_losses.gradient_error("right", digits, full) < 1e-12
     assert wrong_losses.gradient_error("right", digits, wrong_losses.RAGGED) < 1e-12
+
+
+def test_a_trainer_is_right_with_the_losses_of_transformers_and_wrong_with_means() -> None:
+    """Recorded: what is divided by the items of a step is right, a mean is off, one that nobody divides by K - 1."""
+    recording = read_recording(RECORDINGS / "trainer_losses.json")
+    last = {name: errors[-1] for name, errors in recording.data["errors"].items()}
+
+    assert set(trainer_losses.PACKAGES) < set(recording.made.versions)
+    assert max(last.pop("own_model"), last.pop("compute_loss_func")) < 1e-6
+    assert last.pop("compute_loss") == pytest.approx(trainer_losses.SENTENCES.accumulation_steps - 1, rel=0.01)
+    assert set(last) == {"module", "module_ragged", "compute_loss_said"}
+    assert min(last.values()) > 0.01
+    assert recording.data["errors"]["module_ragged"][0] < 1e-12  # a step whose micro-batches are all full
+
+
+@sees("seen_before", "guide/src/anybatch_guide/experiments/trainer_losses.py", "self.seen.clear()", "pass")
+@pytest.mark.slow
+def test_each_step_is_compared_with_what_it_has_seen() -> None:
+    """A loop that divides by items has no error in any step, one of means its own; no Trainer is needed for that."""
+    rows = trainer_losses.rows_of("digits")
+    parts = [rows[0:16], rows[16:21], rows[21:37], rows[37:42]]
+    for weights, is_right in (((16 / 21, 5 / 21), True), ((1 / 2, 1 / 2), False)):
+        model = trainer_losses.Averaging(load("digits"))
+        optimizer = trainer_losses.Comparing(model)
+        for window in (parts[:2], parts[2:]):
+            optimizer.zero_grad()
+            for part, weight in zip(window, weights, strict=True):
+                micro_batch = {name: torch.stack([row[name] for row in part]) for name in part[0]}
+                optimizer.seen.append(micro_batch)
+                (model(**micro_batch)["loss"] * weight).backward()
+            optimizer.step()
+
+        assert len(optimizer.errors) == 2
+        assert all((error < 1e-12) == is_right for error in optimizer.errors)
+
+
+def test_what_a_trainer_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where accelerate is not installed, the experiment says which extra brings it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else name)
+
+    with pytest.raises(UserError, match=r"accelerate must be installed.*anybatch\[peers\]"):
+        trainer_losses.run(lambda _: None)
+
+
+@pytest.mark.published
+def test_a_trainer_does_the_same_again(tmp_path: Path) -> None:
+    """Run now, a Trainer takes steps that are as far off as those of the recording."""
+    pytest.importorskip("accelerate", reason="needs the extra anybatch[peers]")
+
+    assert made_again("trainer_losses", tmp_path) == []
 
 
 def test_every_cut_has_each_sentence_once_and_one_gradient() -> None:

@@ -2,8 +2,9 @@
 
 import datetime as dt
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Experiment:
         tolerance: the largest relative difference of a number between two recordings with the same versions; 0 for
             the same bits. Names in `noisy` are not compared.
         noisy: names of numbers, anywhere in the data, that depend on the machine: seconds above all.
+        packages: what it measures beside torch, whose versions belong to a recording; not needed for the guide itself.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Experiment:
     runs_here: bool = True
     tolerance: float = 0.0
     noisy: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +63,15 @@ class Provenance:
     command: str
 
 
-def made_here(experiment: str, *, commit: str | None = None, today: dt.date | None = None) -> Provenance:
-    """Return the provenance of data that is computed in this process."""
+def made_here(
+    experiment: str, *, packages: Sequence[str] = (), commit: str | None = None, today: dt.date | None = None
+) -> Provenance:
+    """Return the provenance of data that is computed in this process, with the versions of further packages."""
     day = dt.datetime.now(tz=dt.UTC).date() if today is None else today
     return Provenance(
         date=day.isoformat(),
         device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
-        versions=software_versions(),
+        versions={**software_versions(), **{name: version(name) for name in packages}},
         commit=commit,
         command=f"anybatch guide record {experiment}",
     )

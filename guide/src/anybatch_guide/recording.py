@@ -86,7 +86,8 @@ def recorded(experiment: Experiment) -> Recording:
     torch.set_num_threads(1)
     try:
         data = experiment.run(lambda _line: None)
-        return as_recording(experiment, data, made_here(experiment.name, commit=commit_here()))
+        made = made_here(experiment.name, packages=experiment.packages, commit=commit_here())
+        return as_recording(experiment, data, made)
     finally:
         torch.set_num_threads(threads)
 

@@ -4,7 +4,9 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -34,15 +36,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def guide(browser: Browser, server: Served) -> Iterator[Watched]:
     """Open the printed address; afterwards, nothing has gone wrong, and nobody else was asked."""
-    assert server.process.poll() is None, "the test that ends it comes last"
-    with opened(browser, server.address, **DESKTOP) as watched:
-        watched.page.set_default_timeout(PATIENCE)
-        expect.set_options(timeout=PATIENCE)
+    with visited(browser, server) as watched:
         yield watched
 
         assert watched.faults == []
         assert {urlsplit(url).netloc for url in watched.requests if not url.startswith("data:")} == {server.host}
         assert watched.page.locator("main").evaluate(ORPHANS) == []
+
+
+@contextmanager
+def visited(browser: Browser, server: Served) -> Iterator[Watched]:
+    """Open the printed address, with patience for an engine that starts."""
+    with opened(browser, server.address, **DESKTOP) as watched:
+        watched.page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield watched
 
 
 def button(part: Locator, name: str) -> Locator:
@@ -237,9 +245,9 @@ def test_a_figure_is_run_here(guide: Watched) -> None:
     expect(chip).to_contain_text("recorded")
 
 
-def test_a_lost_server_is_told(browser: Browser, server: Served) -> None:
-    """When the server ends, the page says that it has gone, and keeps what it shows."""
-    with opened(browser, server.address, **DESKTOP) as watched:
+def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
+    """When a server, one of the test's own, ends, the page says that it has gone, and keeps what it shows."""
+    with Served(tmp_path, command=SERVE) as server, visited(browser, server) as watched:
         part = playground(watched.page, PlaygroundSetting())
         server.process.send_signal(signal.SIGINT)
         note = watched.page.get_by_role("status", name="The server")

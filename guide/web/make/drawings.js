@@ -21,18 +21,32 @@ function shorter(places) {
 }
 
 /**
- * "M1 2L3 5" as "M1 2l2 3".
+ * "M1 2L3 5" as "M1 2l2 3"; a point on a level or upright line between two others is left out.
  * @param {string} path
  */
-function stepwise(path) {
+export function stepwise(path) {
   if (!POINTS.test(path)) return path;
-  let before = { x: 0, y: 0 };
-  return path.replace(POINT, (_whole, letter, across, down) => {
-    const now = { x: Number(across), y: Number(down) };
-    const from = letter === "L" ? before : { x: 0, y: 0 };
-    before = now;
-    return `${letter === "L" ? "l" : "M"}${tenth(now.x - from.x)} ${tenth(now.y - from.y)}`.replace(" -", "-");
+  const points = [...path.matchAll(POINT)].map(([, letter, across, down]) => ({ letter, x: Number(across), y: Number(down) }));
+  const kept = points.filter((now, at) => !between(points[at - 1], now, points[at + 1]));
+  const steps = kept.map(({ letter, x, y }, at) => {
+    const from = letter === "L" ? (kept[at - 1] ?? { x: 0, y: 0 }) : { x: 0, y: 0 };
+    return `${letter === "L" ? "l" : "M"}${tenth(x - from.x)} ${tenth(y - from.y)}`.replace(" -", "-");
   });
+  return `${steps.join("")}${path.endsWith("Z") ? "Z" : ""}`;
+}
+
+/** @typedef {{ letter: string | undefined, x: number, y: number }} Point */
+
+/**
+ * @param {Point | undefined} before
+ * @param {Point} now
+ * @param {Point | undefined} after
+ */
+function between(before, now, after) {
+  if (!before || now.letter !== "L" || after?.letter !== "L") return false;
+  const level = before.y === now.y && now.y === after.y && (now.x - before.x) * (after.x - now.x) >= 0;
+  const upright = before.x === now.x && now.x === after.x && (now.y - before.y) * (after.y - now.y) >= 0;
+  return level || upright;
 }
 
 /** @param {number} value */

@@ -2,12 +2,14 @@ import { readFileSync } from "node:fs";
 
 import { expect, test } from "vitest";
 
-import { CAUSES, found, type Cause, type WrongLosses } from "../src/sections/why_wrong/causes";
+import { CAUSES, found, type Cause, type TrainerLosses, type WrongLosses } from "../src/sections/why_wrong/causes";
 
-const { data } = JSON.parse(readFileSync(new URL("../recordings/wrong_losses.json", import.meta.url), "utf-8")) as { data: WrongLosses };
+const read = (name: string) => JSON.parse(readFileSync(new URL(`../recordings/${name}.json`, import.meta.url), "utf-8"));
+const { data } = read("wrong_losses") as { data: WrongLosses };
+const { data: trainer } = read("trainer_losses") as { data: TrainerLosses };
 
 test("each cause has a number that was recorded, a line, a cure and a command", () => {
-  const all = found(CAUSES, data, 5);
+  const all = found(CAUSES, data, trainer, 5);
   expect(new Set(all.map((one) => one.id)).size).toBe(CAUSES.length);
   for (const one of all) {
     expect(one.amount, one.id).toBeGreaterThan(0.01);
@@ -18,14 +20,15 @@ test("each cause has a number that was recorded, a line, a cure and a command", 
 });
 
 test("numbers are those of the recording, and a rate is the one that is given", () => {
-  const amount = (id: string, rate = 5) => found(CAUSES, data, rate).find((one) => one.id === id)?.amount;
+  const amount = (id: string, rate = 5) => found(CAUSES, data, trainer, rate).find((one) => one.id === id)?.amount;
   expect(amount("batch_norm")).toBe(data.errors["batch_norm"]);
   expect(amount("no_sync_backward")).toBe(data.sent_bytes["no_sync_backward"]! / data.sent_bytes["right"]!);
+  expect(amount("trainer_tail")).toBe(trainer.errors["module_ragged"]?.at(-1));
   expect(amount("rate", 4.5)).toBe(4.5);
 });
 
 test("what was not recorded is an error, and no number", () => {
   const cause = CAUSES[0] as Cause;
-  expect(() => found([{ ...cause, error: "moon" }], data, 5)).toThrow(/nothing was recorded of moon/);
-  expect(() => found([{ ...cause, loop: "moon" }], data, 5)).toThrow(/no loop moon/);
+  expect(() => found([{ ...cause, error: "moon" }], data, trainer, 5)).toThrow(/nothing was recorded of moon/);
+  expect(() => found([{ ...cause, loop: "moon" }], data, trainer, 5)).toThrow(/no loop moon/);
 });

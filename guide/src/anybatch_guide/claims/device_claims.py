@@ -149,6 +149,43 @@ DEVICE_CLAIMS = (
         runs_here=False,
     ),
     Claim(
+        name="shards_travel",
+        side="devices",
+        title="Traffic of shards",
+        said="With weights in shards, more micro-batches cost no more traffic.",
+        how=(
+            "One step in plain PyTorch on two ranks that gather each of four blocks when it is used, with one and "
+            "eight micro-batches, in either order of blocks and micro-batches."
+        ),
+        measure=devices.shards_travel,
+        numbers={
+            "by_micro_batch": Number("gathered for eight micro-batches, one after the other", "x"),
+            "by_layer": Number("gathered where each layer takes all eight", "x"),
+            "kept_by_micro_batch": Number("kept between layers, micro-batch by micro-batch", "bytes"),
+            "kept_by_layer": Number("kept between layers, layer by layer", "bytes"),
+            "waiting_by_micro_batch": Number("whole gradients, micro-batch by micro-batch", "bytes"),
+            "waiting_by_layer": Number("whole gradients, layer by layer", "bytes"),
+            "gradient_error": Number("largest error of a gradient, float64", noisy=True),
+        },
+        rule=rules.shards_travel,
+        rule_in_words=(
+            "True if less than 1.1 times as many bytes are gathered for eight micro-batches as for one; true only if "
+            "that holds layer by layer; else false."
+        ),
+        texts={
+            "true": "For eight micro-batches {by_micro_batch} as many bytes are gathered as for one.",
+            "only_if": (
+                "Only if each layer takes all micro-batches before the next one begins: {by_layer} as many bytes are "
+                "gathered for eight as for one, and {by_micro_batch} where they go one after the other. Then "
+                "{kept_by_layer} are kept between layers instead of {kept_by_micro_batch}, and {waiting_by_layer} of "
+                "whole gradients instead of {waiting_by_micro_batch}."
+            ),
+            "false": "Not even layer by layer, where {by_layer} as many bytes are gathered.",
+        },
+        seconds=10,
+        runs_here=False,
+    ),
+    Claim(
         name="linear_to_eight",
         side="devices",
         title="Linear up to eight",

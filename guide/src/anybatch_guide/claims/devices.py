@@ -23,6 +23,7 @@ from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import emit_progress, first_batch, flat_gradients, new_model, relative
 from anybatch_guide.experiment import Emit
 from anybatch_guide.experiments.forecasts import GRADIENT_BYTES, LINKS, cluster, workload
+from anybatch_guide.experiments.layer_order import run as steps_in_both_orders
 from anybatch_guide.experiments.rank_memory import held
 from anybatch_guide.tasks.task import cross_entropy, load
 
@@ -182,6 +183,18 @@ def compared(effective_batch_size: int) -> ComparisonReport:
         num_devices=2,
         most_seconds=20.0,
     )
+
+
+def shards_travel(emit: Emit) -> Numbers:
+    """Compare a step of eight micro-batches with one of a single one, in either order of layers and micro-batches."""
+    steps = {(one["order"], one["num_micro_batches"]): one for one in steps_in_both_orders(emit)["steps"]}
+    found = {}
+    for order, name in (("micro_batches", "by_micro_batch"), ("layers", "by_layer")):
+        one, eight = steps[order, 1], steps[order, 8]
+        found[name] = eight["gathered_bytes"] / one["gathered_bytes"]
+        found[f"kept_{name}"] = eight["kept_bytes"]
+        found[f"waiting_{name}"] = eight["waiting_bytes"]
+    return {**found, "gradient_error": max(one["gradient_error"] for one in steps.values())}
 
 
 def linear_to_eight(emit: Emit) -> Numbers:

@@ -168,3 +168,10 @@ def sharp(found: Numbers) -> Verdict:
     if not sharper["same_rate"]:
         return "false"
     return "true" if all(sharper.values()) else "only_if"
+
+
+def shards_travel(found: Numbers) -> Verdict:
+    """Judge: as many bytes are gathered for eight micro-batches as for one, in any order or only in one."""
+    if found["by_micro_batch"] < 1.1:
+        return "true"
+    return "only_if" if found["by_layer"] < 1.1 else "false"

@@ -64,7 +64,7 @@ export interface Grid {
 
 export const TASKS = ["digits", "spirals", "shapes", "text"] as const;
 export const MISTAKES = ["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"] as const;
-export const TASK_NAMES: Record<Setting["task"], string> = { digits: "digits", spirals: "spirals", shapes: "shapes", text: "tiny text" };
+export const TASK_NAMES: Record<Setting["task"], string> = { digits: "digits", spirals: "spirals", shapes: "shapes", text: "text" };
 export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
   "": "none: the engine",
   no_division: "forget to divide",

@@ -87,7 +87,7 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     id: "playground",
     title: "The playground: make it, break it",
     load: () => import("./Playground.svelte"),
-    deeper: [{ id: "sources", title: "Where the numbers are from", load: () => import("./Sources.svelte") }],
+    deeper: [{ id: "sources", title: "Every recording, and how to make it again", load: () => import("./Sources.svelte") }],
   },
 ];
 

@@ -8,6 +8,8 @@ export interface Cause {
   /** What a loop has, as one ticks it. */
   has: string;
   measure: Measure;
+  /** The recording it is in, if not `wrong_losses`. */
+  recorded?: "trainer_losses";
   /** Its name in the recording's errors; other measures are read by `amount`. */
   error: string;
   why: string;
@@ -82,14 +84,39 @@ export const CAUSES: readonly Cause[] = [
     command: LOOP,
   },
   {
-    id: "trainer",
-    has: "a Trainer, with a loss of one’s own",
+    id: "trainer_loss",
+    has: "a Trainer, with a compute_loss of one’s own",
     measure: "gradient",
-    error: "masked_tokens",
-    why: "A loss that takes no num_items_in_batch is averaged by micro-batch, as in the loop above. No Trainer was run for this number: it is that loop’s.",
-    line: "def compute_loss(self, model, inputs, return_outputs=False): ...",
+    recorded: "trainer_losses",
+    error: "compute_loss",
+    why: "The Trainer does not divide where a model takes num_items_in_batch, as those of transformers do: their own loss is right up to rounding, a mean in its place is as many times too long as there are micro-batches.",
+    line: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs): ...  # the mean of this micro-batch",
+    finding: "not_divided",
+    cure: "Trainer(..., compute_loss_func=loss)  # loss(outputs, labels, num_items_in_batch): sum / num_items_in_batch",
+    command: JOB,
+  },
+  {
+    id: "trainer_model",
+    has: "a Trainer, with a model that returns the mean of its tokens",
+    measure: "gradient",
+    recorded: "trainer_losses",
+    error: "module",
+    why: "A model that takes no num_items_in_batch is averaged by micro-batch, whatever is in it.",
+    line: "def forward(self, input_ids, labels): ...",
     finding: "mean_of_token_means",
-    cure: "def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None): ...  # sum / num_items_in_batch",
+    cure: "def forward(self, input_ids, labels, **kwargs): ...  # sum / kwargs[\"num_items_in_batch\"]",
+    command: JOB,
+  },
+  {
+    id: "trainer_tail",
+    has: "a Trainer, and a last micro-batch that is not full",
+    measure: "gradient",
+    recorded: "trainer_losses",
+    error: "module_ragged",
+    why: "The Trainer divides by the micro-batches of the last step, and not by their samples: the few of its last one count too much.",
+    line: "Trainer(..., train_dataset=dataset)",
+    finding: "mean_of_means",
+    cure: "TrainingArguments(..., dataloader_drop_last=True)  # or the model above",
     command: JOB,
   },
   {
@@ -189,6 +216,11 @@ export const CAUSES: readonly Cause[] = [
   },
 ];
 
+/** Steps of a Trainer, by case: how far off each is. */
+export interface TrainerLosses {
+  errors: Record<string, number[]>;
+}
+
 /** A cause with what was recorded of it. */
 export interface Found extends Cause {
   amount: number;
@@ -198,13 +230,13 @@ export interface Found extends Cause {
 }
 
 /** Join causes and recordings; `rate` is how many times the best loss a rate that was kept gives, at worst. */
-export function found(causes: readonly Cause[], data: WrongLosses, rate: number): Found[] {
+export function found(causes: readonly Cause[], data: WrongLosses, trainer: TrainerLosses, rate: number): Found[] {
   return causes.map((cause) => {
     const loop = data.loops.find((one) => one.name === cause.loop);
     if (cause.loop !== undefined && !loop) throw new Error(`no loop ${cause.loop} was recorded`);
     return {
       ...cause,
-      amount: amount(cause, data, rate),
+      amount: amount(cause, data, trainer, rate),
       lines: cause.line !== undefined ? [cause.line] : (loop?.lines ?? []),
       findings: loop?.findings ?? (cause.finding === undefined ? [] : [{ code: cause.finding }]),
       ask: loop?.command ?? cause.command ?? LOOP,
@@ -212,9 +244,10 @@ export function found(causes: readonly Cause[], data: WrongLosses, rate: number)
   });
 }
 
-function amount(cause: Cause, data: WrongLosses, rate: number): number {
+function amount(cause: Cause, data: WrongLosses, trainer: TrainerLosses, rate: number): number {
   if (cause.measure === "loss") return rate;
-  const own = cause.measure === "traffic" ? (data.sent_bytes[cause.error] ?? Number.NaN) / (data.sent_bytes["right"] ?? Number.NaN) : data.errors[cause.error];
+  const gradient = cause.recorded ? trainer.errors[cause.error]?.at(-1) : data.errors[cause.error];
+  const own = cause.measure === "traffic" ? (data.sent_bytes[cause.error] ?? Number.NaN) / (data.sent_bytes["right"] ?? Number.NaN) : gradient;
   if (own === undefined || Number.isNaN(own)) throw new Error(`nothing was recorded of ${cause.error}`);
   return own;
 }

@@ -1,0 +1,164 @@
+"""Weights in shards: what travels, and what is kept, micro-batch after micro-batch, and layer after layer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.func import functional_call
+
+from anybatch.testing import RankPool
+from anybatch_guide.claims.measuring import emit_progress, flat_gradients, relative
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiments.rank_memory import NUM_BLOCKS, WIDTH, loss, network
+
+NUM_RANKS, SHARE, MICRO_BATCHES = 2, 64, (1, 2, 4, 8)
+"""Ranks, samples of each, and into how many micro-batches they are cut."""
+Order = Literal["micro_batches", "layers"]
+Visit = tuple[Literal["forward", "backward"], int, int]
+"""One block at work on one micro-batch: phase, block, micro-batch."""
+
+
+def run(emit: Emit) -> Data:
+    """Run one step by each order and number of micro-batches on two ranks."""
+    emit_progress(emit, 0, 1, f"{NUM_RANKS} ranks")
+    with RankPool(NUM_RANKS) as pool:
+        steps = pool.run(on_a_rank, MICRO_BATCHES)[0]
+    return {"num_ranks": NUM_RANKS, "blocks": NUM_BLOCKS, "steps": steps}
+
+
+def visits(order: Order, num_micro_batches: int) -> Iterator[Visit]:
+    """Yield the blocks of a step in the order in which they work."""
+    up, down = range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1]
+    if order == "micro_batches":
+        for number in range(num_micro_batches):
+            yield from (("forward", block, number) for block in up)
+            yield from (("backward", block, number) for block in down)
+    else:
+        yield from (("forward", block, number) for block in up for number in range(num_micro_batches))
+        yield from (("backward", block, number) for block in down for number in range(num_micro_batches))
+
+
+@dataclass(slots=True)
+class Shards:
+    """A network in shards, one block of which is gathered at a time, and what it has sent and kept.
+
+    Attributes:
+        gathered_bytes: of weights, as they are once all ranks' shards have come.
+        reduced_bytes: of gradients, handed to reductions by one rank.
+        kept_bytes: most bytes of outputs between blocks at once.
+        waiting_bytes: most bytes of whole gradients at once, not reduced yet.
+        visits: block, micro-batch, and whether the block was gathered for it.
+    """
+
+    whole: torch.nn.Sequential
+    shards: list[Tensor] = field(init=False)
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    kept_bytes: int = 0
+    waiting_bytes: int = 0
+    visits: list[tuple[str, int, int, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shards = [torch.cat([p.detach().flatten() for p in block.parameters()]) for block in self.whole]
+        self.shards = [flat.chunk(dist.get_world_size())[dist.get_rank()].clone() for flat in self.shards]
+
+    def step(self, order: Order, samples: Tensor, num_micro_batches: int) -> list[Tensor]:
+        """Return this rank's shard of the gradient of the mean over all ranks' samples, block by block."""
+        outputs = list(samples.chunk(num_micro_batches))
+        number_of_outputs = samples.numel() * dist.get_world_size()
+        todo = list(visits(order, num_micro_batches))
+        last = {block: at for at, (phase, block, _) in enumerate(todo) if phase == "backward"}
+        inputs: dict[tuple[int, int], Tensor] = {}
+        waiting: dict[int, Tensor] = {}
+        reduced: dict[int, Tensor] = {}
+        held, weights = -1, torch.empty(0)
+        for at, (phase, block, number) in enumerate(todo):
+            self.visits.append((phase, block, number, block != held))
+            if block != held:
+                held, weights = block, self._gather(block)
+            if phase == "forward":
+                inputs[block, number] = outputs[number]
+                with torch.no_grad():
+                    outputs[number] = self._forward(block, weights, outputs[number])
+                self.kept_bytes = max(self.kept_bytes, _num_bytes([*inputs.values()]))
+                if block == NUM_BLOCKS - 1:
+                    # From here on: the gradient of the mean square with respect to what the block above gave.
+                    outputs[number] = 2 * outputs[number] / number_of_outputs
+                continue
+            given = inputs.pop((block, number)).requires_grad_()
+            made = self._forward(block, weights, given)
+            own, outputs[number] = torch.autograd.grad(made, (weights, given), outputs[number])
+            waiting[block] = waiting[block] + own if block in waiting else own
+            self.waiting_bytes = max(self.waiting_bytes, _num_bytes([*waiting.values()]))
+            if at == last[block]:
+                reduced[block] = self._reduce(block, waiting.pop(block))
+        return [reduced[block] for block in range(NUM_BLOCKS)]
+
+    def _gather(self, block: int) -> Tensor:
+        shard = self.shards[block]
+        weights = gathered(shard)
+        self.gathered_bytes += _num_bytes([weights])
+        return weights.requires_grad_()
+
+    def _reduce(self, block: int, gradient: Tensor) -> Tensor:
+        own = torch.empty_like(self.shards[block])
+        dist.reduce_scatter(own, list(gradient.chunk(dist.get_world_size())))
+        self.reduced_bytes += _num_bytes([gradient])
+        return own
+
+    def _forward(self, block: int, weights: Tensor, inputs: Tensor) -> Tensor:
+        named = dict(self.whole[block].named_parameters())
+        parts = weights.split([p.numel() for p in named.values()])
+        views = {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
+        made: Tensor = functional_call(self.whole[block], views, (inputs,))
+        return made
+
+
+def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
+    """Run on every rank: return what each step sends and keeps, and how far its gradient is from the whole batch's."""
+    samples = torch.randn(NUM_RANKS * SHARE, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = network().double()
+    loss(model, samples).backward()
+    expected = flat_gradients(model)
+    found = []
+    for number in cuts:
+        for order in ("micro_batches", "layers"):
+            shards = Shards(network().double())
+            own = shards.step(order, samples.chunk(NUM_RANKS)[dist.get_rank()], number)
+            found.append(
+                {
+                    "order": order,
+                    "num_micro_batches": number,
+                    "gathered_bytes": shards.gathered_bytes,
+                    "reduced_bytes": shards.reduced_bytes,
+                    "kept_bytes": shards.kept_bytes,
+                    "waiting_bytes": shards.waiting_bytes,
+                    "gradient_error": relative(torch.cat([gathered(shard) for shard in own]), expected),
+                    "visits": shards.visits,
+                }
+            )
+    return found
+
+
+def gathered(shard: Tensor) -> Tensor:
+    """Return what all ranks' shards are together."""
+    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, shard)
+    return torch.cat(parts)
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+EXPERIMENT = Experiment(
+    name="layer_order",
+    question="With weights in shards, what does a step send and keep in either order of layers and micro-batches?",
+    run=run,
+    seconds=10,
+    runs_here=False,
+    noisy=("gradient_error",),
+)

@@ -1,0 +1,219 @@
+"""Steps of transformers' `Trainer`, as it is: how far each is from the mean over all that its model was given."""
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.errors import UserError
+from anybatch_guide.claims.measuring import emit_progress, flat_gradients, new_model, relative
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.tasks.task import IGNORED, PlaygroundTask, cross_entropy, load
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An epoch: samples, those of a micro-batch, and micro-batches of a step. The last step may have fewer."""
+
+    num_samples: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+PACKAGES = ("transformers", "accelerate")
+SENTENCES, DIGITS = Shape(64, 4, 16), Shape(85, 16, 4)
+Row = dict[str, Tensor]
+
+
+def run(emit: Emit) -> Data:
+    """Let the Trainer run each case, and compare each step's gradient with that of its samples at once.
+
+    Raises:
+        UserError: transformers or accelerate is not installed.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        message = f"{' and '.join(missing)} must be installed to run a Trainer: pip install 'anybatch[peers]'"
+        raise UserError(message)
+    transformers = importlib.import_module("transformers")
+    trainer = transformers.Trainer
+    own, said = own_loss(trainer), said_to_be_a_mean(trainer)
+    cases: dict[str, Callable[[], list[float]]] = {
+        "own_model": lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES),
+        "module": lambda: errors(trainer, Averaging(load("text")), rows_of("text"), SENTENCES),
+        "module_ragged": lambda: errors(trainer, Averaging(load("digits")), rows_of("digits"), DIGITS),
+        "compute_loss": lambda: errors(own, own_model(transformers), shifted(), SENTENCES),
+        "compute_loss_said": lambda: errors(said, own_model(transformers), shifted(), SENTENCES),
+    }
+    if "compute_loss_func" in inspect.signature(trainer).parameters:  # older ones do not take it
+        given = {"compute_loss_func": summed_loss}
+        cases["compute_loss_func"] = lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES, **given)
+    found = {}
+    with _quiet():
+        for done, (name, measure) in enumerate(cases.items()):
+            emit_progress(emit, done, len(cases), name)
+            found[name] = measure()
+    return {"errors": found}
+
+
+class Averaging(nn.Module):
+    """A network with the loss that it is asked for: a mean over its own micro-batch, and no other argument."""
+
+    def __init__(self, task: PlaygroundTask) -> None:
+        super().__init__()
+        self.network = new_model(task).double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Row:
+        """Return the loss and what it is of."""
+        logits = self.network(input_ids)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package without types here)
+    """Return a small language model of transformers, whose own loss takes the number of items of the step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.double()
+
+
+def own_loss(trainer: type[Any]) -> type[Any]:
+    """Return a Trainer with a loss of one's own that is written as it is often found: the mean of the model."""
+
+    class OwnLoss(trainer):  # type: ignore[misc]  # has no types here
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:  # noqa: ANN401, FBT001, FBT002 (as transformers has it)
+            outputs = model(**inputs)
+            loss = summed_loss(outputs, inputs["labels"], None)
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss
+
+
+def said_to_be_a_mean(trainer: type[Any]) -> type[Any]:
+    """Return the same, which says that its loss has not been divided yet."""
+    said: type[Any] = type("SaidToBeAMean", (own_loss(trainer),), {"loss_is_scaled_for_ga": False})
+    return said
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:  # noqa: ANN401 (transformers')
+    """Return the sum over targets, divided by those of the whole step; their mean where nobody says how many."""
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total / (targets.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def rows_of(name: str) -> list[Row]:
+    """Return a task's samples by the names that the Trainer looks for."""
+    rows = load(name).rows
+    inputs = rows.inputs.double() if rows.inputs.is_floating_point() else rows.inputs
+    return [{"input_ids": row, "labels": labels} for row, labels in zip(inputs, rows.targets, strict=True)]
+
+
+def shifted() -> list[Row]:
+    """Return sentences for a model that shifts labels itself: the input, ignored where it is only filled up."""
+    return [{**row, "labels": row["input_ids"].where(row["labels"] != IGNORED, IGNORED)} for row in rows_of("text")]
+
+
+def errors(
+    trainer: type[Any],
+    model: nn.Module,
+    rows: list[Row],
+    shape: Shape,
+    **given: Any,  # noqa: ANN401 (what the Trainer takes)
+) -> list[float]:
+    """Return how far the gradient of each step of an epoch is from that of the mean over all that it has seen."""
+    arguments_of = importlib.import_module("transformers").TrainingArguments
+    optimizer = Comparing(model)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = arguments_of(
+            output_dir=folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=shape.micro_batch_size,
+            gradient_accumulation_steps=shape.accumulation_steps,
+            max_grad_norm=0.0,
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+        )
+        running = noting(trainer, optimizer)(
+            model=model,
+            args=arguments,
+            train_dataset=rows[: shape.num_samples],
+            optimizers=(optimizer, schedule),
+            **given,
+        )
+        running.remove_callback(importlib.import_module("transformers").PrinterCallback)
+        running.train()
+    return optimizer.errors
+
+
+@dataclass(eq=False)
+class Comparing(torch.optim.SGD):
+    """An optimizer that moves nothing: each step compares its gradient with that of what the model has seen since."""
+
+    model: nn.Module
+    seen: list[Row] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.model.parameters(), lr=0.1)
+
+    @torch.enable_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
+        """Compare, and begin to collect anew."""
+        found = flat_gradients(self.model)
+        whole = {name: torch.cat([one[name] for one in self.seen]) for name in self.seen[0]}
+        self.model.zero_grad()
+        self.model(**whole)["loss"].backward()
+        self.errors.append(relative(found, flat_gradients(self.model)))
+        self.seen.clear()
+
+
+def noting(trainer: type[Any], optimizer: Comparing) -> type[Any]:
+    """Return a Trainer that notes what each micro-batch is given before it runs it."""
+
+    class Noting(trainer):  # type: ignore[misc]  # has no types here
+        def training_step(self, model: nn.Module, inputs: Row, *rest: Any) -> Any:  # noqa: ANN401 (the Trainer's)
+            optimizer.seen.append(dict(inputs))
+            return super().training_step(model, inputs, *rest)
+
+    return Noting
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the Trainer's words about its own progress from a terminal, and torch's random state as it was."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+EXPERIMENT = Experiment(
+    name="trainer_losses",
+    question="How far is a step of transformers' Trainer from that of the whole batch?",
+    run=run,
+    seconds=30,
+    runs_here=False,
+    tolerance=1e-6,
+    noisy=("own_model", "compute_loss_func"),
+    packages=PACKAGES,
+)
