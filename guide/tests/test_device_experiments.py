@@ -100,7 +100,7 @@ def test_the_ways_have_one_gradient() -> None:
 def test_blocks_are_visited_once_in_each_direction(order: layer_order.Order, num_micro_batches: int) -> None:
     """In either order each block takes each micro-batch forwards from the first to the last, then backwards."""
     visits = list(layer_order.visits(order, num_micro_batches))
-    up = list(range(layer_order.NUM_BLOCKS))
+    up = list(range(rank_memory.NUM_BLOCKS))
     for number in range(num_micro_batches):
         own = [(phase, block) for phase, block, one in visits if one == number]
         assert own == [*(("forward", block) for block in up), *(("backward", block) for block in up[::-1])]
