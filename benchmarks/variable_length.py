@@ -7,7 +7,8 @@ tokens of a micro-batch at most, padding included. The ways:
 - sorted: the same, of samples that were sorted by length within the batch;
 - transformers' `BatchRebalanceSampler` (`train_sampling_strategy="batch_rebalance"`), which is given a number of
   micro-batches: 8, as a user of micro-batches of 8 has them, 16, and the fewest with which none is above the cap;
-- accelerate and Lightning Fabric, where they are installed: their loops over a DataLoader, 8 samples as they arrive;
+- accelerate and Lightning Fabric, where they are installed (`pip install 'anybatch[peers]'`): their loops over a
+  DataLoader, 8 samples as they arrive;
 - `ab.token_budget`, padded; packed into rows without padding, at 4,096 tokens and at 1,024; and whichever of both the
   engine measures to be faster, at 1,024.
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import anybatch as ab
+from anybatch.diagnostics import check
 from anybatch.errors import UserError
 from anybatch_guide.experiments import length_cuts, trainer_losses, wrong_losses
 from anybatch_guide.mistakes.mistake import MISTAKES
@@ -112,6 +114,25 @@ def test_each_step_is_compared_with_what_it_has_seen() -> None:
 
         assert len(optimizer.errors) == 2
         assert all((error < 1e-12) == is_right for error in optimizer.errors)
+
+
+@sees(
+    "named_by_another_cause",
+    "src/anybatch/diagnostics/causes.py",
+    'code="joint_loss" if one.explanation == "joint" else "loss_declaration"',
+    'code="joint_loss"',
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "codes"), [("text", ["loss_declaration"]), ("digits", [])])
+def test_check_finds_means_of_tokens_in_a_loss_for_a_trainer(task: str, codes: list[str]) -> None:
+    """As the page says: declared as a mean over samples, a mean over tokens is found, and one over samples is right."""
+    rows = trainer_losses.rows_of(task)[:8]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    declared = ab.mean_over_samples(lambda model, some: model(**some)["loss"])
+
+    report = check(trainer_losses.Averaging(load(task)), declared, batch)
+
+    assert [finding.code for finding in report.findings] == codes
 
 
 def test_what_a_trainer_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

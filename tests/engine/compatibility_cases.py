@@ -365,9 +365,9 @@ def whole(tensors: Mapping[str, torch.Tensor | None]) -> Named:
 def compiled(network: Network, features: Features) -> nn.Module:
     """Return the network under torch.compile.
 
-    Its backward is one node of autograd ("aot_eager"), as by default, but without the minutes of generating code. Other
-    features are seen with the forward alone ("eager"), which takes a quarter of the time; where they round on one rank,
-    and on several ranks.
+    Its backward is one node of autograd ("aot_eager"), as by default, but without the minutes of generating code. On
+    several ranks, and where numbers are rounded, other features are seen with the forward alone ("eager"), which takes
+    a quarter of the time.
     """
     alone = features == complete({f for f in features if f.axis.name in ("strategy", "ranks", "compilation")})
     both = alone or checkpointed_and_compiled(features) or (is_wide(features) and Feature.SEVERAL_RANKS not in features)

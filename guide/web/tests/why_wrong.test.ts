@@ -27,6 +27,13 @@ test("numbers are those of the recording, and a rate is the one that is given", 
   expect(amount("rate", 4.5)).toBe(4.5);
 });
 
+test("what asks about a Trainer's loss finds a mean in it, and nothing in a short last step", () => {
+  const codes = (id: string) => found(CAUSES, data, trainer, 5).find((one) => one.id === id)?.findings.map((one) => one.code);
+  expect(codes("trainer_loss")).toEqual(["loss_declaration"]);
+  expect(codes("trainer_model")).toEqual(["loss_declaration"]);
+  expect(codes("trainer_tail")).toEqual([]);
+});
+
 test("what was not recorded is an error, and no number", () => {
   const cause = CAUSES[0] as Cause;
   expect(() => found([{ ...cause, error: "moon" }], data, trainer, 5)).toThrow(/nothing was recorded of moon/);

@@ -51,6 +51,8 @@ def run(emit: Emit) -> Data:
         "own_model": lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES),
         "module": lambda: errors(trainer, Averaging(load("text")), rows_of("text"), SENTENCES),
         "module_ragged": lambda: errors(trainer, Averaging(load("digits")), rows_of("digits"), DIGITS),
+        "module_items": lambda: errors(trainer, ByItems(load("text")), rows_of("text"), SENTENCES),
+        "module_items_ragged": lambda: errors(trainer, ByItems(load("digits")), rows_of("digits"), DIGITS),
         "compute_loss": lambda: errors(own, own_model(transformers), shifted(), SENTENCES),
         "compute_loss_said": lambda: errors(said, own_model(transformers), shifted(), SENTENCES),
     }
@@ -76,6 +78,15 @@ class Averaging(nn.Module):
         """Return the loss and what it is of."""
         logits = self.network(input_ids)
         return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class ByItems(Averaging):
+    """The same, cured: its sum over targets, divided by those of the whole step where the Trainer says how many."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **given: Tensor) -> Row:
+        """Return the loss and what it is of."""
+        found, own = super().forward(input_ids, labels), labels.ne(IGNORED).sum()
+        return {**found, "loss": found["loss"] * own / given.get("num_items_in_batch", own)}
 
 
 def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package without types here)
@@ -214,6 +225,6 @@ EXPERIMENT = Experiment(
     seconds=30,
     runs_here=False,
     tolerance=1e-6,
-    noisy=("own_model", "compute_loss_func"),
+    noisy=("own_model", "module_items", "module_items_ragged", "compute_loss_func"),
     packages=PACKAGES,
 )

@@ -31,6 +31,7 @@ export interface WrongLosses {
 }
 
 const SHARE = "(loss * share(targets, window)).backward()  # its items / those of the window";
+const ITEMS = 'def forward(self, input_ids, labels, **kwargs): ...  # sum / kwargs["num_items_in_batch"]';
 const LOOP = "anybatch check --loop train.py:train";
 const JOB = "anybatch check train.py:job";
 
@@ -91,7 +92,7 @@ export const CAUSES: readonly Cause[] = [
     error: "compute_loss",
     why: "The Trainer does not divide where a model takes num_items_in_batch, as those of transformers do: their own loss is right up to rounding, a mean in its place is as many times too long as there are micro-batches.",
     line: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs): ...  # the mean of this micro-batch",
-    finding: "not_divided",
+    finding: "loss_declaration",
     cure: "Trainer(..., compute_loss_func=loss)  # loss(outputs, labels, num_items_in_batch): sum / num_items_in_batch",
     command: JOB,
   },
@@ -103,8 +104,8 @@ export const CAUSES: readonly Cause[] = [
     error: "module",
     why: "A model that takes no num_items_in_batch is averaged by micro-batch, whatever is in it.",
     line: "def forward(self, input_ids, labels): ...",
-    finding: "mean_of_token_means",
-    cure: "def forward(self, input_ids, labels, **kwargs): ...  # sum / kwargs[\"num_items_in_batch\"]",
+    finding: "loss_declaration",
+    cure: ITEMS,
     command: JOB,
   },
   {
@@ -115,8 +116,7 @@ export const CAUSES: readonly Cause[] = [
     error: "module_ragged",
     why: "The Trainer divides by the micro-batches of the last step, and not by their samples: the few of its last one count too much.",
     line: "Trainer(..., train_dataset=dataset)",
-    finding: "mean_of_means",
-    cure: "TrainingArguments(..., dataloader_drop_last=True)  # or the model above",
+    cure: ITEMS,
     command: JOB,
   },
   {
