@@ -107,6 +107,27 @@ CUT_WORDS = """() => [...document.querySelectorAll('main svg text')].filter(text
     const own = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
     return own.left < room.left - 1 || own.right > room.right + 1;
 }).map(text => `${text.closest('section, header').id}: ${text.textContent}`)"""
+CLIPPED = """() => {
+    const SIDEWAYS = 'pre, code, td, th, math, [data-line]';  // may be moved into view
+    const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    const range = document.createRange(), found = [];
+    while (walker.nextNode()) {
+        const text = walker.currentNode, own = text.parentElement;
+        if (!text.data.trim() || !own.checkVisibility() || own.closest('.unseen, svg')) continue;
+        range.selectNodeContents(text);
+        const places = [...range.getClientRects()];
+        for (let box = own; box.tagName !== 'MAIN'; box = box.parentElement) {
+            const {overflowX, overflowY} = getComputedStyle(box), room = box.getBoundingClientRect();
+            if (overflowX === 'auto' && own.closest(SIDEWAYS)) break;
+            const across = overflowX !== 'visible';
+            const down = ['hidden', 'clip'].includes(overflowY);
+            const cut = place => (across && (place.left < room.left - 1 || place.right > room.right + 1))
+                || (down && (place.top < room.top - 1 || place.bottom > room.bottom + 1));
+            if (places.some(cut)) { found.push(text.data.trim()); break; }
+        }
+    }
+    return found;
+}"""
 MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
     const group = element.type === 'radio' && main.querySelectorAll(`[name="${{element.name}}"]`);
     const reached = group ? [...group].some(one => window.reached.has(one)) : window.reached.has(element);
@@ -330,6 +351,19 @@ def test_no_word_of_a_drawing_is_cut(pages: dict[str, Watched], look: str) -> No
         word.evaluate("word => word.setAttribute('x', 9999)")
         assert len(page.evaluate(CUT_WORDS)) == 1
         word.evaluate("(word, place) => word.setAttribute('x', place)", place)
+
+
+@pytest.mark.parametrize("look", ["light", "phone", "small"])
+def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
+    """No text is cut off by what it stands in, tables and code aside, which can be moved; and one that is is found."""
+    with looked_at(pages, look) as watched, unfolded(watched.page):
+        page = watched.page
+
+        assert page.evaluate(CLIPPED) == []
+        caption = page.locator("main table caption:not(.unseen) span").first
+        caption.evaluate("one => Object.assign(one.style, {maxWidth: 'none', whiteSpace: 'pre', paddingLeft: '80rem'})")
+        assert page.evaluate(CLIPPED) == [caption.inner_text()]
+        caption.evaluate("one => one.removeAttribute('style')")
 
 
 def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:

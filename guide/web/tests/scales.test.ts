@@ -60,7 +60,7 @@ describe("numbers", () => {
     expect(formatNumber(1234567)).toBe("1,234,567");
     expect(formatNumber(-0.012345)).toBe("−0.0123");
     expect(formatNumber(2.302585, 4)).toBe("2.303");
-    expect(formatNumber(2.2e-7, 2)).toBe("2.2 × 10⁻⁷");
+    expect(formatNumber(2.2e-7, 2)).toBe("2.2\u00a0×\u00a010⁻⁷");
     expect(formatNumber(0.99999, 3)).toBe("1.00");
     expect(formatNumber(Number.NaN)).toBe("not a number");
     expect(formatTick(1e-7)).toBe("10⁻⁷");
@@ -68,9 +68,9 @@ describe("numbers", () => {
   });
 
   test("of bytes have binary units", () => {
-    expect(formatBytes(512)).toBe("512 B");
-    expect(formatBytes(16 * 1024 ** 3)).toBe("16 GiB");
-    expect(formatBytes(44_830_000)).toBe("42.8 MiB");
+    expect(formatBytes(512)).toBe("512\u00a0B");
+    expect(formatBytes(16 * 1024 ** 3)).toBe("16\u00a0GiB");
+    expect(formatBytes(44_830_000)).toBe("42.8\u00a0MiB");
   });
 });
 
