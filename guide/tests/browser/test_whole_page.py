@@ -3,6 +3,7 @@
 What only looks shares two pages, on a desktop and on a phone, that have come to life once.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -364,6 +365,24 @@ def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
         caption.evaluate("one => Object.assign(one.style, {maxWidth: 'none', whiteSpace: 'pre', paddingLeft: '80rem'})")
         assert page.evaluate(CLIPPED) == [caption.inner_text()]
         caption.evaluate("one => one.removeAttribute('style')")
+
+
+def test_a_figure_names_every_recording_that_it_shows(desktop: Watched) -> None:
+    """The small button of a figure that draws two recordings and tables a third says how to make each of them again."""
+    figure = desktop.page.locator("#why-wrong figure")
+    said = figure.locator("[popover]").text_content() or ""
+
+    assert re.findall(r"record (\w+)", said) == ["wrong_losses", "trainer_losses", "claims_one_rule"]
+
+
+def test_no_chapter_is_marked_above_the_first(desktop: Watched) -> None:
+    """The list of chapters marks the one that is read, and none once the reader is back at the top."""
+    page = desktop.page
+    marked = page.locator("nav.wide [aria-current]")
+    page.evaluate("document.querySelector('#mathematics').scrollIntoView({behavior: 'instant'})")
+    expect(marked).to_have_text(re.compile("Why the sum is exact"))
+    page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
+    expect(marked).to_have_count(0)
 
 
 def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:
