@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from guide.tests.browser.chromium import (
     AXE,
+    CLIPPED,
     DESKTOP,
     ORPHANS,
     PHONE,
@@ -108,27 +109,6 @@ CUT_WORDS = """() => [...document.querySelectorAll('main svg text')].filter(text
     const own = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
     return own.left < room.left - 1 || own.right > room.right + 1;
 }).map(text => `${text.closest('section, header').id}: ${text.textContent}`)"""
-CLIPPED = """() => {
-    const SIDEWAYS = 'pre, code, td, th, math, [data-line]';  // may be moved into view
-    const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
-    const range = document.createRange(), found = [];
-    while (walker.nextNode()) {
-        const text = walker.currentNode, own = text.parentElement;
-        if (!text.data.trim() || !own.checkVisibility() || own.closest('.unseen, svg')) continue;
-        range.selectNodeContents(text);
-        const places = [...range.getClientRects()];
-        for (let box = own; box.tagName !== 'MAIN'; box = box.parentElement) {
-            const {overflowX, overflowY} = getComputedStyle(box), room = box.getBoundingClientRect();
-            if (overflowX === 'auto' && own.closest(SIDEWAYS)) break;
-            const across = overflowX !== 'visible';
-            const down = ['hidden', 'clip'].includes(overflowY);
-            const cut = place => (across && (place.left < room.left - 1 || place.right > room.right + 1))
-                || (down && (place.top < room.top - 1 || place.bottom > room.bottom + 1));
-            if (places.some(cut)) { found.push(text.data.trim()); break; }
-        }
-    }
-    return found;
-}"""
 MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
     const group = element.type === 'radio' && main.querySelectorAll(`[name="${{element.name}}"]`);
     const reached = group ? [...group].some(one => window.reached.has(one)) : window.reached.has(element);

@@ -65,6 +65,7 @@ describe("numbers", () => {
     expect(formatNumber(0.99999, 3)).toBe("1.00");
     expect(formatNumber(Number.NaN)).toBe("not a number");
     expect(formatTick(1e-7)).toBe("10⁻⁷");
+    expect(formatTick(0.0005)).toBe("0.0005");  // between 0 and 0.001 of a learning rate
     expect(formatTick(0.30000000000000004)).toBe("0.3");
   });
 

@@ -28,7 +28,7 @@ export function formatBytes(bytes: number, digits = 3): string {
 
 /** A label of an axis: as short as it can be. */
 export function formatTick(value: number): string {
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) {
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) {
     const [mantissa = "1", exponent = "0"] = value.toExponential().split("e");
     const power = `10${superscript(Number(exponent))}`;
     return mantissa === "1" ? power : `${minus(mantissa)}${TIMES}${power}`;
