@@ -106,7 +106,7 @@ def page(browser: Browser, hostile: Path) -> Iterator[Watched]:
 
 
 def test_hostile_logs_stay_text(page: Watched) -> None:
-    """Each hostile run is chosen in turn: no element comes of it, nothing runs, each part is drawn, and no text is cut."""
+    """Each hostile run is chosen in turn: no element comes of it, nothing runs, each part is drawn, no text cut."""
     rows = page.page.locator("main li .name")
     assert rows.count() == len(list(hostile_logs()))
     for at in range(rows.count()):
