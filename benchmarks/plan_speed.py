@@ -8,8 +8,8 @@ tokens one after the other, so that a step has a hundred times as many operation
     python benchmarks/plan_speed.py [--only WORD] [--out benchmarks/results/NAME.md]
     python benchmarks/plan_speed.py --against PATH
 
-With `--against` each plan is made in turns with this source and with that of another checkout, and what is compared is
-seconds of the CPU, and what both say.
+With `--against` each plan is made in turns with this checkout and with another one, each with its own source and its
+own copy of this script, and what is compared is seconds of the CPU, and what both say.
 """
 
 import itertools
@@ -155,10 +155,11 @@ def in_this_process(name: str) -> None:
 
 
 def made(name: str, checkout: Path | None = None) -> dict[str, Any]:
-    """Plan in a fresh process, with the source of another checkout or with this one; return what it says and took."""
+    """Plan in a fresh process, with another checkout or with this one; return what it says and took."""
     source = Path(__file__).parents[1] if checkout is None else checkout
     environment = {**os.environ, "PYTHONPATH": str(source / "src")}
-    done = subprocess.run([sys.executable, __file__, name], check=True, capture_output=True, text=True, env=environment)
+    command = [sys.executable, str(source / "benchmarks" / "plan_speed.py"), name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
