@@ -71,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(caches.cleanup)
     os.environ["XDG_CACHE_HOME"] = caches.name
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # programs that tests start: several at a time, on the same cores
     resource_tracker.ensure_running()  # Python keeps it, and the first test with processes would start it
     hypothesis.register_random(TORCH_RANDOM)
     hypothesis.settings.register_profile(
