@@ -1,0 +1,85 @@
+"""Samples of any number of tokens, where that number is ours to choose, and models that run as many operations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.core.loss import declared
+from anybatch.core.tree import Batch
+from anybatch.engine.spec import TrainSpec
+from anybatch.memory.torch_internals import TorchDispatchMode
+from anybatch.planner.trace.cuda_emulation import Profile
+from anybatch.planner.trace.fake_model import fake_batch, fake_twin
+from anybatch.planner.trace.fake_tensor_cache import fake_mode
+
+_LEAST_CHUNKS = 8
+_LEAST_CPU_TOKENS = 64
+_NUM_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLengths:
+    """A sample of any number of tokens.
+
+    Attributes:
+        sample: function tokens -> a batch of one sample of so many.
+        num_tokens: of the sample that is planned for.
+        chunk_tokens: a model takes so many at a time; 1 where it takes them one by one, or all at once.
+    """
+
+    sample: Callable[[int], Batch]
+    num_tokens: int
+    chunk_tokens: int = 1
+
+    def short(self, profile: Profile) -> tuple[int, int, int, int]:
+        """Return three lengths, each a chunk longer than the one before, and a longer one to compare with, in tokens.
+
+        Args:
+            profile: whose step is traced. On a CPU kernels are asked for their workspaces, and for a few tokens they
+                compute in other ways.
+        """
+        least = max(_LEAST_CHUNKS, _LEAST_CPU_TOKENS // self.chunk_tokens if profile == "cpu" else 0)
+        # A sample of 64 tokens is no shorter than a chunk that a configuration does not name, as a rule.
+        chunks = (0, 1, 2, max(4, 64 // self.chunk_tokens))
+        # What is left over of the last chunk is the same in all.
+        rest = self.num_tokens % self.chunk_tokens
+        first, second, third, last = ((least + more) * self.chunk_tokens + rest for more in chunks)
+        return first, second, third, last
+
+
+def operations_per_chunk(train: TrainSpec, lengths: SampleLengths) -> int:
+    """Return how many operations more a forward has where a sample is a chunk longer: 0 where tokens run together.
+
+    Args:
+        train: what is trained, its model made, with data or without.
+        lengths: of its samples.
+    """
+    mode = fake_mode()
+    # Whatever does not run here is found, and said, where the step is traced.
+    try:
+        model, loss = fake_twin((train.model, declared(train.loss)), mode)
+        counts = []
+        for num_tokens in lengths.short("cuda")[:2]:
+            batch = fake_batch(lengths.sample(num_tokens), _NUM_SAMPLES, mode)
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), mode, _Count() as count:
+                loss.function(model, batch)
+            counts.append(count.num_operations)
+    except Exception:  # noqa: BLE001
+        return 0
+    return counts[1] - counts[0]
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's types have no names in public)
+        """Count an operation, and run it."""
+        del types
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
