@@ -22,8 +22,6 @@ from anybatch.memory.trace import (
 from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
 from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.cost.step_time import CostLine, CostTrace, fit_costs
-from anybatch.planner.trace.cpu_workspaces import KernelMemory
-from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.short_samples import (
     check_costs,
     check_memory,
@@ -33,6 +31,8 @@ from anybatch.planner.short_samples import (
     lengthen,
     memory_at,
 )
+from anybatch.planner.trace.cpu_workspaces import KernelMemory
+from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
 from anybatch.planner.trace.sample_lengths import SampleLengths
 from anybatch.planner.trace.step_spec import StepSpec, built, samples_there
@@ -246,7 +246,7 @@ def _from_short_samples(
     check_costs(of_costs[0], compared, recorder.trace())
     low, high = (costs_at(*pair, turns) for pair in zip(shortest.costs.traces, of_costs, strict=True))
     note = (
-        f"of {lengths.num_tokens:,} tokens, worked out from samples of {short[0]} to {short[-1]} tokens, as each token has "
+        f"of {lengths.num_tokens:,} tokens, worked out from samples of {short[0]} to {short[-1]}, as each token has "
         "operations of its own"
     )
     costs = fit_costs(low, TRACED[0], high, TRACED[1])

@@ -9,12 +9,14 @@ to the next, and the turns before and after them are there and hold the same; so
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import itemgetter
 
 import torch
 from jaxtyping import Int64
 
+from anybatch.core.geometry import ceil_div
 from anybatch.errors import PlanError
 from anybatch.memory.trace import Allocation, MemoryEnvelope, MemoryTrace, Polynomials, in_order
 from anybatch.planner.cost.step_time import CostTrace, Operation
@@ -23,6 +25,7 @@ Numbers = Int64[torch.Tensor, "entry number"]
 _LEAST_TURNS = 3
 """A loop has that many turns at least."""
 _MOST_OFF = 0.01
+_MOST_PIECES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,8 @@ def coefficients(envelope: MemoryEnvelope) -> Entries:
 def memory_at(shortest: MemoryEnvelope, lengthened: Lengthened, turns: int) -> MemoryEnvelope:
     """Return the memory of a step with so many turns more in each loop.
 
-    What all of them leave is one piece for each that a turn leaves, and so is what they free.
+    Each leaves its pieces, or frees those of a turn before. Where these are very many, several leave one together:
+    the sum is the same, and only what an allocator makes of it may differ.
 
     Args:
         shortest: the memory without them.
@@ -183,39 +187,63 @@ def memory_at(shortest: MemoryEnvelope, lengthened: Lengthened, turns: int) -> M
     Raises:
         PlanError: a loop frees what none has left.
     """
-    trace, sizes = shortest.trace, [tuple(row) for row in lengthened.numbers(turns).tolist()]
-    loops = {loop.at: loop for loop in lengthened.loops}
-    made, rows, events = list[Allocation](), list[tuple[int, ...]](), list[int]()
-    numbers, places, left = dict[int, int](), list[int](), dict[Hashable, list[int]]()
+    trace, rows = shortest.trace, [tuple(row) for row in lengthened.numbers(turns).tolist()]
+    changes = {loop.at: _left_by(loop, trace, rows) for loop in lengthened.loops}
+    num_left = sum(count for one in changes.values() for count in one.values() if count > 0)
+    together = max(1, ceil_div(num_left * turns, _MOST_PIECES))
+    bundles = [together] * (turns // together) + [turns % together] * (turns % together > 0)
+    step, places = _Step(), list[int]()
     for position, event in enumerate((*trace.events, 0)):
-        loop = loops.get(position)
-        changes = Counter[tuple[Allocation, tuple[int, ...]]]()
-        for place in range(position - loop.period, position) if loop is not None else ():
-            one = trace.allocations[abs(trace.events[place]) - 1]
-            changes[replace(one, num_bytes=0), sizes[place]] += 1 if trace.events[place] > 0 else -1
-        for key, count in sorted(changes.items(), key=lambda item: item[1]):  # first what is freed
-            if len(left.setdefault(key, [])) < -count:
-                message = "a loop over tokens frees what no loop has left."
-                raise PlanError(message)
-            events += [-left[key].pop() for _ in range(-count)]
-            for _ in range(count):
-                made.append(key[0])
-                rows.append(tuple(turns * size for size in key[1]))
-                events.append(len(made))
-                left[key].append(len(made))
-        places.append(len(events))
-        if event > 0:
-            made.append(trace.allocations[event - 1])
-            rows.append(sizes[position])
-            numbers[event] = len(made)
+        # What is freed first: turns take over memory from those before.
+        for (piece, row), count in sorted(changes.get(position, {}).items(), key=itemgetter(1)):
+            for _ in range(abs(count)):
+                for size in bundles if count > 0 else reversed(bundles):
+                    step.add((piece, row), piece, tuple(size * one for one in row), taken=count > 0)
+        places.append(len(step.events))
         if event:
-            events.append(numbers[event] if event > 0 else -numbers[-event])
+            step.add(abs(event), trace.allocations[abs(event) - 1], rows[position], taken=event > 0)
     marks = tuple((places[position], name) for position, name in trace.marks)
-    empty = MemoryEnvelope(
-        MemoryTrace(tuple(made), tuple(events), marks), shortest.allocated, shortest.held, shortest.traced
-    )
-    found = empty.with_sizes(Polynomials(*torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)))
+    made = replace(shortest, trace=MemoryTrace(tuple(step.pieces), tuple(step.events), marks))
+    found = made.with_sizes(Polynomials(*torch.tensor(step.rows, dtype=torch.int64).reshape(-1, 3).unbind(1)))
     return replace(found, trace=found.at(found.traced[0]))
+
+
+def _left_by(
+    loop: Loop, trace: MemoryTrace, rows: Sequence[tuple[int, ...]]
+) -> Counter[tuple[Allocation, tuple[int, ...]]]:
+    """Return how many pieces more there are after a turn than before, by what they are and their sizes."""
+    found = Counter[tuple[Allocation, tuple[int, ...]]]()
+    for place in range(loop.at - loop.period, loop.at):
+        event = trace.events[place]
+        found[replace(trace.allocations[abs(event) - 1], num_bytes=0), rows[place]] += 1 if event > 0 else -1
+    return found
+
+
+@dataclass(slots=True)
+class _Step:
+    """Allocations and frees, as they come."""
+
+    pieces: list[Allocation] = field(default_factory=list)
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    _held: dict[Hashable, list[int]] = field(default_factory=dict)
+
+    def add(self, key: Hashable, piece: Allocation, row: tuple[int, ...], *, taken: bool) -> None:
+        """Take a piece of memory, or free the last one of the same key.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if taken:
+            self.pieces.append(piece)
+            self.rows.append(row)
+            self.events.append(len(self.pieces))
+            self._held.setdefault(key, []).append(len(self.pieces))
+        elif self._held.get(key):
+            self.events.append(-self._held[key].pop())
+        else:
+            message = "a loop over tokens frees what no loop has left."
+            raise PlanError(message)
 
 
 def check_memory(shortest: MemoryEnvelope, lengthened: Lengthened, turns: int, trace: MemoryTrace, m: int) -> None:
