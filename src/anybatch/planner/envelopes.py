@@ -243,7 +243,7 @@ def _from_short_samples(
         check_memory(envelopes[0], of_memory, compared, getattr(trace, name), m)
         memory[name] = memory_at(envelopes[0], of_memory, turns)
     of_costs = [lengthen([entries_of_costs(one.costs.traces[at]) for one in found]) for at in range(len(TRACED))]
-    check_costs(of_costs[0], compared, recorder.trace())
+    check_costs(shortest.costs.traces[0], of_costs[0], compared, recorder.trace())
     low, high = (costs_at(*pair, turns) for pair in zip(shortest.costs.traces, of_costs, strict=True))
     note = (
         f"of {lengths.num_tokens:,} tokens, worked out from samples of {short[0]} to {short[-1]}, as each token has "

@@ -55,7 +55,7 @@ def make_plan(
     # No device limits the memory of a CPU, so that strategies do not go by it.
     spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
     ready, reason = built(spec)
-    if spec.lengths is not None and not operations_per_chunk(ready.trained, spec.lengths):
+    if spec.lengths is not None and not operations_per_chunk(ready.trained, spec.lengths, spec.profile):
         # A step over a long sample is traced as fast as one over a short one.
         spec, ready = (dataclasses.replace(one, lengths=None) for one in (spec, ready))
     # The model is built once here; changes that need another one build their own.

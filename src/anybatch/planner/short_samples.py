@@ -10,7 +10,6 @@ to the next, and the turns before and after them are there and hold the same; so
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from operator import itemgetter
 
 import torch
@@ -104,7 +103,8 @@ def _loops(shorter: Sequence[Hashable], longer: Entries) -> list[Loop]:
         if here == len(shorter) and there == len(names):
             return found
         # Where a turn begins like what follows the loop, steps part later, and the turn that is more is a rotated one.
-        turns = [(period, back) for period in range(1, len(names) - there + 1) if (back := _back(sized, there, period))]
+        most = len(names) - there - (len(shorter) - here)
+        turns = [(period, back) for period in range(1, most + 1) if (back := _back(sized, there, period))]
         if not turns:
             message = f"steps over two lengths differ in more than turns of a loop, first before entry {here}."
             raise PlanError(message)
@@ -116,11 +116,8 @@ def _loops(shorter: Sequence[Hashable], longer: Entries) -> list[Loop]:
 
 def _num_same(some: Sequence[Hashable], begin: int, others: Sequence[Hashable], other_begin: int) -> int:
     """Return how many entries agree, from two places on."""
-    pairs = zip(islice(some, begin, None), islice(others, other_begin, None), strict=False)
-    return next(
-        (number for number, (one, other) in enumerate(pairs) if one != other),
-        min(len(some) - begin, len(others) - other_begin),
-    )
+    most = min(len(some) - begin, len(others) - other_begin)
+    return next((at for at in range(most) if some[begin + at] != others[other_begin + at]), most)
 
 
 def _back(sized: Sequence[Hashable], end: int, period: int) -> int:
@@ -232,18 +229,19 @@ class _Step:
         """Take a piece of memory, or free the last one of the same key.
 
         Raises:
-            PlanError: there is none.
+            PlanError: there is none, or it has another size.
         """
         if taken:
             self.pieces.append(piece)
             self.rows.append(row)
             self.events.append(len(self.pieces))
             self._held.setdefault(key, []).append(len(self.pieces))
-        elif self._held.get(key):
-            self.events.append(-self._held[key].pop())
         else:
-            message = "a loop over tokens frees what no loop has left."
-            raise PlanError(message)
+            held = self._held.get(key)
+            if not held or self.rows[held[-1] - 1] != row:
+                message = "a loop over tokens frees what no loop has left."
+                raise PlanError(message)
+            self.events.append(-held.pop())
 
 
 def check_memory(shortest: MemoryEnvelope, lengthened: Lengthened, turns: int, trace: MemoryTrace, m: int) -> None:
@@ -277,18 +275,19 @@ def entries_of_costs(costs: CostTrace) -> Entries:
     return Entries(names, torch.tensor(rows, dtype=torch.int64).reshape(-1, 4 + most))
 
 
-def check_costs(lengthened: Lengthened, turns: int, costs: CostTrace) -> None:
+def check_costs(shortest: CostTrace, lengthened: Lengthened, turns: int, costs: CostTrace) -> None:
     """Compare with the operations of a step over a length: which they are, and the work of all of them.
 
-    Each is compared by the sums, since a look-up in a small table reads no more than all of it, however many tokens.
+    It is the sums that are compared: a look-up in a small table reads no more than all of it, however many tokens.
 
     Raises:
         PlanError: they are others, or the work is off by more than 1%.
     """
-    worked_out, found = (
-        part[:, :4].sum(0) for part in (lengthened.numbers(turns), lengthened.found(entries_of_costs(costs), turns))
-    )
-    if bool(((worked_out - found).abs() > _MOST_OFF * found).any()):
+    entries = entries_of_costs(costs)
+    lengthened.found(entries, turns)
+    worked_out = entries_of_costs(costs_at(shortest, lengthened, turns))
+    sums = [one.numbers[:, :4].sum(0) for one in (worked_out, entries)]
+    if bool(((sums[0] - sums[1]).abs() > _MOST_OFF * sums[1]).any()):
         message = "the work of a step is no quadratic in the number of tokens."
         raise PlanError(message)
 

@@ -10,7 +10,7 @@ from anybatch.core.loss import declared
 from anybatch.core.tree import Batch
 from anybatch.engine.spec import TrainSpec
 from anybatch.memory.torch_internals import TorchDispatchMode
-from anybatch.planner.trace.cuda_emulation import Profile
+from anybatch.planner.trace.cuda_emulation import Profile, allocating_as
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
 from anybatch.planner.trace.fake_tensor_cache import fake_mode
 
@@ -49,24 +49,25 @@ class SampleLengths:
         return first, second, third, last
 
 
-def operations_per_chunk(train: TrainSpec, lengths: SampleLengths) -> int:
+def operations_per_chunk(train: TrainSpec, lengths: SampleLengths, profile: Profile) -> int:
     """Return how many operations more a forward has where a sample is a chunk longer: 0 where tokens run together.
 
     Args:
         train: what is trained, its model made, with data or without.
         lengths: of its samples.
+        profile: the device type whose operations these are.
     """
     mode = fake_mode()
     # Whatever does not run here is found, and said, where the step is traced.
     try:
         model, loss = fake_twin((train.model, declared(train.loss)), mode)
-        counts = []
+        counts = list[int]()
         for num_tokens in lengths.short("cuda")[:2]:
             batch = fake_batch(lengths.sample(num_tokens), _NUM_SAMPLES, mode)
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), mode, _Count() as count:
+            with torch.no_grad(), mode, allocating_as(profile), _Count() as count:
                 loss.function(model, batch)
             counts.append(count.num_operations)
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 (of whatever kind the model's own is)
         return 0
     return counts[1] - counts[0]
 
