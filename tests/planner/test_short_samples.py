@@ -15,6 +15,7 @@ from anybatch.planner.cost.step_time import CostTrace, Operation, operation_seco
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.proposals.changes import changed, named_change
+from anybatch.planner.proposals.more_ranks import smallest_world
 from anybatch.planner.short_samples import (
     check_costs,
     check_memory,
@@ -234,7 +235,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def both(config: Any, tokens: int, *changes: str, **fields: Any) -> tuple[Envelopes, Envelopes]:
     """Return a step of a configuration as it is worked out from short samples, and as it is traced whole."""
     subject = subject_of_config(config, sequence_length=tokens)
-    spec = StepSpec(train=subject.train, sample=subject.sample, strategy="single", **fields)
+    spec = StepSpec(train=subject.train, sample=subject.sample, **{"strategy": "single", **fields})
     for name in changes:
         spec = changed(spec, [named_change(spec, name)])
     ready, _ = built(spec)
@@ -277,6 +278,25 @@ def test_models_that_take_tokens_one_by_one(
 
     assert found.notes[-1].startswith(f"of {tokens} tokens, worked out from samples of 8 to 72")
     assert_same(found, whole)
+
+
+@pytest.mark.slow
+@sees(
+    "the fewest ranks are found from the shortest sample",
+    "src/anybatch/planner/proposals/more_ranks.py",
+    "found.steady.at(micro_batch_size)",
+    "found.steady.at(1)",
+)
+def test_under_fsdp() -> None:
+    """Weights that are sharded make no difference, nor do they where the fewest ranks are looked for."""
+    config = CONFIGS["mamba"]()
+    assert_same(*both(config, 90, strategy="fsdp", world_size=2))
+
+    subject = subject_of_config(config, sequence_length=90)
+    whole = StepSpec(train=subject.train, sample=subject.sample, strategy="fsdp")
+    short = dataclasses.replace(whole, lengths=subject.lengths)
+    found, expected = (smallest_world(one, 1 << 30, micro_batch_size=3, largest=2) for one in (short, whole))
+    assert found == expected
 
 
 @pytest.mark.slow

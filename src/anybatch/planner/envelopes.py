@@ -12,6 +12,7 @@ from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import INSIDE
 from anybatch.memory.trace import (
     MemoryEnvelope,
+    MemoryTrace,
     Peak,
     Polynomials,
     check,
@@ -236,12 +237,12 @@ def _from_short_samples(
         raise PlanError(message)
     trace, recorder = _first_trace(steps[-1], m)
     turns, compared = ((one - short[0]) // lengths.chunk_tokens for one in (lengths.num_tokens, short[-1]))
-    memory = {}
-    for name in ("steady", "first"):
-        envelopes: list[MemoryEnvelope] = [getattr(one, name) for one in found]
-        of_memory = lengthen([coefficients(one) for one in envelopes])
-        check_memory(envelopes[0], of_memory, compared, getattr(trace, name), m)
-        memory[name] = memory_at(envelopes[0], of_memory, turns)
+
+    def memory(found: Sequence[MemoryEnvelope], longer: MemoryTrace) -> MemoryEnvelope:
+        of_memory = lengthen([coefficients(one) for one in found])
+        check_memory(found[0], of_memory, compared, longer, m)
+        return memory_at(found[0], of_memory, turns)
+
     of_costs = [lengthen([entries_of_costs(one.costs.traces[at]) for one in found]) for at in range(len(TRACED))]
     check_costs(shortest.costs.traces[0], of_costs[0], compared, recorder.trace())
     low, high = (costs_at(*pair, turns) for pair in zip(shortest.costs.traces, of_costs, strict=True))
@@ -250,7 +251,13 @@ def _from_short_samples(
         "operations of its own"
     )
     costs = fit_costs(low, TRACED[0], high, TRACED[1])
-    return dataclasses.replace(shortest, **memory, costs=costs, notes=(*shortest.notes, note))
+    return dataclasses.replace(
+        shortest,
+        steady=memory([one.steady for one in found], trace.steady),
+        first=memory([one.first for one in found], trace.first),
+        costs=costs,
+        notes=(*shortest.notes, note),
+    )
 
 
 def _with_kernels(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:

@@ -95,7 +95,7 @@ def _loops(shorter: Sequence[Hashable], longer: Entries) -> list[Loop]:
     Raises:
         PlanError: they differ in something else, or a loop has too few turns to be one.
     """
-    found, names, here, there = [], longer.names, 0, 0
+    found, names, here, there = list[Loop](), longer.names, 0, 0
     sized = list(zip(names, map(tuple, longer.numbers.tolist()), strict=True))
     while True:
         same = _num_same(shorter, here, names, there)
