@@ -35,6 +35,7 @@ from tests.planner.step_specs import step_spec
 transformers = pytest.importorskip("transformers")
 
 Turn = Callable[[int, int], int]
+Last = Callable[[int], int]
 
 
 class _Program:
@@ -53,7 +54,7 @@ class _Program:
         self.events.append(-number)
 
 
-def scan(tokens: int, m: int, kept: Turn = lambda _, __: 3, least_turn: int = 0) -> MemoryTrace:
+def scan(tokens: int, m: int, kept: Turn = lambda _, __: 3, last: Last = lambda _: 1) -> MemoryTrace:
     """Return the trace of a scan over tokens: each keeps a piece until the way back, which sums up in new pieces."""
     program = _Program()
     inputs = program.take(5 * m * tokens * tokens + 7, "inputs")
@@ -68,10 +69,10 @@ def scan(tokens: int, m: int, kept: Turn = lambda _, __: 3, least_turn: int = 0)
         program.free(total)
         program.free(state)
         total = step
-    for _ in range(least_turn < tokens):
-        program.free(program.take(m * tokens, "more"))
     program.free(total)
     program.free(inputs)
+    for _ in range(last(tokens) > 0):
+        program.free(program.take(m * last(tokens), "last"))
     return MemoryTrace(tuple(program.pieces), tuple(program.events), ((0, "step begins"),))
 
 
@@ -125,10 +126,10 @@ def test_a_scan_is_as_it_is_when_traced_whole(tokens: int) -> None:
 def test_very_many_pieces_are_put_together() -> None:
     """A step of more turns than pieces are written down for holds the same in fewer pieces."""
     short = [envelope(one) for one in (8, 9, 10)]
-    found = memory_at(short[0], lengthen(list(map(coefficients, short))), 500_001)
+    found = memory_at(short[0], lengthen(list(map(coefficients, short))), 500_002)
 
     # The inputs and sums are quadratics and lines, and each of the tokens keeps a state.
-    tokens, m = 500_009, 2
+    tokens, m = 500_010, 2
     assert found.peak_bytes(m) == 5 * m * tokens**2 + 7 + tokens * (3 * m + 1) + 2 * (2 * m * tokens)
     assert len(found.trace.allocations) < 250_000
 
@@ -170,7 +171,8 @@ def test_what_is_no_polynomial_is_refused() -> None:
     assert "turns of a loop over tokens" in _refused(72, kept=lambda _, at: 3 + (at > 30))
     assert check in _refused(72, kept=lambda tokens, _: tokens**3)
     assert check in _refused(72, kept=lambda tokens, _: max(20, tokens))
-    assert "more than further turns" in _refused(72, least_turn=60)
+    assert check in _refused(72, last=lambda tokens: max(20, tokens))
+    assert "more than further turns" in _refused(72, last=lambda tokens: tokens > 60)
 
 
 def _operations(tokens: int, table: int) -> CostTrace:
