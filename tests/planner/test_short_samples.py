@@ -222,6 +222,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "rwkv": lambda: transformers.RwkvConfig(
         hidden_size=8, attention_hidden_size=8, num_hidden_layers=1, vocab_size=50, context_length=512, use_cache=False
     ),
+    "jamba": lambda: transformers.JambaConfig(
+        hidden_size=8,
+        num_hidden_layers=2,
+        vocab_size=50,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+        use_cache=False,
+    ),
     "recurrent_gemma": lambda: transformers.RecurrentGemmaConfig(
         hidden_size=8,
         num_hidden_layers=1,
@@ -270,6 +283,7 @@ def assert_same(found: Envelopes, whole: Envelopes) -> None:
         ("falcon_mamba", 90, ("checkpointing",), 2),
         ("rwkv", 90, (), 2),
         ("recurrent_gemma", 90, (), 2),
+        ("jamba", 90, (), 2),
     ],
 )
 def test_models_that_take_tokens_one_by_one(
