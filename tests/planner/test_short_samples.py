@@ -324,42 +324,69 @@ def test_under_fsdp() -> None:
 )
 def test_on_a_cpu() -> None:
     """On a CPU samples are longer, for what its kernels take for themselves; the plan is that of a whole trace too."""
-    found, whole = both(CONFIGS["mamba"](), 132, profile="cpu")
+    config = CONFIGS["mamba"]()
+    config.intermediate_size = 64
+    found, whole = both(config, 132, profile="cpu")
 
     assert found.notes[-1].startswith("of 132 tokens, worked out from samples of 64 to 128")
     assert_same(found, whole)
 
 
-class _Growing(nn.Module):
-    """Adds up, token by token, all tokens so far."""
+class _Sums(nn.Module):
+    """Sums up tokens one by one: those so far, or one each; of fewer tokens than `least` with a square more."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int, *, so_far: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
+        self.least = least
+        self.so_far = so_far
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
-        return torch.stack([y[:, : at + 1].exp().sum(1) for at in range(x.shape[1])], 1)
+        if x.shape[1] < self.least:
+            y = y.square()
+        return torch.stack([y[:, at * (not self.so_far) : at + 1].exp().sum(1) for at in range(x.shape[1])], 1)
 
 
-def test_what_does_not_follow_is_traced_whole() -> None:
-    """A model whose turns differ is planned as if nothing was known of shorter samples, and that it is slow is said."""
+def _sums(tokens: int, **settings: Any) -> tuple[Envelopes, Envelopes]:
+    """Return a step of such a model where samples of other lengths are there, and where they are not."""
 
     def sample(tokens: int) -> torch.Tensor:
         return torch.zeros(1, tokens, 4)
 
     spec = step_spec(
-        _Growing,
+        lambda: _Sums(**settings),
         optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1),
         loss=lambda model, batch: model(batch).mean(),
-        sample=sample(80),
+        sample=sample(tokens),
         strategy="single",
     )
-    lengths = SampleLengths(sample=sample, num_tokens=80)
-    found = find_envelopes(dataclasses.replace(spec, lengths=lengths), 1 << 30, most_samples=16)
-    whole = find_envelopes(spec, 1 << 30, most_samples=16)
+    pair = (dataclasses.replace(spec, lengths=SampleLengths(sample=sample, num_tokens=tokens)), spec)
+    found, whole = (find_envelopes(one, 1 << 30, most_samples=16) for one in pair)
+    return found, whole
+
+
+@pytest.mark.slow
+def test_what_does_not_follow_is_traced_whole() -> None:
+    """A model whose turns differ is planned as if nothing was known of shorter samples, and that it is slow is said."""
+    found, whole = _sums(80, least=0, so_far=True)
 
     assert "traced as a whole, which is slow" in found.notes[-1]
+    assert_same(found, whole)
+
+
+@pytest.mark.slow
+@sees(
+    "no longer samples are tried",
+    "src/anybatch/planner/envelopes.py",
+    "_TIMES_AS_LONG = (1, 4)",
+    "_TIMES_AS_LONG = (1,)",
+)
+def test_longer_samples_are_tried() -> None:
+    """A model that does something else with a few tokens is planned from more."""
+    found, whole = _sums(100, least=20, so_far=False)
+
+    assert found.notes[-1].startswith("of 100 tokens, worked out from samples of 32 to 96")
     assert_same(found, whole)
 
 

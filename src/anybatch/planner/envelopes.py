@@ -42,6 +42,8 @@ from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step,
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
 _FURTHER = 5
+_TIMES_AS_LONG = (1, 4)
+"""Where short samples do not tell, longer ones are tried: of few tokens a kernel may compute in another way."""
 Binding = Literal["tensors", "allocator", "optimizer step", "batch", "branch"]
 """The limit that a larger micro-batch would exceed; "batch" if all of the rank's samples fit at once, "branch" if the
 step does something else above it."""
@@ -207,28 +209,37 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
 
 def _at_length(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
     """Return the envelopes of a spec whose model is made: from short samples, where that is asked for and can be."""
-    lengths = ready.lengths
-    if lengths is None or lengths.num_tokens <= lengths.short(ready.profile)[-1]:
+    lengths, why = ready.lengths, ""
+    if lengths is None:
         return _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
-    try:
-        return _from_short_samples(ready, lengths, usable_bytes, most_samples=most_samples, notes=notes)
-    except PlanError as error:
-        note = (
-            f"traced as a whole, which is slow: operations grow with the tokens, of which there are "
-            f"{lengths.num_tokens:,}, and shorter samples do not tell how ({error})"
-        )
-    return _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=[*notes, note])
+    for times in _TIMES_AS_LONG:
+        short = lengths.short(ready.profile, times)
+        if lengths.num_tokens <= short[-1]:
+            break
+        try:
+            return _from_short_samples(ready, lengths, short, usable_bytes, most_samples=most_samples, notes=notes)
+        except PlanError as error:
+            why = (
+                f"traced as a whole, which is slow: operations grow with the tokens, of which there are "
+                f"{lengths.num_tokens:,}, and shorter samples do not tell how ({error})"
+            )
+    return _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=[*notes, *filter(None, [why])])
 
 
 def _from_short_samples(
-    ready: StepSpec, lengths: SampleLengths, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]
+    ready: StepSpec,
+    lengths: SampleLengths,
+    short: Sequence[int],
+    usable_bytes: int,
+    *,
+    most_samples: int | None,
+    notes: Sequence[str],
 ) -> Envelopes:
     """Return the envelopes of a step over a long sample, worked out from three short ones and compared at a fourth.
 
     Raises:
         PlanError: they do not tell.
     """
-    short = lengths.short(ready.profile)
     steps = [dataclasses.replace(ready, sample=lengths.sample(one), lengths=None) for one in short]
     found = [_with_kernels(one, usable_bytes, most_samples=most_samples, notes=notes) for one in steps[:-1]]
     shortest, m = found[0], TRACED[0]

@@ -32,19 +32,20 @@ class SampleLengths:
     num_tokens: int
     chunk_tokens: int = 1
 
-    def short(self, profile: Profile) -> tuple[int, int, int, int]:
+    def short(self, profile: Profile, times: int = 1) -> tuple[int, int, int, int]:
         """Return three lengths, each a chunk longer than the one before, and a longer one to compare with, in tokens.
 
         Args:
             profile: whose step is traced. On a CPU kernels are asked for their workspaces, and for a few tokens they
                 compute in other ways.
+            times: the three are so many times as long.
         """
         least = max(_LEAST_CHUNKS, _LEAST_CPU_TOKENS // self.chunk_tokens if profile == "cpu" else 0)
         # A sample of 64 tokens is no shorter than a chunk that a configuration does not name, as a rule.
         chunks = (0, 1, 2, max(4, 64 // self.chunk_tokens))
         # What is left over of the last chunk is the same in all.
         rest = self.num_tokens % self.chunk_tokens
-        first, second, third, last = ((least + more) * self.chunk_tokens + rest for more in chunks)
+        first, second, third, last = ((times * least + more) * self.chunk_tokens + rest for more in chunks)
         return first, second, third, last
 
 
