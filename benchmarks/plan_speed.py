@@ -59,31 +59,17 @@ def on_one_device(name: str) -> str:
     return f"micro-batch {envelopes.largest_allocated(usable)} on 80 GiB"
 
 
-def scanned(num_tokens: int) -> str:
-    """Plan a Mamba of two layers; return the largest micro-batch that fits, and what tensors hold of it."""
+def scanned(num_tokens: int, **shape: int) -> str:
+    """Plan a Mamba by its configuration; return the largest micro-batch that fits, and what tensors hold of it."""
     import logging  # noqa: PLC0415
 
-    import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
     import anybatch as ab  # noqa: PLC0415
 
     logging.disable(logging.WARNING)
-    settings = transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=500, use_cache=False)
-
-    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # noqa: ANN401 (of transformers)
-        found: torch.Tensor = model(input_ids=batch["ids"], labels=batch["ids"]).loss
-        return found
-
-    plan = ab.plan(
-        lambda: transformers.MambaForCausalLM(settings),
-        lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
-        loss,
-        {"ids": torch.zeros(4, num_tokens, dtype=torch.int64)},
-        device=DEVICE_BYTES,
-        effective_batch_size=64,
-        proposals=False,
-    )
+    settings = transformers.MambaConfig(**shape, use_cache=False)
+    plan = ab.plan(settings, device=DEVICE_BYTES, effective_batch_size=64, sequence_length=num_tokens, proposals=False)
     return f"micro-batch {plan.micro_batch_size}, {plan.baseline.peak.num_bytes:,} bytes of tensors"
 
 
@@ -131,12 +117,15 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
     return f"{trace.peak_bytes / GIBIBYTE:.1f} GiB of tensors, {reserved / GIBIBYTE:.1f} reserved"
 
 
+TWO_LAYERS = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
+OF_130_MILLION = {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50_280}
 CASES = {
     "124M": Case("0.1 billion, 1 device", lambda: on_one_device("SMALL"), 3),
     "1B": Case("1.3 billion, 1 device", lambda: on_one_device("ONE"), 10),
     "CNN": Case("16 convolutions, 1 device", convolved, 5),
-    "Mamba-128": Case("Mamba, 2 layers, 128 tokens", lambda: scanned(128), 10),
-    "Mamba-512": Case("Mamba, 2 layers, 512 tokens", lambda: scanned(512), 20),
+    "Mamba-128": Case("Mamba, 2 layers, 128 tokens", lambda: scanned(128, **TWO_LAYERS), 10),
+    "Mamba-512": Case("Mamba, 2 layers, 512 tokens", lambda: scanned(512, **TWO_LAYERS), 10),
+    "Mamba-130M": Case("Mamba, 130 million, 2,048 tokens", lambda: scanned(2048, **OF_130_MILLION), 120),
     "8B-8": Case("8 billion, FSDP2 over 8", lambda: sharded("EIGHT", "selective", 8, 2), 30),
     "8B-128": Case("8 billion, FSDP2 over 128", lambda: sharded("EIGHT", "selective", 128, 2), 30),
     "70B": Case("70 billion, FSDP2 over 64", lambda: sharded("SEVENTY", "full", 64, 1), 60),

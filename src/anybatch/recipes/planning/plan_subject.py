@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.tree import Batch
 from anybatch.errors import UserError
+from anybatch.planner.trace.sample_lengths import SampleLengths
 from anybatch.planner.trace.step_spec import MakeTrainSpec
 
 
@@ -26,6 +27,7 @@ class PlanSubject:
             are loaded.
         called: what blocks are called where the user has them, as in `StepSpec`.
         notes: remarks for the user on what the sample stands for.
+        lengths: samples of other lengths, where nothing but their tokens depends on that.
     """
 
     name: str
@@ -35,6 +37,7 @@ class PlanSubject:
     own_batch: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    lengths: SampleLengths | None = None
 
 
 USUAL_TOKENS = 8_192
