@@ -567,6 +567,25 @@ def test_a_branch_that_ends_a_trace_is_named() -> None:
 
 
 @sees(
+    "a step that leaves modules out is refused without the remedy",
+    "src/anybatch/planner/trace/data_reads.py",
+    "self.is_drawn = drawn is not None",
+    "self.is_drawn = False",
+)
+def test_what_is_left_out_sometimes_is_refused_with_the_remedy() -> None:
+    """A step whose layers a draw leaves out now and then is refused, and the probability named that can be planned."""
+
+    def sometimes(model: Any, batch: Batch) -> Any:
+        rows = model(batch["x"])
+        return (rows if torch.rand([]) < 0.1 else rows.exp()).square().mean()
+
+    with pytest.raises(CannotPlanError, match=r"torch\.rand.*does other things.*probability set to 0"):
+        find_envelopes(small(loss=ab.mean_over_samples(sometimes)), 2**20)
+    with pytest.raises(CannotPlanError, match=r"with others it does other things\.$"):
+        find_envelopes(small(model=Deciding), 2**20)
+
+
+@sees(
     "a draw is answered as if its probability were not known",
     "src/anybatch/planner/trace/data_reads.py",
     "if func in _DRAWS and result.numel() == 1:",

@@ -31,6 +31,9 @@ from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step,
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
 _FURTHER = 5
+_DRAWN = (
+    " torch.rand has drawn what it reads: with the probability set to 0 nothing is left out, and that step is planned."
+)
 Binding = Literal["tensors", "allocator", "optimizer step", "batch", "branch"]
 """The limit that a larger micro-batch would exceed; "batch" if all of the rank's samples fit at once, "branch" if the
 step does something else above it."""
@@ -383,7 +386,7 @@ def _refuse_dependence(spec: StepSpec, trace: StepTrace) -> None:
     try:
         check_same_structure(first, m, second, m)
     except PlanError as error:
-        message = f"{what}: {error}"
+        message = f"{what}: with others it does other things.{_DRAWN if trace.is_drawn else ''}"
         raise CannotPlanError(message) from error
     if [one.num_bytes for one in first.allocations] != [one.num_bytes for one in second.allocations]:
         message = f"{what}: tensors have other sizes."

@@ -49,6 +49,7 @@ class HostReads(TorchDispatchMode):
         numbers: how many numbers were read, by phase.
         truths: how many truth values were read, by phase.
         at: where the first was read in a forward or backward, as words that follow a sentence; empty if none was.
+        is_drawn: whether what was read first follows from a number that `torch.rand` has drawn.
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:
@@ -56,6 +57,7 @@ class HostReads(TorchDispatchMode):
         self.numbers: Counter[Phase] = Counter()
         self.truths: Counter[Phase] = Counter()
         self.at = ""
+        self.is_drawn = False
         self._phase = phase
         self._other = other
         self._overflows: list[torch.Tensor] = []
@@ -91,9 +93,10 @@ class HostReads(TorchDispatchMode):
         # By identity, since comparing values would itself be a read.
         if any(read is overflow for overflow in self._overflows):
             return 0.0
+        drawn = None if func is torch.ops.aten.equal.default else self._draw_in(read)
         if not self.at and self._phase() in {"forward", "backward"}:
             self.at = place(reversed(list(traceback.walk_stack(None))))
-        drawn = None if func is torch.ops.aten.equal.default else self._draw_in(read)
+            self.is_drawn = drawn is not None
         is_truth = func is not _READS[0] or read.dtype is torch.bool
         (self.truths if is_truth else self.numbers)[self._phase()] += 1
         if drawn is not None:
