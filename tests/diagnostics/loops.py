@@ -225,6 +225,16 @@ def right_by_number_of_items(model, train_dataloader, optimizer, accumulation_st
         optimizer.zero_grad()
 
 
+def right_by_number_of_shifted_items(model, train_dataloader, optimizer, accumulation_steps):
+    batches = iter(train_dataloader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_items = sum((batch["labels"][..., 1:] != -100).sum() for batch in window)
+        for batch in window:
+            model(**batch, num_items_in_batch=num_items).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # Wrong
 
 

@@ -252,8 +252,9 @@ def test_all_kinds_of_data_are_tried() -> None:
 
 
 def test_tokens_are_weighed() -> None:
-    """A mean over the targets of a window is exact; a mean of the micro-batches' token means is not."""
+    """A mean over the targets of a window is exact, by any count of them; a mean of token means is not."""
     assert check_loop(loops.right_on_tokens).codes == frozenset()
+    assert check_loop(loops.right_by_number_of_shifted_items, data="tokens").codes == frozenset()
     report = check_loop(loops.token_means, data="tokens")
     assert (report.verdict, set(report.codes)) == (LoopVerdict.NOT_EQUAL, {"mean_of_token_means"})
 

@@ -73,7 +73,9 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
         lengths = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator)
         # Every word occurs once in the data, so the first one says which sample it is.
         words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
-        masked = targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED)
+        # The first position has no target, so that labels are as many where a loop counts them shifted.
+        positions = torch.arange(num_positions)
+        masked = targets.masked_fill((positions >= lengths) | (positions == 0), _IGNORED)
         return ProbeData(kind, words, masked if is_padded else targets, outputs)
     # One-hot, so that a sample is recognised by its largest input, also under noise or mixed with another one.
     return ProbeData(kind, 100.0 * torch.eye(NUM_ROWS, dtype=dtype), targets.squeeze(1), outputs)
