@@ -8,8 +8,8 @@ tokens one after the other, so that a step has a hundred times as many operation
     python benchmarks/plan_speed.py [--only WORD] [--out benchmarks/results/NAME.md]
     python benchmarks/plan_speed.py --against PATH
 
-With `--against` each plan is made in turns with this source and with that of another checkout, and what is compared is
-seconds of the CPU, and what both say.
+With `--against` each plan that both know is made in turns with this checkout and with another one, each with its own
+source and its own copy of this script, and what is compared is seconds of the CPU, and what both say.
 """
 
 import itertools
@@ -154,11 +154,17 @@ def in_this_process(name: str) -> None:
     print(json.dumps({"said": said, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_bytes": peak_bytes}))
 
 
+def script_of(checkout: Path) -> Path:
+    """Return the copy of this script in a checkout."""
+    return checkout / "benchmarks" / "plan_speed.py"
+
+
 def made(name: str, checkout: Path | None = None) -> dict[str, Any]:
-    """Plan in a fresh process, with the source of another checkout or with this one; return what it says and took."""
+    """Plan in a fresh process, with another checkout or with this one; return what it says and took."""
     source = Path(__file__).parents[1] if checkout is None else checkout
     environment = {**os.environ, "PYTHONPATH": str(source / "src")}
-    done = subprocess.run([sys.executable, __file__, name], check=True, capture_output=True, text=True, env=environment)
+    command = [sys.executable, str(script_of(source)), name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -168,7 +174,8 @@ def turns(name: str, checkout: Path, num_turns: int) -> str:
     pairs = [(made(name, checkout), made(name)) for _ in range(num_turns)]
     ratios = sorted(new["cpu_seconds"] / old["cpu_seconds"] for old, new in pairs)
     before, after = (median(pair[side]["cpu_seconds"] for pair in pairs) for side in (0, 1))
-    same = "the same" if all(old["said"] == new["said"] for old, new in pairs) else "OTHERWISE"
+    old, new = (pairs[-1][side]["said"] for side in (0, 1))
+    same = "the same" if old == new else f"{new}; before {old}"
     between = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
     return f"| {CASES[name].words} | {before:.1f} | {after:.1f} | {median(ratios):.2f} | {between} | {same} |"
 
@@ -197,6 +204,8 @@ def main() -> None:
     names = [name for name in CASES if options.only in name]
     load = f"{os.getloadavg()[0]:.1f} programs ran on {os.cpu_count()} cores before"
     if options.against is not None:
+        known = script_of(options.against).read_text(encoding="utf-8")
+        names = [name for name in names if f'"{name}": Case(' in known]
         head = "| model | before, s of the CPU | after | ratio | from, to | what is said |"
         lines = [head, "|---|--:|--:|--:|--:|---|"]
         lines += [turns(name, options.against, options.turns) for name in names]

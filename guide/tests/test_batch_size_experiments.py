@@ -15,9 +15,10 @@ from anybatch_guide.experiments import batch_strategies, noise_scale, rates_by_b
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import LabelledSamples, cross_entropy
 from guide.tests.recorded_again import RECORDINGS
+from tests.extras import skip_without
 from tests.faults import sees
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 ALL = (batch_strategies, noise_scale, rates_by_batch, sharp_minima, spikes)
 MOST_BYTES = 60_000

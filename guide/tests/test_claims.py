@@ -14,8 +14,9 @@ from anybatch_guide.claims import equality, loops, rules
 from anybatch_guide.claims.catalogue import CLAIMS
 from anybatch_guide.claims.claim import Verdict, judged
 from anybatch_guide.recording import differences, plain, read_recording
+from tests.extras import skip_without
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
 QUICK = (

@@ -11,9 +11,10 @@ from anybatch_guide.experiments import first_screen
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import MicroBatches, load
 from anybatch_guide.training import isolated
+from tests.extras import skip_without
 from tests.faults import sees
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 RECORDING = Path(__file__).parents[1] / "web" / "recordings" / "first_screen.json"
 ROUNDING = 1e-6

@@ -12,8 +12,9 @@ from anybatch_guide.experiments import exercises_eight
 from anybatch_guide.playground import PlaygroundSetting, as_command, as_python, parse_setting
 from anybatch_guide.programs import templates
 from anybatch_guide.recording import differences, plain, read_recording
+from tests.extras import skip_without
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
 TASKS = ("opening", "digits", "spirals", "shapes", "text")

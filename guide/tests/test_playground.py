@@ -19,9 +19,10 @@ from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.programs import templates
 from anybatch_guide.setting import MistakeName
 from anybatch_guide.tasks.digits import network
+from tests.extras import skip_without
 from tests.faults import sees
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 SCHEMA = json.loads((Path(anybatch.events.__file__).parent / "schema.json").read_text())
 SHORT: dict[str, Any] = {"micro_batch_size": 4, "accumulation_steps": 4, "steps": 6}

@@ -13,9 +13,10 @@ from anybatch_guide.setting import MistakeName, NormPolicy
 from anybatch_guide.tasks.task import MicroBatches, cross_entropy, load
 from anybatch_guide.training import make
 from guide.tests.test_playground import SHORT, Line, of_kind, played
+from tests.extras import skip_without
 from tests.faults import sees
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 WIDE: dict[str, Any] = {"micro_batch_size": 64, "accumulation_steps": 2, "steps": 3}
 

@@ -14,8 +14,9 @@ from anybatch_guide.setting import SAMPLE_BYTES
 from anybatch_guide.tasks.spirals import surface
 from anybatch_guide.tasks.task import IGNORED, MicroBatches, PlaygroundTask, TaskName, cross_entropy, load
 from anybatch_guide.tasks.text import encoded, in_words, sentences
+from tests.extras import skip_without
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 NAMES = get_args(TaskName)
 

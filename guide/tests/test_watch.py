@@ -30,6 +30,7 @@ from guide.tests.hostile_logs import hostile_logs, line, span, start, step
 from guide.tests.served import Served
 from tests.faults import sees
 
+NUM_HOSTILE = 24
 KILLED = """
 import sys, time
 from anybatch.core.records import StepRecord
@@ -348,9 +349,21 @@ def test_a_killed_process_leaves_a_run_without_an_end(tmp_path: Path) -> None:
     assert view["last"]["step"] == whole_lines - 1 >= 50
 
 
-@pytest.mark.parametrize(("name", "content"), [pytest.param(*one, id=one[0]) for one in hostile_logs()])
-def test_hostile_logs_are_data(tmp_path: Path, name: str, content: bytes) -> None:
+@pytest.fixture(scope="module")
+def hostile() -> list[tuple[str, bytes]]:
+    """Return name and bytes of each hostile log, written once, and not where tests are collected."""
+    return list(hostile_logs())
+
+
+def test_all_hostile_logs_are_tried(hostile: list[tuple[str, bytes]]) -> None:
+    """There are as many hostile logs as the next test takes."""
+    assert len(hostile) == NUM_HOSTILE
+
+
+@pytest.mark.parametrize("number", range(NUM_HOSTILE))
+def test_hostile_logs_are_data(tmp_path: Path, hostile: list[tuple[str, bytes]], number: int) -> None:
     """What anybody may have written becomes a view that is JSON and small, with texts that are short and harmless."""
+    name, content = hostile[number]
     folder = written(tmp_path / name.replace("/", " "), content)
     view = Watching([folder]).read_all()[0]
     text = encoded(view)

@@ -15,9 +15,10 @@ from anybatch_guide.mistakes.mistake import MISTAKES
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import load
 from guide.tests.recorded_again import RECORDINGS, made_again
+from tests.extras import skip_without
 from tests.faults import sees
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 RIGHT = ("right", "no_sync_backward")
 FOUND = {

@@ -6,8 +6,9 @@ import pytest
 
 from anybatch.cli.check import check_recipe
 from anybatch.cli.status import Status
+from tests.extras import skip_without
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
+skip_without("sklearn", "anybatch[recipes]")
 
 WRONG = """
 import torch

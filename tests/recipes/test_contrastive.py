@@ -15,8 +15,9 @@ from anybatch.errors import LossError
 from anybatch.recipes.contrastive import Encoders, contrastive, encode, loss, retrieval
 from anybatch.recipes.run.start import start
 from anybatch.testing.gradients import assert_same_gradients
+from tests.extras import skip_without
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
+skip_without("sklearn", "anybatch[recipes]")
 
 
 def doubled(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

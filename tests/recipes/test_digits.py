@@ -1,7 +1,9 @@
 """The recipe "digits": its data, its model, and that it learns, however it is cut."""
 
 import dataclasses
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from anybatch.core.splitting import Cut
 from anybatch.recipes.digits import Digits, Network, accuracy, digits, loss
 from anybatch.recipes.run.start import start
 from anybatch.testing.gradients import assert_same_gradients
+from tests.faults import sees
 
 datasets = pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
 
@@ -44,6 +47,35 @@ def test_the_split_is_whole_and_fixed() -> None:
     )
     torch.manual_seed(1)
     assert torch.equal(Digits("held_out").images, held_out.images)
+
+
+@sees(
+    "digits: a file that has moved is read where it was",
+    "src/anybatch/recipes/digits.py",
+    "if file.is_file():",
+    "if file.parent is not None:",
+)
+def test_a_scikit_learn_with_its_file_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where scikit-learn keeps its file elsewhere, its function is asked, and the images are the same."""
+    found = Digits("train")
+    monkeypatch.setattr("anybatch.recipes.digits.scikit_learn_folder", lambda recipe: Path(f"no {recipe} here"))
+    other = Digits("train")
+    assert torch.equal(other.images, found.images)
+    assert torch.equal(other.labels, found.labels)
+
+
+@sees(
+    "digits: the package is imported",
+    "src/anybatch/recipes/digits.py",
+    'package = find_spec("sklearn")',
+    'package = importlib.import_module("sklearn").__spec__',
+)
+def test_the_images_come_without_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the images imports neither scikit-learn nor SciPy, which would take every process a second."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    Digits("train")
+    assert "sklearn" not in sys.modules
 
 
 def test_shifts_are_moves_by_at_most_a_pixel() -> None:

@@ -17,8 +17,9 @@ from anybatch.recipes.planning.known_models import KNOWN_MODELS, DecoderConfig
 from anybatch.recipes.planning.library_models import subject_of_config
 from anybatch.recipes.planning.plan_subject import PlanSubject
 from anybatch.recipes.planning.subjects import load_subject
+from tests.extras import skip_without
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
+skip_without("sklearn", "anybatch[recipes]")
 
 PUBLISHED_PARAMETERS = {
     "gpt2": 124_439_808,

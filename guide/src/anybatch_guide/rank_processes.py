@@ -210,5 +210,5 @@ def _context() -> ForkServerContext | SpawnContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, __name__, "anybatch_guide.tasks.digits", "sklearn.datasets"])
+    context.set_forkserver_preload([*PRELOADED, __name__, "anybatch_guide.tasks.digits"])
     return context

@@ -16,6 +16,7 @@ from anybatch_guide.playground import PlaygroundSetting, run
 from anybatch_guide.setting import NormPolicy
 from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, come_to, opened
 from guide.tests.served import Served
+from tests.extras import skip_without
 
 SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser")
 PATIENCE = 180_000.0  # milliseconds
@@ -23,7 +24,7 @@ BRIGHT = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, c
     .filter((level, at) => at % 4 === 0 && level > 100).length"""
 """How many pixels of a picture are bright."""
 
-pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+skip_without("sklearn", "anybatch[guide]")
 
 
 @pytest.fixture(scope="module")

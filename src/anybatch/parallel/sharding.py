@@ -126,7 +126,8 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
     every = _uses(modules)
     groups = []
     for prefix, outer in outermost_modules(modules).items():
-        shared = [name for name, p in outer.named_parameters() if _uses(outer)[id(p)] < every[id(p)]]
+        own = _uses(outer)
+        shared = [name for name, p in outer.named_parameters() if own[id(p)] < every[id(p)]]
         if shared:
             message = (
                 f"parameter {shared[0]!r} belongs to {prefix!r} and to another of the given modules: FSDP2 would shard "

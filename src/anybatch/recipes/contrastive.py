@@ -10,14 +10,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.recipes.digits import Digits, scikit_learn_datasets
+from anybatch.recipes.digits import Digits, scikit_learn_folder
 
 Vectors = tuple[Float[Tensor, "image 32"], Float[Tensor, "image 32"]]
 
 
 def contrastive() -> ab.Job:
     """Return the job: 1,437 images to train on; judged by how often a held-out half finds its other one among 360."""
-    scikit_learn_datasets("contrastive")
+    scikit_learn_folder("contrastive")
     return ab.Job(
         model=Encoders,
         optimizer=torch.optim.AdamW,

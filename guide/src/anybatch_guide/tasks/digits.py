@@ -4,13 +4,13 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.recipes.digits import Digits, Network, scikit_learn_datasets
+from anybatch.recipes.digits import Digits, Network, scikit_learn_folder
 from anybatch_guide.tasks.task import LabelledSamples, PlaygroundTask, loss
 
 
 def task() -> PlaygroundTask:
     """Return the task: 1,437 images of 8 x 8 pixels, ten classes."""
-    scikit_learn_datasets("digits")
+    scikit_learn_folder("digits")
     train, held_out = Digits("train"), Digits("held_out")
     return PlaygroundTask(
         name="digits",
