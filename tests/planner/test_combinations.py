@@ -35,7 +35,7 @@ from anybatch.planner.proposals.combinations import (
     simplest_of_the_fastest,
 )
 from anybatch.planner.proposals.ranking import PlanTarget
-from anybatch.planner.proposals.stand_ins import AdamW8bit, Adapter, FourBitLinear
+from anybatch.planner.proposals.stand_ins import AdamW8bit, FourBitLinear, LoraLinear
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
@@ -199,7 +199,7 @@ def test_an_adapter_adds_a_product() -> None:
     """An adapter is the layer plus twice the product of its two matrices, and the layer alone at the beginning."""
     torch.manual_seed(0)
     layer = nn.Linear(6, 4).double()
-    adapter = Adapter(layer, 2, (6, 4)).double()
+    adapter = LoraLinear(layer, 2, (6, 4)).double()
     x = torch.randn(3, 6, dtype=torch.float64)
 
     before = adapter(x)
@@ -443,7 +443,7 @@ def test_adapters_are_where_layers_are_called() -> None:
     assert "layers = ['up']" in change.how
     assert "target_modules=layers" in change.how
     ready, _ = built(changed(spec, [change]))
-    adapters = [name for name, one in ready.trained.model.named_modules() if isinstance(one, Adapter)]  # type: ignore[union-attr]
+    adapters = [name for name, one in ready.trained.model.named_modules() if isinstance(one, LoraLinear)]  # type: ignore[union-attr]
     assert adapters == ["0.up", "1.up", "2.up"]
 
 

@@ -38,6 +38,28 @@ ORPHANS = """main => {
     }
     return found;
 }"""
+CLIPPED = """() => {
+    const SIDEWAYS = 'pre, code, td, th, math, [data-line]';  // may be moved into view
+    const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    const range = document.createRange(), found = [];
+    while (walker.nextNode()) {
+        const text = walker.currentNode, own = text.parentElement;
+        if (!text.data.trim() || !own.checkVisibility() || own.closest('.unseen, svg')) continue;
+        range.selectNodeContents(text);
+        const places = [...range.getClientRects()];
+        for (let box = own; box.tagName !== 'MAIN'; box = box.parentElement) {
+            const {overflowX, overflowY} = getComputedStyle(box), room = box.getBoundingClientRect();
+            if (overflowX === 'auto' && own.closest(SIDEWAYS)) break;
+            const across = overflowX !== 'visible';
+            const down = ['hidden', 'clip'].includes(overflowY);
+            const cut = place => (across && (place.left < room.left - 1 || place.right > room.right + 1))
+                || (down && (place.top < room.top - 1 || place.bottom > room.bottom + 1));
+            if (places.some(cut)) { found.push(text.data.trim()); break; }
+        }
+    }
+    return found;
+}"""
+"""Texts that what they stand in cuts off; what can be moved sideways there, such as a table, is not."""
 
 
 class Files(http.server.SimpleHTTPRequestHandler):

@@ -76,7 +76,7 @@ ROWS = (
     Row("playground: effective batch, 64", "playground", ".batch strong", "64"),
     Row("playground: loss, 2.30", "playground", readout("current loss"), "2.30"),
     Row("playground: optimizer steps, 0", "playground", readout("optimizer steps"), "0"),
-    Row("playground: memory, foretold", "playground", ".next >> nth=0", "MiB at the peak"),
+    Row("playground: memory, foretold", "playground", readout("peak memory"), "1.4\u00a0MiB"),
 )
 
 

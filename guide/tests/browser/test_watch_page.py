@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, expect
 
 from anybatch.cli.status import Status
 from anybatch_guide.watch import command
-from guide.tests.browser.chromium import AXE, DESKTOP, PHONE, Watched, absent, opened, scroll_through
+from guide.tests.browser.chromium import AXE, CLIPPED, DESKTOP, PHONE, Watched, absent, opened, scroll_through
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
 from guide.tests.served import Served
 
@@ -106,7 +106,7 @@ def page(browser: Browser, hostile: Path) -> Iterator[Watched]:
 
 
 def test_hostile_logs_stay_text(page: Watched) -> None:
-    """Each hostile run is chosen in turn: no element comes of it, nothing runs, and each part is drawn."""
+    """Each hostile run is chosen in turn: no element comes of it, nothing runs, each part is drawn, no text cut."""
     rows = page.page.locator("main li .name")
     assert rows.count() == len(list(hostile_logs()))
     for at in range(rows.count()):
@@ -115,6 +115,7 @@ def test_hostile_logs_stay_text(page: Watched) -> None:
             page.page.get_by_label(scale).check(force=True)
         assert page.page.locator("img, iframe, object, script[src]").count() == 0
         assert AMISS not in page.page.locator("main").inner_text(), rows.nth(at).inner_text()
+        assert page.page.evaluate(CLIPPED) == []
     assert page.page.evaluate("window.hurt") is None
     assert page.faults == []
     assert page.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no text widens a phone's page"

@@ -3,6 +3,7 @@
 What only looks shares two pages, on a desktop and on a phone, that have come to life once.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from guide.tests.browser.chromium import (
     AXE,
+    CLIPPED,
     DESKTOP,
     ORPHANS,
     PHONE,
@@ -330,6 +332,37 @@ def test_no_word_of_a_drawing_is_cut(pages: dict[str, Watched], look: str) -> No
         word.evaluate("word => word.setAttribute('x', 9999)")
         assert len(page.evaluate(CUT_WORDS)) == 1
         word.evaluate("(word, place) => word.setAttribute('x', place)", place)
+
+
+@pytest.mark.parametrize("look", ["light", "phone", "small"])
+def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
+    """No text is cut off by what it stands in, tables and code aside, which can be moved; and one that is is found."""
+    with looked_at(pages, look) as watched, unfolded(watched.page):
+        page = watched.page
+
+        assert page.evaluate(CLIPPED) == []
+        caption = page.locator("main table caption:not(.unseen) span").first
+        caption.evaluate("one => Object.assign(one.style, {maxWidth: 'none', whiteSpace: 'pre', paddingLeft: '80rem'})")
+        assert page.evaluate(CLIPPED) == [caption.inner_text()]
+        caption.evaluate("one => one.removeAttribute('style')")
+
+
+def test_a_figure_names_every_recording_that_it_shows(desktop: Watched) -> None:
+    """The small button of a figure that draws two recordings and tables a third says how to make each of them again."""
+    figure = desktop.page.locator("#why-wrong figure")
+    said = figure.locator("[popover]").text_content() or ""
+
+    assert re.findall(r"record (\w+)", said) == ["wrong_losses", "trainer_losses", "claims_one_rule"]
+
+
+def test_no_chapter_is_marked_above_the_first(desktop: Watched) -> None:
+    """The list of chapters marks the one that is read, and none once the reader is back at the top."""
+    page = desktop.page
+    marked = page.locator("nav.wide [aria-current]")
+    page.evaluate("document.querySelector('#mathematics').scrollIntoView({behavior: 'instant'})")
+    expect(marked).to_have_text(re.compile("Why the sum is exact"))
+    page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
+    expect(marked).to_have_count(0)
 
 
 def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:

@@ -8,7 +8,7 @@ import { keepPins, keptPins } from "../src/data/pins";
 import { addressShape, commandLine, cut, effective, foretold, fromAddress, Growing, inFive, judgement, limitOf, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
 import type { Line, Setting } from "../src/data/types";
 import { pixels } from "../src/math/images";
-import { pieces, shape } from "../src/sections/claims/claims";
+import { cuts, pieces, shape } from "../src/sections/claims/claims";
 
 const { data: opening } = JSON.parse(readFileSync(new URL("../recordings/playground_opening.json", import.meta.url), "utf-8")) as { data: Opening };
 const first = opening.runs[0] as Run;
@@ -112,6 +112,7 @@ test("nothing is lost between seven categories and five", () => {
 test("a claim's text is words and numbers", () => {
   expect(pieces("from {a} to {b}.")).toEqual([{ words: "from " }, { name: "a" }, { words: " to " }, { name: "b" }, { words: "." }]);
   expect(pieces("by `anybatch check`")).toEqual([{ words: "by " }, { code: "anybatch check" }]);
+  expect(cuts("time of 16 x 4 against 64 x 1; x 2")).toBe("time of 16\u00a0×\u00a04 against 64\u00a0×\u00a01; x 2");
   expect(shape({ label: "", unit: "x", value: "Infinity" }).value).toBe(Infinity);
   expect(shape({ label: "", unit: "bytes", value: 5 })).toEqual({ value: 5, unit: "bytes" });
 });

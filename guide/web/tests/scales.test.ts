@@ -35,13 +35,14 @@ describe("ticks", () => {
     expect(ticks([0, 1], 5)).toEqual([0, 0.2, 0.4, 0.6, 0.8, 1]);
     expect(ticks([0.13, 0.42], 3)).toEqual([0.2, 0.3, 0.4]);
     expect(ticks([-250, 900], 4)).toEqual([0, 500]);
+    expect(ticks([8, 168], 1.8)).toEqual([50, 100, 150]);  // the noise scale on a phone: one tick tells no distance
   });
 
   test("there are some for every domain, and not many more than were asked for", () => {
     for (const width of [1e-9, 3e-4, 0.7, 1, 12, 99, 4.2e7]) {
       for (const count of [2, 5, 9]) {
         const found = ticks([width / 3, width / 3 + width], count);
-        expect(found.length).toBeGreaterThanOrEqual(1);
+        expect(found.length).toBeGreaterThanOrEqual(2);
         expect(found.length).toBeLessThanOrEqual(count + 2);
       }
     }
@@ -60,17 +61,18 @@ describe("numbers", () => {
     expect(formatNumber(1234567)).toBe("1,234,567");
     expect(formatNumber(-0.012345)).toBe("−0.0123");
     expect(formatNumber(2.302585, 4)).toBe("2.303");
-    expect(formatNumber(2.2e-7, 2)).toBe("2.2 × 10⁻⁷");
+    expect(formatNumber(2.2e-7, 2)).toBe("2.2\u00a0×\u00a010⁻⁷");
     expect(formatNumber(0.99999, 3)).toBe("1.00");
     expect(formatNumber(Number.NaN)).toBe("not a number");
     expect(formatTick(1e-7)).toBe("10⁻⁷");
+    expect(formatTick(0.0005)).toBe("0.0005");  // between 0 and 0.001 of a learning rate
     expect(formatTick(0.30000000000000004)).toBe("0.3");
   });
 
   test("of bytes have binary units", () => {
-    expect(formatBytes(512)).toBe("512 B");
-    expect(formatBytes(16 * 1024 ** 3)).toBe("16 GiB");
-    expect(formatBytes(44_830_000)).toBe("42.8 MiB");
+    expect(formatBytes(512)).toBe("512\u00a0B");
+    expect(formatBytes(16 * 1024 ** 3)).toBe("16\u00a0GiB");
+    expect(formatBytes(44_830_000)).toBe("42.8\u00a0MiB");
   });
 });
 

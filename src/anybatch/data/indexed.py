@@ -17,7 +17,7 @@ from anybatch.data.effective_batch import StepSamples
 from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
 from anybatch.data.keyed_loading import KeyedUnits
 from anybatch.data.lengths import KnownLengths
-from anybatch.data.options import BatchOptions, Span
+from anybatch.data.options import BatchOptions, RunRange
 from anybatch.data.order import SampleSchedule, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
@@ -83,7 +83,7 @@ class OpenIndexed:
             bytes_of_units=_BytesOfUnits(),
         )
 
-    def steps(self, span: Span) -> Iterator[StepSamples]:
+    def steps(self, span: RunRange) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span.
 
         Raises:

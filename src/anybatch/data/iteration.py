@@ -5,7 +5,7 @@ from typing import Protocol
 
 from anybatch.core.batch import Position
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches, StepSamples
-from anybatch.data.options import BatchOptions, Span
+from anybatch.data.options import BatchOptions, RunRange
 
 
 class OpenSource(Protocol):
@@ -15,7 +15,7 @@ class OpenSource(Protocol):
     def dataset(self) -> object:
         """What is read, as the user gave it."""
 
-    def steps(self, span: Span) -> Iterator[StepSamples]:
+    def steps(self, span: RunRange) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span. The last call counts: workers look ahead in its span."""
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Iteration:
             found = next(self._steps)
         return found
 
-    def _span_from(self, position: Position, after: object | None) -> Span:
+    def _span_from(self, position: Position, after: object | None) -> RunRange:
         """Return where this iteration begins for an engine that stands at a position, and where it ends."""
         if after is None:
             return self._request.span_from(position, resumed=True)

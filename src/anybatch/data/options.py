@@ -15,7 +15,7 @@ from anybatch.errors import BatchSizeError, DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RunRange:
     """From where to where a run goes.
 
     Attributes:
@@ -28,10 +28,10 @@ class Span:
     end_epoch: int | None
     steps: int | None
 
-    def behind(self, place: Position, num_steps: int) -> "Span":
+    def behind(self, place: Position, num_steps: int) -> "RunRange":
         """Return the same without its first steps, which end at `place` of a run that begins in epoch 0."""
         start = Position(self.start.epoch + place.epoch, place.sample_offset)
-        return Span(start, self.end_epoch, None if self.steps is None else self.steps - num_steps)
+        return RunRange(start, self.end_epoch, None if self.steps is None else self.steps - num_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +97,11 @@ class BatchOptions:
         return (size,) if isinstance(size, int) else size.sizes
 
     @property
-    def span(self) -> Span:
+    def span(self) -> RunRange:
         """From `start` to the end of the run; from the beginning where there is no start."""
         return self.span_from(self.start or Position(), resumed=True)
 
-    def span_from(self, position: Position, *, resumed: bool = False) -> Span:
+    def span_from(self, position: Position, *, resumed: bool = False) -> RunRange:
         """Return from where to where a run goes that begins at a position.
 
         Args:
@@ -110,10 +110,10 @@ class BatchOptions:
                 goes on with as many more. Otherwise they count from the position's epoch.
         """
         if self.steps is not None:
-            return Span(position, None, self.steps)
+            return RunRange(position, None, self.steps)
         epochs = self.epochs or 1
         is_within = resumed and (position < Position(epochs) or self.start is not None)
-        return Span(position, epochs if is_within else position.epoch + epochs, None)
+        return RunRange(position, epochs if is_within else position.epoch + epochs, None)
 
 
 def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)

@@ -18,7 +18,7 @@ from anybatch.data.effective_batch import StepSamples
 from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, in_layout, only_collates, pinned
 from anybatch.data.keyed_loading import KeyedLoading
 from anybatch.data.lengths import KnownLengths
-from anybatch.data.options import BatchOptions, Span
+from anybatch.data.options import BatchOptions, RunRange
 from anybatch.data.order import SampleSchedule
 from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
@@ -95,7 +95,7 @@ class OpenStream:
         self._here = KeyedLoading(draws_nothing=only_collates(request.collate))
         self._known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, None)
 
-    def steps(self, span: Span) -> Iterator[StepSamples]:
+    def steps(self, span: RunRange) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span."""
         return itertools.islice(self._steps_of_epochs(span.start, span.end_epoch), span.steps)
 

@@ -122,5 +122,7 @@ def _told(device: Device) -> list[str]:
     """Return what plans say of a device."""
     notes = [device.note] if device.note else []
     if device.autocast == "fp16":
-        notes.append(f"{device.name} has no units for products in bf16, which take as long as in fp32; in fp16 it has")
+        notes.append(
+            f"{device.name} has no units for products in bf16, which are no faster than in fp32; in fp16 it has"
+        )
     return notes

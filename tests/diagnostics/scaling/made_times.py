@@ -4,17 +4,17 @@ from typing import Any
 
 from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
 from anybatch.diagnostics.scaling.measure import ALONE, CURRENT, UNREDUCED, RankTimes
-from anybatch.diagnostics.scaling.phase_clock import StepSeconds
+from anybatch.diagnostics.scaling.phase_clock import RankSeconds
 
 ROUNDS = 8
 CUTS = (BucketCut(4, (100,)), BucketCut(1, (1000, 5000)))
 COMPUTE, UPDATE, MESSAGES = 0.1, 0.004, 0.01
 
 
-def steps(whole: float, **parts: Any) -> tuple[StepSeconds, ...]:
+def steps(whole: float, **parts: Any) -> tuple[RankSeconds, ...]:
     """Return as many steps as there are rounds, which differ by a microsecond or so."""
     return tuple(
-        StepSeconds(whole=whole + number * 1e-6, num_messages=1, message_bytes=1000, **parts)
+        RankSeconds(whole=whole + number * 1e-6, num_messages=1, message_bytes=1000, **parts)
         for number in range(ROUNDS)
     )
 
@@ -40,7 +40,7 @@ def rank_times(rank: int, **changed: Any) -> RankTimes:
         kinds["larger"] = steps(larger + UPDATE + reduction, compute=larger, update=UPDATE)
     if compressed is not None:
         kinds["compressed"] = steps(slowest + UPDATE + compressed, **own)
-    alone: tuple[StepSeconds, ...] = ()
+    alone: tuple[RankSeconds, ...] = ()
     if rank == 0:
         kinds[ALONE] = steps(2 * COMPUTE + UPDATE, compute=2 * COMPUTE, update=UPDATE)
         alone = steps(2 * COMPUTE + UPDATE + 2 * waiting, load=2 * waiting)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from anybatch.diagnostics.scaling.bottleneck import Cause, causes_of, step_with_workers
-from anybatch.diagnostics.scaling.breakdown import Evidence, evidence_of
+from anybatch.diagnostics.scaling.breakdown import ScalingEvidence, evidence_of
 from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
 from anybatch.diagnostics.scaling.measure import RunSettings
 from tests.diagnostics.scaling.made_times import COMPUTE, UPDATE, rank_times
@@ -14,7 +14,7 @@ from tests.faults import sees
 ONE_BUCKET = RunSettings(bucket_bytes=1000)
 
 
-def found(**changed: Any) -> Evidence:
+def found(**changed: Any) -> ScalingEvidence:
     """Return what two ranks say that differ from healthy ones."""
     return evidence_of([rank_times(rank, **changed) for rank in range(2)])
 

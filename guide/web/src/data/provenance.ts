@@ -40,7 +40,12 @@ export function briefly(from: From): string {
 export function where(made: Made): string {
   const versions = Object.entries(made.versions).map(([name, version]) => `${name} ${version}`);
   const commit = made.commit ? `, commit ${made.commit.slice(0, 7)}` : "";
-  return `${made.date}, ${made.device}, ${versions.join(", ")}${commit}. To compute it again: ${made.command}`;
+  return `${made.date}, ${deviceOf(made)}, ${versions.join(", ")}${commit}. To compute it again: ${made.command}`;
+}
+
+/** The device, as people say it: recordings were made on one thread. */
+export function deviceOf(made: Made): string {
+  return made.device.replace(/\b1 threads/, "one thread");
 }
 
 /** The same origins once, in the order in which they were first seen. */

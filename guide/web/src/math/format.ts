@@ -1,6 +1,7 @@
 /** Numbers as people read them, the same on every machine. */
 
 const SUPERSCRIPTS: Record<string, string> = { "-": "⁻", "0": "⁰", "1": "¹", "2": "²", "3": "³", "4": "⁴", "5": "⁵", "6": "⁶", "7": "⁷", "8": "⁸", "9": "⁹" };
+const TIMES = " × "; // a number is not taken apart at the end of a line
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 /** 12,345 · 0.0123 · 2.2 × 10⁻⁷: significant digits, all those of a whole number unless some are asked for. */
@@ -13,7 +14,7 @@ export function formatNumber(value: number, digits?: number): string {
   const exponent = Number(value.toExponential(significant - 1).split("e")[1]);
   if (exponent < -4 || exponent >= 9) {
     const [mantissa = "1"] = value.toExponential(significant - 1).split("e");
-    return `${minus(mantissa)} × 10${superscript(exponent)}`;
+    return `${minus(mantissa)}${TIMES}10${superscript(exponent)}`;
   }
   const rounded = Number(value.toPrecision(significant));
   return grouped(rounded.toFixed(Math.max(0, significant - 1 - exponent)));
@@ -22,15 +23,15 @@ export function formatNumber(value: number, digits?: number): string {
 /** Bytes in binary units: 1.5 GiB. */
 export function formatBytes(bytes: number, digits = 3): string {
   const power = bytes > 0 ? Math.min(UNITS.length - 1, Math.floor(Math.log2(bytes) / 10)) : 0;
-  return `${power === 0 ? grouped(String(Math.round(bytes))) : trimmed(formatNumber(bytes / 1024 ** power, digits))} ${UNITS[power]}`;
+  return `${power === 0 ? grouped(String(Math.round(bytes))) : trimmed(formatNumber(bytes / 1024 ** power, digits))} ${UNITS[power]}`;
 }
 
 /** A label of an axis: as short as it can be. */
 export function formatTick(value: number): string {
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) {
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) {
     const [mantissa = "1", exponent = "0"] = value.toExponential().split("e");
     const power = `10${superscript(Number(exponent))}`;
-    return mantissa === "1" ? power : `${minus(mantissa)} × ${power}`;
+    return mantissa === "1" ? power : `${minus(mantissa)}${TIMES}${power}`;
   }
   return grouped(String(Number(value.toPrecision(6))));
 }

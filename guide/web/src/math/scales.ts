@@ -29,7 +29,7 @@ export function extent(values: Iterable<number>, log = false): [number, number] 
   return [least, most];
 }
 
-/** About `count` round numbers within a domain: 1, 2 or 5 times a power of ten apart. */
+/** About `count` round numbers within a domain, two at least: 1, 2 or 5 times a power of ten apart. */
 export function ticks([least, most]: readonly [number, number], count: number): number[] {
   const rough = (most - least) / Math.max(1, count);
   if (!(rough > 0) || !Number.isFinite(rough)) return [least];
@@ -38,6 +38,7 @@ export function ticks([least, most]: readonly [number, number], count: number): 
   const first = Math.ceil(least / step - 1e-9);
   const last = Math.floor(most / step + 1e-9);
   const digits = Math.max(0, -Math.floor(Math.log10(step)));
+  if (last <= first && count < 8) return ticks([least, most], 2 * count);  // one tick tells no distance
   return [...new Set(Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toFixed(Math.min(100, digits)))))];
 }
 

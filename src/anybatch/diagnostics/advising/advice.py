@@ -15,7 +15,7 @@ HARDLY = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AdviceRow:
     """One batch size against the present one, which is 1.
 
     Attributes:
@@ -102,7 +102,7 @@ class Advice:
         return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
 
     @property
-    def table(self) -> tuple[Row, ...]:
+    def table(self) -> tuple[AdviceRow, ...]:
         """Half, the present, twice and the best batch size; the best only where there is one of at least a sample."""
         sizes = {"half": self.size / 2, "now": float(self.size), "twice": 2.0 * self.size}
         if self.best >= 1:
@@ -183,12 +183,12 @@ class Advice:
     def _best_of(self, cost: BatchCost) -> float:
         return cost.at(self._cost.critical_batch_size).best
 
-    def _row(self, name: str, size: float) -> Row:
+    def _row(self, name: str, size: float) -> AdviceRow:
         low, high = self.interval
         # Beyond any measured end: a million times the batch is as good as infinite.
         ends = [self.cost.at(min(end, 1e6 * self.size)).seconds(size, by=self.size) for end in (low, high)]
         cost = self._cost
-        return Row(
+        return AdviceRow(
             name=name,
             size=size,
             steps=cost.steps(size, by=self.size),

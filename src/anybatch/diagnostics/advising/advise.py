@@ -15,7 +15,7 @@ from anybatch.core.learning_rate import ScaledRate, ScalingRule, scale_rate
 from anybatch.core.reports import StepReport
 from anybatch.diagnostics.advising.advice import Advice
 from anybatch.diagnostics.scaling.from_log import read_steps
-from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
+from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonLine, read_jsonl
@@ -66,7 +66,7 @@ def advise(
 
 def _of_engine(engine: Engine, batches: Iterable[Any], steps: int) -> tuple[Advice, int]:
     clock = PhaseClock(engine.world.device, waits=True)
-    timed: list[tuple[StepReport, StepSeconds]] = []
+    timed: list[tuple[StepReport, RankSeconds]] = []
     reports: list[StepReport] = []
     with engine.observed_by(clock):
         for batch in itertools.islice(batches, steps):

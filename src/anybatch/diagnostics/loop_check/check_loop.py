@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.diagnostics.loop_check import sentences
-from anybatch.diagnostics.loop_check.judge import Evidence, judge
+from anybatch.diagnostics.loop_check.judge import LoopEvidence, judge
 from anybatch.diagnostics.loop_check.loop_report import LoopFinding, LoopReport, LoopVerdict, Window
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
 from anybatch.diagnostics.loop_check.own_process import Enclosure, in_own_process
@@ -306,7 +306,7 @@ class _Runner:
         loud: LoopTrace | None,
         scaled: Sequence[tuple[LoopTrace, LoopTrace]],
         units: UnitGradients,
-    ) -> Evidence:
+    ) -> LoopEvidence:
         # Ranks differ by one sample at most, and the last one's epoch ends with a smaller micro-batch.
         share = -(-len(self.ids) // len(traces))
         num_batches = -(-share // MICRO_BATCH_SIZE)
@@ -318,7 +318,7 @@ class _Runner:
         knows_steps = "accumulation_steps" in self.needs
         # Called for its effect: measuring all samples decides whether the scale is known.
         units.of(self.ids)
-        return Evidence(
+        return LoopEvidence(
             traces=traces,
             parts=parts,
             steps=steps,
@@ -358,7 +358,9 @@ class _Runner:
         where = "the loop" if file is None else f"{file.rpartition('/')[2]}:{name}"
         return (sentences.logs_last_loss(found, window, where),)
 
-    def _report(self, evidence: Evidence, windows: tuple[Window, ...], findings: tuple[LoopFinding, ...]) -> LoopReport:
+    def _report(
+        self, evidence: LoopEvidence, windows: tuple[Window, ...], findings: tuple[LoopFinding, ...]
+    ) -> LoopReport:
         remarks = []
         if evidence.traces[0].has_more_passes:
             remarks.append(f"It would have gone on: {NUM_EPOCHS} passes over the data were judged.")

@@ -22,7 +22,7 @@ from anybatch.diagnostics.loop_check.windows import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class LoopEvidence:
     """All that was recorded of a loop.
 
     Attributes:
@@ -116,7 +116,7 @@ class WeighedWindow:
         return once[0] if once else self.found.get(part.ids[0], 0.0) / self.step.ids[part.ids[0]]
 
 
-def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
+def judge(evidence: LoopEvidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
     """Return the steps of a loop, and its faults."""
     if not evidence.steps:
         return (), (sentences.never_steps(evidence.where()), *_about_end(evidence))
@@ -133,7 +133,7 @@ def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ..
     return windows, tuple(sorted(findings, key=lambda finding: not finding.in_gradient))
 
 
-def _clean_units(step: StepParts, evidence: Evidence) -> TableGradient | None:
+def _clean_units(step: StepParts, evidence: LoopEvidence) -> TableGradient | None:
     return evidence.units.of(tuple(step.ids)) if step.is_clean and step.ids else None
 
 
@@ -146,14 +146,14 @@ def _window(step: StepParts, units: UnitGradients, own: TableGradient | None) ->
     return Window(step=step.number + 1, micro_batches=tuple(p.ids for p in step.parts), found=found, expected=expected)
 
 
-def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_end(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield whether the loop had to be ended."""
     if not all(trace.ended for trace in evidence.traces):
         lines = [step.line for step in evidence.steps[-1:]]
         yield sentences.does_not_end(len(evidence.traces[0].forwards), evidence.where(*lines))
 
 
-def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_steps(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `optimizer.step()`."""
     steps, steps_given = evidence.steps, evidence.accumulation_steps
     # Then nothing says how many micro-batches a step should have.
@@ -180,7 +180,7 @@ def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
         )
 
 
-def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_clearing(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `zero_grad()`."""
     stale = [step for step in evidence.steps if step.is_stale]
     if stale:
@@ -196,7 +196,7 @@ def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
         yield sentences.zero_grad_before_step(len(cleared), evidence.where(line, cleared[0].line))
 
 
-def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_tails(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield what happens to the micro-batches at the end of an epoch that do not fill a window."""
     steps_given, steps = evidence.accumulation_steps, evidence.steps
     carried = [step for step in steps if len(step.epochs) > 1 and step.num_micro_batches != steps_given]
@@ -215,7 +215,7 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
         yield sentences.tail_dropped(number, bool(dropped), evidence.where(steps[-1].line))
 
 
-def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
+def _judged(evidence: LoopEvidence) -> tuple[list[WeighedWindow], list[StepParts]]:
     """Return the clean windows with their weights, and those that are no weighted sum of their samples."""
     judged, others = [], []
     for step in evidence.steps:
@@ -252,7 +252,7 @@ def _shares(step: StepParts, units: UnitGradients) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
+def _about_weights(evidence: LoopEvidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
     """Yield faults in the divisor of the loss."""
     judged, others = _judged(evidence)
     if others and evidence.draws:
@@ -268,7 +268,7 @@ def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
     yield from _about_evenness(evidence, judged)
 
 
-def _about_totals(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
+def _about_totals(evidence: LoopEvidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
     """Yield faults in the sums of weights of a step."""
     wrong = [each for each in judged if not near(each.total, 1.0)]
     if not wrong:
@@ -289,7 +289,7 @@ def _about_totals(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterat
         yield sentences.wrong_total(number, total, where)
 
 
-def _about_evenness(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
+def _about_evenness(evidence: LoopEvidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
     """Yield why samples of one step weigh differently."""
     codes = set()
     for each in judged:
@@ -325,7 +325,7 @@ def _all_near(values: Sequence[float]) -> bool:
     return near(max(values), min(values))
 
 
-def _about_samples(evidence: Evidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
+def _about_samples(evidence: LoopEvidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
     """Yield which samples come twice in an epoch, and which never."""
     if not all(trace.ended for trace in evidence.traces):
         return
@@ -350,7 +350,7 @@ def _about_samples(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
         yield sentences.samples_missing(missing, where)
 
 
-def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_rates(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield whether the learning rate changes inside a window."""
     trace = evidence.traces[0]
     for step in evidence.steps:
@@ -365,7 +365,7 @@ def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
             return
 
 
-def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_clipping(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield whether gradients are clipped before they are complete."""
     if evidence.loud is None:
         return
@@ -385,7 +385,7 @@ def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
             return
 
 
-def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_reductions(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield how often gradients are reduced."""
     if len(evidence.traces) == 1:
         return
@@ -405,7 +405,7 @@ def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
         )
 
 
-def _about_the_rest(evidence: Evidence) -> Iterator[LoopFinding]:
+def _about_the_rest(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     """Yield the first step whose gradient is not that of its un-split batch, for a reason that nothing above names."""
     units = evidence.units
     for step in evidence.steps if units.scale_is_known else ():

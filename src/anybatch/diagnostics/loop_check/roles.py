@@ -153,7 +153,7 @@ def read_parameters(function: Callable[..., Any]) -> LoopParameters:
     return LoopParameters(roles, ranks, wrapped=ranks and "no_sync" in words and not wraps, words=words)
 
 
-class Settings:
+class AskedSettings:
     """An object with the settings that a loop asks for: those that are known by name, and guesses, which are kept.
 
     Args:
@@ -189,7 +189,7 @@ def _role_of_setting(name: str) -> str | None:
     return role if role in _SETTINGS else None
 
 
-def _guess(name: str, settings: Settings) -> Any:  # noqa: ANN401 (any setting)
+def _guess(name: str, settings: AskedSettings) -> Any:  # noqa: ANN401 (any setting)
     """Return what lets a loop go its plain way: intervals that are never over, switches that are off, a folder."""
     if name in _SECTIONS:
         return settings

@@ -20,7 +20,7 @@ from anybatch.diagnostics.loop_check.cuda_on_cpu import cuda_on_cpu
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, numbers_in
 from anybatch.diagnostics.loop_check.probe_model import ProbeData, ProbeLoader, RowModel, RowSet
 from anybatch.diagnostics.loop_check.recorder import Recorder
-from anybatch.diagnostics.loop_check.roles import LoopParameters, Settings
+from anybatch.diagnostics.loop_check.roles import AskedSettings, LoopParameters
 from anybatch.errors import UserError
 from anybatch.parallel.torch_internals import HashStore
 
@@ -117,7 +117,7 @@ def _arguments_by_role(
         "rank": dist.get_rank() if grouped else 0,
         "world_size": dist.get_world_size() if grouped else 1,
     }
-    return {**values, "settings": Settings(values, recorder.trace.guesses)}
+    return {**values, "settings": AskedSettings(values, recorder.trace.guesses)}
 
 
 def _call(function: LearningLoop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 (the user's)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from anybatch.core.units import in_bytes
-from anybatch.diagnostics.scaling.breakdown import Evidence, Link
+from anybatch.diagnostics.scaling.breakdown import MeasuredLink, ScalingEvidence
 from anybatch.diagnostics.scaling.measure import RunSettings
 
 Code = Literal[
@@ -50,7 +50,7 @@ class Cause:
     settings: RunSettings | None = None
 
 
-def causes_of(evidence: Evidence, settings: RunSettings, num_cores: int) -> tuple[Cause, ...]:
+def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> tuple[Cause, ...]:
     """Return what takes at least a tenth of a step, the largest first; empty for a healthy run.
 
     Args:
@@ -73,7 +73,7 @@ def causes_of(evidence: Evidence, settings: RunSettings, num_cores: int) -> tupl
     return tuple(sorted(worth, key=lambda cause: -cause.cost))
 
 
-def _loading(evidence: Evidence, settings: RunSettings, num_cores: int) -> Cause | None:
+def _loading(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> Cause | None:
     parts, now = evidence.parts, settings.num_workers
     if parts.waiting <= _NEGLIGIBLE * parts.step:
         return None
@@ -103,7 +103,7 @@ def _loading(evidence: Evidence, settings: RunSettings, num_cores: int) -> Cause
     )
 
 
-def step_with_workers(evidence: Evidence, num_workers: int, *, num_cores: int) -> float:
+def step_with_workers(evidence: ScalingEvidence, num_workers: int, *, num_cores: int) -> float:
     """Return the seconds of a step with so many loading processes per rank.
 
     The longest of three: what a step takes without waiting; loading, shared out; and what all ranks together ask of the
@@ -116,7 +116,7 @@ def step_with_workers(evidence: Evidence, num_workers: int, *, num_cores: int) -
     return max(rest, load / num_workers, asked)
 
 
-def _copies(evidence: Evidence) -> Cause | None:
+def _copies(evidence: ScalingEvidence) -> Cause | None:
     if evidence.device == "cpu":
         return None
     parts = evidence.parts
@@ -129,7 +129,7 @@ def _copies(evidence: Evidence) -> Cause | None:
     )
 
 
-def _straggler(evidence: Evidence) -> Cause:
+def _straggler(evidence: ScalingEvidence) -> Cause:
     parts = evidence.parts
     mean = parts.compute + parts.update + parts.copies
     return Cause(
@@ -141,7 +141,7 @@ def _straggler(evidence: Evidence) -> Cause:
     )
 
 
-def _buckets(evidence: Evidence, settings: RunSettings) -> Cause | None:
+def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Cause | None:
     current, best = evidence.current_bucket, evidence.best_bucket
     if current is None or best is None or best is current:
         return None
@@ -161,7 +161,7 @@ def _buckets(evidence: Evidence, settings: RunSettings) -> Cause | None:
     )
 
 
-def _link_causes(evidence: Evidence, settings: RunSettings) -> list[Cause]:
+def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause]:
     """Return what is left of exposed communication at the best bucket size, shared out to latency and rate."""
     link, best, current = evidence.link, evidence.best_bucket, evidence.current_bucket
     if link is None or best is None or current is None:
@@ -197,7 +197,7 @@ def _link_causes(evidence: Evidence, settings: RunSettings) -> list[Cause]:
     ]
 
 
-def _most_by_messages(evidence: Evidence, num_buckets: int) -> float:
+def _most_by_messages(evidence: ScalingEvidence, num_buckets: int) -> float:
     """Return the most seconds by which messages can make a step longer: what goes beyond is ranks that wait for ranks.
 
     Messages that are under way beside a backward may take twice what they take by themselves.
@@ -207,7 +207,7 @@ def _most_by_messages(evidence: Evidence, num_buckets: int) -> float:
     return _BESIDE_COMPUTE * evidence.link.seconds(num_buckets + _OWN_MESSAGES, evidence.gradient_bytes)
 
 
-def _micro_batches(evidence: Evidence, settings: RunSettings) -> Cause | None:
+def _micro_batches(evidence: ScalingEvidence, settings: RunSettings) -> Cause | None:
     gain = evidence.larger_micro_batch
     if gain is None or not gain.is_sure:
         return None
@@ -222,7 +222,7 @@ def _micro_batches(evidence: Evidence, settings: RunSettings) -> Cause | None:
     )
 
 
-def _update(evidence: Evidence) -> Cause:
+def _update(evidence: ScalingEvidence) -> Cause:
     parts = evidence.parts
     shared = parts.update * (1.0 - 1.0 / parts.world_size)
     return Cause(
@@ -234,7 +234,7 @@ def _update(evidence: Evidence) -> Cause:
     )
 
 
-def _cores(evidence: Evidence, num_cores: int) -> Cause:
+def _cores(evidence: ScalingEvidence, num_cores: int) -> Cause:
     parts = evidence.parts
     others = "" if parts.world_size > num_cores else ", or no other programs beside them"
     return Cause(
@@ -254,5 +254,5 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def _rate(link: Link) -> str:
+def _rate(link: MeasuredLink) -> str:
     return f"{in_bytes(round(link.bytes_per_second))}/s"

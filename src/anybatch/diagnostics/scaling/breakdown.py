@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
 from anybatch.diagnostics.scaling.measure import ALONE, COMPRESSED, CURRENT, LARGER, UNREDUCED, RankTimes
-from anybatch.diagnostics.scaling.phase_clock import StepSeconds
+from anybatch.diagnostics.scaling.phase_clock import RankSeconds
 
 _MANY_ROUNDS, _NEARLY_ALL = 6, 0.9
 _SURE = 3.0
@@ -15,7 +15,7 @@ _SURE = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class StepBreakdown:
     """The seconds of a step, part by part; they add up to `step`.
 
     Attributes:
@@ -95,7 +95,7 @@ class BucketTrial:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """What a message between ranks takes by itself: `latency + bytes / bytes_per_second`."""
 
     latency: float
@@ -107,7 +107,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class ScalingEvidence:
     """All that a step on some ranks was found to take, and what changes of it took.
 
     Attributes:
@@ -131,8 +131,8 @@ class Evidence:
         device: where.
     """
 
-    parts: Parts
-    alone: Parts | None
+    parts: StepBreakdown
+    alone: StepBreakdown | None
     reduction: Difference
     held_step: float
     unreduced_step: float
@@ -140,7 +140,7 @@ class Evidence:
     current_bucket: BucketTrial | None
     compressed: Difference | None
     larger_micro_batch: Difference | None
-    link: Link | None
+    link: MeasuredLink | None
     num_messages: int
     gradient_bytes: int
     slowest_rank: int
@@ -168,7 +168,7 @@ class Evidence:
         return next((one for one in self.buckets if not one.longer.is_sure), self.current_bucket)
 
 
-def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
+def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
     """Return what the times of all ranks of one measurement say."""
     first = ranks[0]
     size = len(ranks)
@@ -181,7 +181,7 @@ def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
         max(0.0, _median(one.loading, lambda step: step.load) - _median(one.steps[key], lambda step: step.load))
         for one in ranks
     ]
-    parts = Parts(
+    parts = StepBreakdown(
         world_size=size,
         # Not the loading steps: those were run at other times, when the machine may have been slower or faster.
         step=statistics.median(held) + max(waits),
@@ -195,7 +195,7 @@ def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
     )
     buckets = _bucket_trials(ranks)
     own = next((one for one in buckets if one[0]), (True, None))[1]
-    return Evidence(
+    return ScalingEvidence(
         parts=parts,
         alone=_alone(first) if ALONE in first.steps else None,
         reduction=reduction,
@@ -233,11 +233,11 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
     return Difference(statistics.median(found), (high - low) / math.sqrt(len(found)), always)
 
 
-def _alone(rank: RankTimes) -> Parts:
+def _alone(rank: RankTimes) -> StepBreakdown:
     steps = rank.steps[ALONE]
     loaded = _median(steps, lambda step: step.load)
     waiting = max(0.0, _median(rank.loading_alone, lambda step: step.load) - loaded)
-    return Parts(
+    return StepBreakdown(
         world_size=1,
         step=_median(steps, lambda step: step.whole) + waiting,
         waiting=waiting,
@@ -287,26 +287,26 @@ def _compute_gain(ranks: Sequence[RankTimes]) -> Difference | None:
     return difference(*per_round)
 
 
-def _link(ranks: Sequence[RankTimes]) -> Link | None:
+def _link(ranks: Sequence[RankTimes]) -> MeasuredLink | None:
     """Return latency and rate of messages: of the smallest, and of what the largest takes longer."""
     if not ranks[0].messages:
         return None
     seconds = {num_bytes: max(dict(one.messages)[num_bytes] for one in ranks) for num_bytes, _ in ranks[0].messages}
     small, large = min(seconds), max(seconds)
     longer = max(seconds[large] - seconds[small], 1e-9)
-    return Link(seconds[small], max(1, large - small) / longer)
+    return MeasuredLink(seconds[small], max(1, large - small) / longer)
 
 
-def _slowest(ranks: Sequence[Sequence[StepSeconds]]) -> list[float]:
+def _slowest(ranks: Sequence[Sequence[RankSeconds]]) -> list[float]:
     """Return the seconds of the slowest rank, for each round."""
     return [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
 
 
-def _median(steps: Sequence[StepSeconds], part: Callable[[StepSeconds], float]) -> float:
+def _median(steps: Sequence[RankSeconds], part: Callable[[RankSeconds], float]) -> float:
     return statistics.median(part(step) for step in steps)
 
 
-def _on_core(step: StepSeconds) -> float:
+def _on_core(step: RankSeconds) -> float:
     """Return the seconds of compute without those in which other programs had the core."""
     return step.compute - step.queued
 

@@ -16,7 +16,7 @@ from anybatch.core.splitting import Cut
 from anybatch.core.whole_numbers import checked_int
 from anybatch.diagnostics.repeated_steps import CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
-from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
+from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds
 from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -122,9 +122,9 @@ class RankTimes:
     """
 
     rank: int
-    steps: Mapping[str, tuple[StepSeconds, ...]]
-    loading: tuple[StepSeconds, ...]
-    loading_alone: tuple[StepSeconds, ...]
+    steps: Mapping[str, tuple[RankSeconds, ...]]
+    loading: tuple[RankSeconds, ...]
+    loading_alone: tuple[RankSeconds, ...]
     load_seconds: float
     load_processor_seconds: float
     messages: tuple[tuple[int, float], ...]
@@ -145,16 +145,16 @@ def measure_ranks(request: ScaleRequest) -> list[RankTimes]:
 
 def compare_settings(
     request: ScaleRequest, before: RunSettings, after: RunSettings
-) -> list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]]:
+) -> list[tuple[tuple[RankSeconds, ...], tuple[RankSeconds, ...]]]:
     """Run steps that load under two settings in turns; return both times of every rank."""
     with World.from_environment(device=request.device) as world:
         measurement = _RankMeasurement(dataclasses.replace(request, settings=before), world)
-        found: tuple[list[StepSeconds], list[StepSeconds]] = ([], [])
+        found: tuple[list[RankSeconds], list[RankSeconds]] = ([], [])
         for number in range(2 * NUM_REPEATS):
             # Each goes first as often as last.
             for which in (0, 1) if number % 2 else (1, 0):
                 found[which].extend(measurement.loading_steps((before, after)[which]))
-        gathered: list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]] = world.gather_objects(
+        gathered: list[tuple[tuple[RankSeconds, ...], tuple[RankSeconds, ...]]] = world.gather_objects(
             (tuple(found[0]), tuple(found[1]))
         )
     return gathered
@@ -189,8 +189,8 @@ class _RankMeasurement:
         cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes, least=least)
         largest = max((unit.num_samples for unit in share), default=0)
         steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
-        loading: list[StepSeconds] = []
-        loading_alone: list[StepSeconds] = []
+        loading: list[RankSeconds] = []
+        loading_alone: list[RankSeconds] = []
         for number in range(NUM_REPEATS):
             self._tell(f"steps that load their samples, {number + 1} of {NUM_REPEATS} times")
             loading += self.loading_steps(self._settings)
@@ -214,7 +214,7 @@ class _RankMeasurement:
             device=str(self._world.device),
         )
 
-    def loading_steps(self, settings: RunSettings) -> list[StepSeconds]:
+    def loading_steps(self, settings: RunSettings) -> list[RankSeconds]:
         """Return the times of steps that load, after some to warm up."""
         self._barrier()
         return self._timed_loading_steps(settings)
@@ -251,7 +251,7 @@ class _RankMeasurement:
             hardware = without_reduction(size, self._world)
         return Engine.from_spec(train, hardware, observer=observer)
 
-    def _in_turns(self, kinds: Mapping[str, RunSettings]) -> dict[str, tuple[StepSeconds, ...]]:
+    def _in_turns(self, kinds: Mapping[str, RunSettings]) -> dict[str, tuple[RankSeconds, ...]]:
         """Run every kind of step once in each round, on samples that are there already."""
         device = self._world.device
         waits = {kind: kind in (UNREDUCED, ALONE) for kind in kinds}
@@ -261,7 +261,7 @@ class _RankMeasurement:
             kind: self._engine(settings, clocks[kind], reduces=not waits[kind], alone=kind == ALONE)
             for kind, settings in own.items()
         }
-        found: dict[str, list[StepSeconds]] = {kind: [] for kind in kinds}
+        found: dict[str, list[RankSeconds]] = {kind: [] for kind in kinds}
         rounds, number = WARM_UP_STEPS + LEAST_ROUNDS, 0
         while number < rounds:
             self._tell(f"steps of {len(kinds)} kinds in turns, round {number + 1} of {rounds}")
@@ -284,7 +284,7 @@ class _RankMeasurement:
         size = -1 if kind == ALONE else settings.micro_batch_size
         return self._cached.setdefault(size, CachedBatch(self._batches[0]))
 
-    def _timed_loading_steps(self, settings: RunSettings, *, alone: bool = False) -> list[StepSeconds]:
+    def _timed_loading_steps(self, settings: RunSettings, *, alone: bool = False) -> list[RankSeconds]:
         """Run consecutive steps that load; without other ranks if `alone`."""
         clock = PhaseClock(self._world.device, waits=False)
         num_steps = WARM_UP_STEPS + LOADING_STEPS

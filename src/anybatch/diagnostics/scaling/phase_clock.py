@@ -15,7 +15,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSeconds:
+class RankSeconds:
     """One step of one rank.
 
     Attributes:
@@ -84,7 +84,7 @@ class PhaseClock:
         else:
             self._seconds[part] = self._seconds.get(part, 0.0) + now - self._begun.pop(part, now)
 
-    def timed(self, step: Callable[[], object]) -> StepSeconds:
+    def timed(self, step: Callable[[], object]) -> RankSeconds:
         """Run a step and return its seconds."""
         self._seconds.clear()
         self._messages.clear()
@@ -94,7 +94,7 @@ class PhaseClock:
         step()
         whole = self._now() - begun
         queued = queued_seconds() - queued
-        return StepSeconds(
+        return RankSeconds(
             **self._seconds,
             whole=whole,
             queued=queued,

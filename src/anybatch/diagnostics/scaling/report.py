@@ -6,7 +6,7 @@ from typing import Any
 
 from anybatch.core.units import in_bytes, per_second
 from anybatch.diagnostics.scaling.bottleneck import Cause
-from anybatch.diagnostics.scaling.breakdown import Evidence
+from anybatch.diagnostics.scaling.breakdown import ScalingEvidence
 from anybatch.diagnostics.scaling.measure import RunSettings
 
 _CAME, _CAME_IN_PART = 0.7, 0.3
@@ -64,7 +64,7 @@ class ScaleReport:
         applies: a change was to be tried.
     """
 
-    evidence: Mapping[int, Evidence]
+    evidence: Mapping[int, ScalingEvidence]
     causes: tuple[Cause, ...]
     settings: RunSettings
     num_cores: int
@@ -72,7 +72,7 @@ class ScaleReport:
     applies: bool = False
 
     @property
-    def largest(self) -> Evidence:
+    def largest(self) -> ScalingEvidence:
         """What was found on the most ranks."""
         return self.evidence[max(self.evidence)]
 

@@ -14,7 +14,7 @@ from anybatch.diagnostics.scaling.measure import (
     compare_settings,
     measure_ranks,
 )
-from anybatch.diagnostics.scaling.phase_clock import StepSeconds
+from anybatch.diagnostics.scaling.phase_clock import RankSeconds
 from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
@@ -139,7 +139,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _step(ranks: Sequence[Sequence[StepSeconds]]) -> float:
+def _step(ranks: Sequence[Sequence[RankSeconds]]) -> float:
     slowest = [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
     found: float = statistics.median(slowest)
     return found

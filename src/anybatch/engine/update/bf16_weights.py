@@ -74,7 +74,7 @@ def stochastically_rounded(
     return torch.where(values.isfinite(), up.view(torch.float32), values).to(torch.bfloat16)
 
 
-class Windows:
+class Float32Windows:
     """Parameters in float32, for an optimizer, that take memory only while it updates them.
 
     The plain loop, for some of them at a time: widen the bf16 weights, step, round the weights back.

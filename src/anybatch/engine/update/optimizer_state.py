@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.engine.torch_internals import state_maker
-from anybatch.engine.update.bf16_weights import Windows
+from anybatch.engine.update.bf16_weights import Float32Windows
 from anybatch.engine.update.precision import Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import DoesNotFitError
@@ -87,7 +87,7 @@ class OptimizerStateMemory:
             )
             raise DoesNotFitError(message, rank=self._world.process, phase="update") from error
 
-    def _allocate_in_pieces(self, windows: Windows) -> None:
+    def _allocate_in_pieces(self, windows: Float32Windows) -> None:
         """Make the state of some parameters at a time, which is kept in less than it is made in."""
         optimizer, largest = self._target.optimizer, 0
         for piece in windows.pieces(optimizer):

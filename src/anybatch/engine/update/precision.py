@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.dtypes import is_low_precision
-from anybatch.engine.update.bf16_weights import Bf16Weights, Windows
+from anybatch.engine.update.bf16_weights import Bf16Weights, Float32Windows
 from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -60,7 +60,7 @@ class Target:
     update: Update
     parameters: tuple[nn.Parameter, ...]
     updated: tuple[nn.Parameter, ...]
-    windows: Windows | None = None
+    windows: Float32Windows | None = None
 
     @property
     def beside(self) -> dict[int, torch.Tensor]:
@@ -134,7 +134,7 @@ def make_target(
     if isinstance(optimizer, Optimizer):
         _check_members(optimizer, parameters)
         return Target(optimizer, "cast" if low else "direct", own, own)
-    windows = None if bf16_weights == "copied" else Windows(own, way=bf16_weights, seed=seed)
+    windows = None if bf16_weights == "copied" else Float32Windows(own, way=bf16_weights, seed=seed)
     if windows is None:
         updated = tuple(nn.Parameter(one.detach().float()) if is_low_precision(one) else one for one in own)
     else:

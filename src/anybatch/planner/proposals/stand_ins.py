@@ -70,7 +70,7 @@ class AdamW8bit(Optimizer):
                 state[f"{name}_scales"] = parameter.new_zeros(ceil_div(number, STATE_BLOCK), dtype=torch.float32)
 
 
-class Adapter(nn.Module):
+class LoraLinear(nn.Module):
     """A linear layer that stays as it is, and a product of two narrow matrices that is trained and added: LoRA.
 
     The added product is computed in the adapter's own type, and the sum has the layer's, as peft does it; without
@@ -156,7 +156,7 @@ def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
     with torch.device("meta"):
         for parent, name, linear in linear_layers(as_module(model)):
             base: nn.Module = FourBitLinear(linear) if four_bits else linear
-            setattr(parent, name, Adapter(base, rank, (linear.in_features, linear.out_features)))
+            setattr(parent, name, LoraLinear(base, rank, (linear.in_features, linear.out_features)))
     return model
 
 

@@ -40,6 +40,11 @@ export function pieces(text: string): Piece[] {
     .map((piece) => (piece.startsWith("{") ? { name: piece.slice(1, -1) } : piece.startsWith("`") ? { code: piece.slice(1, -1) } : { words: piece }));
 }
 
+/** 16 × 4 as the page writes it; a recording has it in letters that every terminal has. */
+export function cuts(text: string): string {
+  return text.replace(/(\d) x (?=\d)/g, "$1\u00a0×\u00a0");
+}
+
 /** How a number is shown: with a unit of `Value`, and few digits unless it is counted. */
 export function shape(number: ClaimNumber): { value: number; unit?: string; digits?: number } {
   const value = Number(number.value);

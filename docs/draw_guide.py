@@ -1,0 +1,52 @@
+"""Draw the guide's pictures in docs/, as an exported page shows it: `python -m docs.draw_guide`, with Chromium."""
+
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+from anybatch_guide.export import DIST, export_folder
+from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, launched, opened, served
+
+DOCS = Path(__file__).parent
+TALL = {"width": 1280, "height": 1120}
+
+
+def draw_chapter(page: Page, chapter: str, name: str) -> None:
+    """Draw the window with a chapter at its top."""
+    page.evaluate(f"document.getElementById('{chapter}').scrollIntoView({{behavior: 'instant'}})")
+    expect(page.locator(f"nav.wide a[href='#{chapter}']")).to_have_attribute("aria-current", "true")
+    page.screenshot(path=DOCS / f"{name}.png")
+
+
+def draw(page: Page) -> None:
+    """Draw the first screen, the loop, memory over a step, and a run of the playground beside its mistake."""
+    bring_to_life(page)
+    page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
+    page.screenshot(path=DOCS / "guide_first_screen.png")
+    draw_chapter(page, "loop", "guide_loop")
+    come_to(page, "memory").locator("figure").nth(1).screenshot(path=DOCS / "guide_memory.png")
+    playground = come_to(page, "playground")
+    for key, size in (("ArrowLeft", 4), ("ArrowRight", 16)):  # there and back: now a run that was recorded is chosen
+        playground.get_by_role("slider", name="Micro-batch").press(key)
+        expect(playground.locator(".which")).to_have_text(f"digits {size} \u00d7 4, SGD (recorded)")
+    playground.get_by_role("button", name="Pin this run").click()
+    playground.get_by_label("Mistake").select_option(label="forget to divide")
+    page.set_viewport_size(TALL)
+    page.mouse.move(0, 0)  # or the field below it would show its arrows
+    draw_chapter(page, "playground", "guide_playground")
+
+
+def main() -> None:
+    """Export the page, and draw it in the light."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(export_folder(DIST, Path(folder) / "guide")) as address,
+        launched() as browser,
+        opened(browser, address, **DESKTOP, color_scheme="light") as watched,
+    ):
+        draw(watched.page)
+
+
+if __name__ == "__main__":
+    main()
