@@ -7,11 +7,14 @@ of several rates; `anybatch scale` tries its usual sizes and the model's own in 
 """
 
 import sys
+from pathlib import Path
 
 import report
 from planted_causes import Case, run_cases
 
 from anybatch.core.units import in_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
 from tests.hosts import NoHostsError
 
 MEBIBYTE = 2**20

@@ -37,6 +37,8 @@ from anybatch.parallel.world import World
 from anybatch.planner.forecast.control_plane import ControlMessages
 from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS
 from anybatch.testing import RankPool
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
 from tests.hosts import NoHostsError, hosts
 
 NUM_STEPS, NUM_TIMES = 16, 40

@@ -31,6 +31,8 @@ from torch.nn import functional
 import anybatch as ab
 from anybatch.diagnostics.comparison.loops import ddp_accumulated, ddp_without_no_sync
 from anybatch.parallel.world import World
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
 from tests.hosts import NoHostsError, hosts
 
 RATE, LATENCY = "1gbit", 0.001

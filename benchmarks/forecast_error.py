@@ -34,6 +34,8 @@ from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.world import World
 from anybatch.planner.forecast.forecast import forecast
 from anybatch.planner.forecast.workload import Cluster, Workload
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
 from tests.hosts import NoHostsError, hosts
 
 RATES = (100, 250, 1000)  # Mbit/s

@@ -9,6 +9,7 @@ be named with the code and place that stand there, and the others must be equal.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ import anybatch as ab
 from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check.roles import method_of
 from anybatch.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups are those of the tests
 from tests.diagnostics import published_loops
 from tests.diagnostics.faulty import FAULTS, HELD
 from tests.diagnostics.test_check import HEALTHY

@@ -5,7 +5,7 @@ small), and models of transformers with adapters of peft; each with an optimizer
 `ab.plan` from Python, as a user would, and then run: two steps of two micro-batches, of which the second is measured,
 every allocation of torch's CPU allocator counted. What does not build or run by itself is left out, and counted.
 
-    python benchmarks/plan_unseen.py [--seed 18] [--seconds 1500] [--library NAME] [--out benchmarks/results/NAME.md]
+    python benchmarks/plan_unseen.py [--seed 18] [--seconds 3600] [--library NAME] [--out benchmarks/results/NAME.md]
     python benchmarks/plan_unseen.py --times
 
 With `--times` the seconds of a step are compared instead: as predicted from a calibration of this CPU, and the median
@@ -25,6 +25,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import report
@@ -452,11 +453,14 @@ def main() -> None:
         errors += [] if error is None else [error]
         print(line, flush=True)
         lines.append(line)
+    only = f" --library {options.library}" if options.library else ""
+    # The lists that are drawn from grow: another version of a library draws other models of it by the same seed.
+    versions = ", ".join(f"{library} {version(library)}" for library in NUM_DRAWN)
     report.publish(
         [*summary(errors, counts), "", *lines],
         title="Plans of models that nobody chose, against memory as allocated",
-        command=f"python benchmarks/plan_unseen.py --seed {options.seed}",
-        setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU",
+        command=f"python benchmarks/plan_unseen.py --seed {options.seed}{only}",
+        setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU; {versions}",
         out=options.out,
     )
 

@@ -37,6 +37,8 @@ from anybatch.diagnostics.scaling.measure import RunSettings, ScaleRequest
 from anybatch.diagnostics.scaling.scale import scale_on_ranks
 from anybatch.engine.spec import TrainSpec
 from anybatch.parallel.world import World
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
 from tests.hosts import NoHostsError, hosts
 
 ROOT = Path(__file__).parents[1]

@@ -30,6 +30,8 @@ from anybatch.parallel.world import World
 from anybatch.recipes.run.session import train
 from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts and the job are those of the tests
 from tests.cli.small import NUM_SAMPLES, SPEC, STEPS_PER_EPOCH, job, parameters, samples_of_steps
 from tests.hosts import Host, NoHostsError, hosts
 

@@ -114,7 +114,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     """What the page plans with a change is what `anybatch plan` plans with it."""
     variant = dataclasses.replace(GPT2, **change)
     every = changes.possible_changes
-    monkeypatch.setattr(ranking, "possible_changes", lambda task: [one for one in every(task) if one.name == name])
+    monkeypatch.setattr(ranking, "possible_changes", lambda *task: [one for one in every(*task) if one.name == name])
     (change_row,) = ab.plan(
         "gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256
     ).changes

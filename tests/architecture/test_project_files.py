@@ -118,6 +118,28 @@ def missing_imports(file: Path) -> list[str]:
     return found
 
 
+def imports_from_elsewhere(file: Path) -> list[str]:
+    """Return the imports of tests that a program makes before it has put the root where Python looks for them.
+
+    `python benchmarks/NAME.py` looks in benchmarks/, and the root is no package that an installation would know.
+    """
+    found, looks_at_root = [], False
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        looks_at_root |= ast.unparse(node).startswith("sys.path.insert(0, str(Path(__file__)")
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in {"tests", "guide"}:
+            found += [] if looks_at_root else [f"{file.name}: {node.module}"]
+    return found
+
+
+def test_programs_run_by_the_command_that_they_name(tmp_path: Path) -> None:
+    """A benchmark or example that uses the tests finds them from wherever it is called."""
+    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    assert [lost for file in programs for lost in imports_from_elsewhere(file)] == []
+
+    (tmp_path / "lost.py").write_text("from tests.hosts import hosts", encoding="utf-8")
+    assert imports_from_elsewhere(tmp_path / "lost.py") == ["lost.py: tests.hosts"]
+
+
 @pytest.mark.slow
 def test_what_programs_import_is_there(tmp_path: Path) -> None:
     """Benchmarks and examples, which no test runs as a whole, import nothing that was renamed or taken away."""

@@ -42,6 +42,18 @@ def test_a_step_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @sees(
+    "memory report: a size that was chosen is not told",
+    "src/anybatch/diagnostics/memory/memory_report.py",
+    "[] if self.decided is None else",
+    "[] if self.decided is not None else",
+)
+def test_a_size_that_was_chosen_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the engine chose, which another run may choose otherwise, is said with its reason; what was named is not."""
+    assert any(line.startswith("decided: micro-batch size: ") for line in printed(capsys))
+    assert not any(line.startswith("decided") for line in printed(capsys, "--micro-batch-size", "3"))
+
+
+@sees(
     "memory report: the first step is measured",
     "src/anybatch/cli/memory.py",
     "        engine.step(first)",

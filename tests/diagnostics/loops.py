@@ -195,6 +195,46 @@ def right_in_float32(model, loader, optimizer, accumulation_steps):
         optimizer.zero_grad()
 
 
+def right_for_ever(model, get_batch, optimizer):
+    x, y = get_batch("train")
+    while True:
+        for _ in range(5):
+            _, loss = model(x, y)
+            x, y = get_batch("train")
+            (loss / 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def right_for_ever_by_forty(model, get_batch, optimizer):
+    while True:
+        for _ in range(40):
+            _, loss = model(*get_batch("train"))
+            (loss / 40).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def right_by_number_of_items(model, train_dataloader, optimizer, accumulation_steps):
+    batches = iter(train_dataloader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_items = sum((batch["labels"] != -100).sum() for batch in window)
+        for batch in window:
+            model(**batch, num_items_in_batch=num_items).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def right_by_number_of_shifted_items(model, train_dataloader, optimizer, accumulation_steps):
+    batches = iter(train_dataloader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_items = sum((batch["labels"][..., 1:] != -100).sum() for batch in window)
+        for batch in window:
+            model(**batch, num_items_in_batch=num_items).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # Wrong
 
 
@@ -547,6 +587,7 @@ def raises_on_ranks(model, loader, optimizer, accumulation_steps):
 RIGHT = (
     *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_by_one_backward),
     *(right_with_its_own_loader, right_with_class_weights, right_in_float32, right_on_demand),
+    *(right_for_ever, right_by_number_of_items),
 )
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},

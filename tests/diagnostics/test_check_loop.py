@@ -119,6 +119,20 @@ def test_outputs_do_not_follow_the_parameters() -> None:
     assert torch.equal(model(data.inputs), data.outputs)
 
 
+@sees(
+    "loops: what a loop that is ended has left is held against it",
+    "src/anybatch/diagnostics/loop_check/judge.py",
+    "trace.ended and not trace.has_more_passes for trace",
+    "trace.ended for trace",
+    cases=["right_for_ever"],
+)
+@sees(
+    "loops: a model does not know the number of items",
+    "src/anybatch/diagnostics/loop_check/probe_model.py",
+    'kwargs.get("num_items_in_batch")',
+    "None",
+    cases=["right_by_number_of_items"],
+)
 @pytest.mark.parametrize("loop", loops.RIGHT)
 def test_right_loops_are_exact(loop: Loop) -> None:
     """A right loop, however it is written, has no finding, and every weight in its table is as expected."""
@@ -127,6 +141,18 @@ def test_right_loops_are_exact(loop: Loop) -> None:
     assert (report.verdict, report.codes) == (LoopVerdict.EXACT, frozenset()), str(report)
     for window in report.windows:
         assert window.found == pytest.approx(window.expected, rel=1e-6)
+
+
+@sees(
+    "loops: a window that is not over has no step",
+    "src/anybatch/diagnostics/loop_check/check_loop.py",
+    "if traces[0].has_more_passes and not traces[0].steps:",
+    "if False:",
+)
+def test_a_window_longer_than_the_data_is_refused() -> None:
+    """A loop that is ended in its first window is not said to make no steps; what can be judged is named."""
+    with pytest.raises(UserError, match=r"by_forty made no step in 12 micro-batches.* parameter accumulation_steps"):
+        check_loop(loops.right_for_ever_by_forty)
 
 
 @sees(
@@ -226,8 +252,9 @@ def test_all_kinds_of_data_are_tried() -> None:
 
 
 def test_tokens_are_weighed() -> None:
-    """A mean over the targets of a window is exact; a mean of the micro-batches' token means is not."""
+    """A mean over the targets of a window is exact, by any count of them; a mean of token means is not."""
     assert check_loop(loops.right_on_tokens).codes == frozenset()
+    assert check_loop(loops.right_by_number_of_shifted_items, data="tokens").codes == frozenset()
     report = check_loop(loops.token_means, data="tokens")
     assert (report.verdict, set(report.codes)) == (LoopVerdict.NOT_EQUAL, {"mean_of_token_means"})
 

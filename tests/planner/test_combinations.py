@@ -361,7 +361,7 @@ def test_bf16_weights_take_what_is_planned(way: Bf16Weights, monkeypatch: pytest
 
 def level_names(precision: str) -> list[list[str]]:
     """Return the changes of each level, in order."""
-    found = combinations._levels(spec_of(precision=precision), precision_is_open=False)  # noqa: SLF001 (the order)
+    found = combinations._levels(spec_of(precision=precision), None)  # noqa: SLF001 (the order)
     return [[one.name for one in level] for level in found]
 
 
@@ -377,6 +377,22 @@ def test_bf16_weights_come_in_the_order_of_what_they_cost() -> None:
         ["LoRA of rank 16 on a base in 4 bits"],
     ]
     assert not any("bf16" in name for level in level_names("fp32") for name in level)
+
+
+@sees(
+    "fit: devices without bf16 are told to compute in it",
+    "src/anybatch/planner/proposals/ranking.py",
+    'return "bf16" if self.budget.device is None else self.budget.device.autocast',
+    'return "bf16"',
+)
+def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
+    """Where a device has units for products in fp16 and none for bf16, fp16 is proposed, and why is noted."""
+    for device, autocast in (("T4", "fp16"), ("V100-16", "fp16"), ("RTX 2080 Ti", "fp16"), ("H100", "bf16")):
+        plan = make_plan(spec_of(), budget_of(device), 64, name="net", fit=True, precision_is_open=True)
+        tried = {change.name for one in plan.answer.tried for change in one.changes}  # type: ignore[union-attr]
+
+        assert {name for name in tried if name.endswith("autocast")} == {f"{autocast} autocast"}
+        assert any("no units for products in bf16" in note for note in plan.target.budget.notes) == (autocast == "fp16")
 
 
 @sees(

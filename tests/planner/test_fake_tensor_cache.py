@@ -301,6 +301,29 @@ def test_reads_are_seen_each_time() -> None:
     assert (reads.numbers["forward"], reads.truths["forward"]) == (2, 3)
 
 
+@sees(
+    "a draw is taken for what was written over it",
+    "src/anybatch/planner/trace/data_reads.py",
+    "[changes] == num_changes([tensor], _FOLLOWING)",
+    "changes is not None",
+)
+def test_a_draw_is_near_1_or_near_0_until_it_is_changed() -> None:
+    """What is compared with a number that `torch.rand` has drawn follows from it; what is computed from it does not."""
+    answers = []
+    for other in (False, True):
+        mode = FakeTensorMode()
+        reads = HostReads(lambda: "forward", other=other)
+        with mode, reads, FakeLedger(mode):
+            draw = torch.rand(1)
+            known = [bool(draw > 0), bool(draw >= 0.5), bool(draw <= 1), bool(torch.rand([]) < 0.5), draw.item() > 0]
+            unknown = [torch.equal(draw, draw), bool(torch.rand(2).sum() > 0), bool(draw.add_(1) > 0)]
+        answers.append((known, unknown))
+        assert (reads.numbers["forward"], reads.truths["forward"]) == (1, 7)
+
+    assert answers[0] == ([True, True, True, False, True], [False, False, False])
+    assert answers[1] == ([True, False, True, True, True], [True, True, True])
+
+
 class Odd:
     """Stands for an operation, counted, that returns what none of torch's does: see `ODD`."""
 

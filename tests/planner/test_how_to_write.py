@@ -15,7 +15,7 @@ from anybatch.planner.plan import make_plan
 from anybatch.planner.proposals.answer_text import code_of
 from anybatch.planner.proposals.changes import changed, named_change
 from anybatch.planner.proposals.ranking import sharded_in_bfloat16
-from anybatch.planner.proposals.stand_ins import FourBitLinear
+from anybatch.planner.proposals.stand_ins import FourBitLinear, linear_names
 from anybatch.planner.trace.step_spec import built
 from tests.faults import sees
 from tests.planner.test_combinations import Net, adamw, spec_of
@@ -97,6 +97,30 @@ def test_a_base_in_four_bits_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {one.weight.dtype for one in written.values()} == {torch.bfloat16}
     assert all(one.options == {"compute_dtype": torch.bfloat16, "quant_type": "nf4"} for one in written.values())
     assert "target_modules=layers" in peft
+
+
+class Nested(nn.Module):
+    """Blocks of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(Net() for _ in range(2))
+
+
+@sees(
+    "fit: layers of blocks in blocks are all named",
+    "src/anybatch/planner/proposals/stand_ins.py",
+    "if not any(",
+    "if any(",
+)
+def test_layers_of_blocks_in_blocks_are_named_once() -> None:
+    """By the names that are written peft finds all linear layers of blocks, and none of these names means another's."""
+    model = Nested()
+    names = linear_names(model)
+
+    of_blocks = {name for name, one in model.named_modules() if type(one) is nn.Linear}
+    assert {name for name in of_blocks if any(name == one or name.endswith(f".{one}") for one in names)} == of_blocks
+    assert not [(one, other) for one in names for other in names if one.endswith(f".{other}")]
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_categories_are_what_things_are() -> None:
 @sees(
     "a plan of fp16 has no update",
     "src/anybatch/planner/trace/data_reads.py",
-    "if any(args[0] is overflow for overflow in self._overflows):",
+    "if any(read is overflow for overflow in self._overflows):",
     "if not self._overflows:",
 )
 def test_an_update_in_fp16_is_planned() -> None:
@@ -545,12 +545,13 @@ def test_what_is_read_is_named_with_its_place() -> None:
 class Skipping(nn.Module):
     """Leaves its layer out at random, and with it every gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, probability: float = 0.5) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 4)
+        self.probability = probability
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) if torch.rand(1) > 0.0 else x
+        return self.layer(x) if torch.rand(1) > self.probability else x
 
 
 @sees(
@@ -563,6 +564,60 @@ def test_a_branch_that_ends_a_trace_is_named() -> None:
     """Where the step fails behind a truth value that it has read, as adapters that drop modules do, that is said."""
     with pytest.raises(CannotPlanError, match=r"does not require grad.* had read .*, in Skipping at .*torch.rand"):
         find_envelopes(small(model=Skipping), 2**20)
+
+
+@sees(
+    "a step that leaves modules out is refused without the remedy",
+    "src/anybatch/planner/trace/data_reads.py",
+    "self.is_drawn = drawn is not None",
+    "self.is_drawn = False",
+)
+def test_what_is_left_out_sometimes_is_refused_with_the_remedy() -> None:
+    """A step whose layers a draw leaves out now and then is refused, and the probability named that can be planned."""
+
+    def sometimes(model: Any, batch: Batch) -> Any:
+        rows = model(batch["x"])
+        return (rows if torch.rand([]) < 0.1 else rows.exp()).square().mean()
+
+    with pytest.raises(CannotPlanError, match=r"torch\.rand.*does other things.*probability set to 0"):
+        find_envelopes(small(loss=ab.mean_over_samples(sometimes)), 2**20)
+    with pytest.raises(CannotPlanError, match=r"with others it does other things\.$"):
+        find_envelopes(small(model=Deciding), 2**20)
+
+
+@sees(
+    "a draw is answered as if its probability were not known",
+    "src/anybatch/planner/trace/data_reads.py",
+    "if func in _DRAWS and result.numel() == 1:",
+    "if func is None:",
+    cases=["apply"],
+)
+@sees(
+    "what is compared with a draw is not known",
+    "src/anybatch/planner/trace/data_reads.py",
+    "_COMPARES[func](drawn, args[1])",
+    "False",
+    cases=["apply"],
+)
+@pytest.mark.parametrize("way", ["apply", "skip", "read"])
+def test_what_is_left_out_with_probability_0_is_planned(way: str) -> None:
+    """Modules that are left out at random, but never, hold what they hold without the draw: adapters are made so."""
+
+    def drawing(model: Any, batch: Batch) -> Any:
+        if way == "read":
+            is_run = torch.rand(1).item() > 0.0
+        else:
+            is_run = bool(torch.rand(1) > 0.0) if way == "apply" else not torch.rand([]) < 0.0
+        return model(batch["x"] if is_run else batch["x"].detach()[:1]).square().mean()
+
+    def always(model: Any, batch: Batch) -> Any:
+        return model(batch["x"]).square().mean()
+
+    specs = (small(loss=ab.mean_over_samples(loss)) for loss in (drawing, always))
+    drawn, without = (find_envelopes(spec, 2**20) for spec in specs)
+
+    assert "reads numbers" in drawn.notes[0]
+    assert without.peak_bytes(40) <= drawn.peak_bytes(40) <= without.peak_bytes(40) + 16
 
 
 @pytest.mark.slow

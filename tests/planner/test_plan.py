@@ -317,7 +317,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
         raise UserError(message)
 
     changes = [dataclasses.replace(broken[0], apply=refuse), *broken]
-    monkeypatch.setattr(ranking, "possible_changes", lambda _: changes)
+    monkeypatch.setattr(ranking, "possible_changes", lambda *_: changes)
 
     assert [
         one.name for one in propose(spec, envelopes, PlanTarget(budget=budget, effective_batch_size=64), fits=True)

@@ -39,7 +39,7 @@ def make_parser() -> Parser:
         type=count_or_auto,
         default="auto",
         metavar="N",
-        help="most samples of one forward and backward, or auto: what fits (default: auto)",
+        help="most samples of one forward and backward, or auto: the fastest of a few that fit (default: auto)",
     )
     sizes.add_argument(
         "--accumulation-steps", type=count, metavar="N", help="micro-batches, instead of --micro-batch-size"

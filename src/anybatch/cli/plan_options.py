@@ -69,7 +69,7 @@ def _add_step(parser: Parser) -> None:
         metavar="N",
         help="tokens of a sample (default: all the model can take, up to 8192)",
     )
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="number format (default: fp32; --fit may say bf16)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="number format (default: fp32; --fit may say another)")
     add("--optimizer", choices=OPTIMIZERS, help="another optimizer than the recipe's, or AdamW")
     add("--checkpointing", choices=tuple(_CHECKPOINTING), help="run blocks again in the backward")
     add("--lora", type=count, metavar="RANK", help="train adapters of that rank, on a base in bf16")

@@ -114,5 +114,15 @@ def budget_of(
         outside_bytes=0 if on_cpu else context_bytes + communicators,
         workspace_bytes=0 if on_cpu else WORKSPACE_BYTES,
         why=measured.why,
-        notes=(*measured.notes, *((known.note,) if known is not None and known.note else ())),
+        notes=(*measured.notes, *(() if known is None else _told(known))),
     )
+
+
+def _told(device: Device) -> list[str]:
+    """Return what plans say of a device."""
+    notes = [device.note] if device.note else []
+    if device.autocast == "fp16":
+        notes.append(
+            f"{device.name} has no units for products in bf16, which are no faster than in fp32; in fp16 it has"
+        )
+    return notes

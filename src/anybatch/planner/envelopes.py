@@ -44,6 +44,9 @@ TRACED = (2, 3)
 _FURTHER = 5
 _TIMES_AS_LONG = (1, 4)
 """Where short samples do not tell, longer ones are tried: of few tokens a kernel may compute in another way."""
+_DRAWN = (
+    " torch.rand has drawn what it reads: with the probability set to 0 nothing is left out, and that step is planned."
+)
 Binding = Literal["tensors", "allocator", "optimizer step", "batch", "branch"]
 """The limit that a larger micro-batch would exceed; "batch" if all of the rank's samples fit at once, "branch" if the
 step does something else above it."""
@@ -467,7 +470,7 @@ def _refuse_dependence(spec: StepSpec, trace: StepTrace) -> None:
     try:
         check_same_structure(first, m, second, m)
     except PlanError as error:
-        message = f"{what}: {error}"
+        message = f"{what}: with others it does other things.{_DRAWN if trace.is_drawn else ''}"
         raise CannotPlanError(message) from error
     if [one.num_bytes for one in first.allocations] != [one.num_bytes for one in second.allocations]:
         message = f"{what}: tensors have other sizes."

@@ -42,7 +42,7 @@ def make_plan(
         rates: measured rates of the device; None for the data sheet's, where it is known by name.
         proposals: also plan every possible change, which takes as long for each.
         fit: look for the changes that let the step fit together, instead of planning each by itself.
-        precision_is_open: bf16 may be proposed with these, where the step is in float32.
+        precision_is_open: bf16 or fp16 may be proposed with these, where the step is in float32.
         asked: changes that are made in any case; what they say of the step itself is in `spec` already.
         micro_batch_size: samples of a micro-batch; None for the largest that fits.
         expandable_segments: the allocator's segments grow.

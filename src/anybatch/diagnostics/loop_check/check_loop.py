@@ -243,6 +243,13 @@ class _Runner:
         The expected gradients are measured on one rank in any case.
         """
         with self._group():
+            if traces[0].has_more_passes and not traces[0].steps:
+                message = (
+                    f"{self.function.__name__} made no step in {len(traces[0].forwards)} micro-batches, after which it "
+                    f"was ended. Let it have a parameter accumulation_steps, which is {ACCUMULATION_STEPS} then, or "
+                    "accumulate over fewer."
+                )
+                raise UserError(message)
             loud, scaled = None, []
             if len(traces) == 1:
                 # Clipping shows as a difference between small and large gradients.

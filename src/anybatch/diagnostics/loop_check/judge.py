@@ -203,8 +203,8 @@ def _about_tails(evidence: LoopEvidence) -> Iterator[LoopFinding]:
     dropped = [step for step in steps if step.lost_tail]
     done = [trace.steps[-1].num_forwards for trace in evidence.traces]
     left = [part for parts, start in zip(evidence.parts, done, strict=True) for part in parts[start:]]
-    if not all(trace.ended for trace in evidence.traces):
-        # A loop that was stopped has samples left because of that.
+    if not all(trace.ended and not trace.has_more_passes for trace in evidence.traces):
+        # A loop that was stopped has samples left because of that; what it does between two passes was seen.
         left = []
     if carried:
         step = carried[0]

@@ -73,7 +73,9 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
         lengths = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator)
         # Every word occurs once in the data, so the first one says which sample it is.
         words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
-        masked = targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED)
+        # The first position has no target, so that labels are as many where a loop counts them shifted.
+        positions = torch.arange(num_positions)
+        masked = targets.masked_fill((positions >= lengths) | (positions == 0), _IGNORED)
         return ProbeData(kind, words, masked if is_padded else targets, outputs)
     # One-hot, so that a sample is recognised by its largest input, also under noise or mixed with another one.
     return ProbeData(kind, 100.0 * torch.eye(NUM_ROWS, dtype=dtype), targets.squeeze(1), outputs)
@@ -129,7 +131,7 @@ class RowModel(nn.Module):
         if outputs.requires_grad:
             self._observer.forward(ids.tolist(), outputs)
         if labels is not None:
-            loss = own_loss(self._data.kind, outputs, labels)
+            loss = own_loss(self._data.kind, outputs, labels, kwargs.get("num_items_in_batch"))
             return ModelOutput(loss, outputs, (loss, outputs))
         targets = self._data.targets.to(self.table.device)[ids]
         if any(one is not inputs and _are_targets(one, targets) for one in given):
@@ -193,11 +195,20 @@ class ModelOutput:
         return func(*as_tensors, **named)
 
 
-def own_loss(kind: TargetKind, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a model that brings its own: the mean over all targets that count."""
+def own_loss(kind: TargetKind, outputs: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
+    """Return the loss of a model that brings its own: the mean over all targets that count.
+
+    Args:
+        kind: of the targets.
+        outputs: of the model.
+        targets: what they should be.
+        num_items: the number of targets to divide by, as models of transformers take it; None for those given.
+    """
     if kind == "values":
         return F.mse_loss(outputs, targets)
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED)
+    summed = "mean" if num_items is None else "sum"
+    loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED, reduction=summed)
+    return loss if num_items is None else loss / num_items
 
 
 class RowSet(Dataset[tuple[Tensor, Tensor]]):

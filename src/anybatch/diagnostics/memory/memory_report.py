@@ -73,6 +73,7 @@ class MemoryReport:
         limit_bytes: memory of the device; None if that is not known.
         headroom: share of it that is to be kept free.
         allocator: counters of torch's allocator; None on a CPU.
+        decided: the micro-batch size that the engine chose, and why; None where it was named.
     """
 
     timeline: MemoryTimeline
@@ -83,6 +84,7 @@ class MemoryReport:
     limit_bytes: int | None
     headroom: float
     allocator: AllocatorReport | None
+    decided: str | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -160,6 +162,7 @@ class MemoryReport:
 
     def _words_below(self) -> list[str]:
         lines = [what_is_counted(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
+        lines += [] if self.decided is None else [f"decided: micro-batch size: {self.decided}"]
         reserve = self.reserve
         if reserve is not None:
             lines.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")
@@ -302,6 +305,7 @@ class MemoryRecording:
             limit_bytes=self._limit_bytes,
             headroom=self._headroom,
             allocator=self._allocator_report(),
+            decided=self._engine.decisions.get("micro_batch_size"),
         )
 
     def _allocator_report(self) -> AllocatorReport | None:

@@ -6,6 +6,8 @@ from typing import Literal
 
 Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
 """Number formats of matrix products."""
+Autocast = Literal["bf16", "fp16"]
+"""Number formats of 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +37,8 @@ class Device:
     def peak(self, arithmetic: Arithmetic) -> float:
         """Return the peak in floating-point operations per second; where a device lacks one, that of 32 bits."""
         return self.flops_per_second.get(arithmetic, self.flops_per_second["fp32"])
+
+    @property
+    def autocast(self) -> Autocast:
+        """The format of 16 bits to multiply in: fp16 where the device has units for that, and none for bf16."""
+        return "fp16" if "fp16" in self.flops_per_second and "bf16" not in self.flops_per_second else "bf16"

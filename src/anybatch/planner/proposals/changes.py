@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import trainable
+from anybatch.planner.cost.device import Autocast
 from anybatch.planner.cost.step_time import CostLine
 from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
 from anybatch.planner.proposals.how_to_write import (
@@ -45,6 +46,10 @@ from anybatch.planner.trace.step_spec import StepSpec, built
 USUAL_RANK = 16
 """Rank of adapters where none is named."""
 _LEAST_VOCABULARY = 8192
+_SCALED: Mapping[Autocast, str] = {
+    "bf16": "",
+    "fp16": "; losses are scaled, and a step whose gradients overflow is skipped",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,14 +101,20 @@ def _applied(apply: Callable[[TrainSpec], TrainSpec], make: Callable[[], TrainSp
     return apply(make())
 
 
-def possible_changes(spec: StepSpec) -> list[Change]:
-    """Return the changes that this spec has not made yet and that compute the same step, or round it to bf16.
+def possible_changes(spec: StepSpec, autocast: Autocast = "bf16") -> list[Change]:
+    """Return the changes that this spec has not made yet and that compute the same step, or round it to 16 bits.
 
     Args:
         spec: the step as it is; its model is made if it is a function.
+        autocast: the format of 16 bits in which the device multiplies.
     """
     ready, _ = built(spec)
-    return [*_of_update(ready), *_of_precision(ready), *_of_blocks(ready, can_make=_makes(spec)), *_of_head(ready)]
+    return [
+        *_of_update(ready),
+        *_of_precision(ready, autocast),
+        *_of_blocks(ready, can_make=_makes(spec)),
+        *_of_head(ready),
+    ]
 
 
 def other_steps(spec: StepSpec, *, rank: int = USUAL_RANK) -> list[Change]:
@@ -149,8 +160,8 @@ def named_change(spec: StepSpec, name: str) -> Change:
     """
     rank = re.match(r"LoRA of rank (\d+)", name)
     can_make, (ready, _) = _makes(spec), built(spec)
-    known = [*_of_update(ready), *_of_precision(ready), *_of_blocks(ready, can_make=can_make), *_of_head(ready)]
-    known += [*of_weights(spec), *_of_host(ready, can_make=can_make)]
+    known = [*_of_update(ready), *_of_precision(ready, "bf16", "fp16"), *_of_blocks(ready, can_make=can_make)]
+    known += [*_of_head(ready), *of_weights(spec), *_of_host(ready, can_make=can_make)]
     known += _other_steps(ready, USUAL_RANK if rank is None else int(rank[1]), can_make=can_make)
     found = next((one for one in known if one.name == name), None)
     if found is None:
@@ -219,18 +230,23 @@ def _fused(train: TrainSpec) -> TrainSpec:
     return dataclasses.replace(train, optimizer=fused)
 
 
-def _of_precision(spec: StepSpec) -> list[Change]:
+def _of_precision(spec: StepSpec, *formats: Autocast) -> list[Change]:
     if spec.trained.precision != "fp32" or spec.profile == "cpu":
         return []
     return [
         Change(
-            name="bf16 autocast",
-            engine='precision="bf16"',
-            costs="products are rounded to bf16, weights and sums stay in float32",
+            name=f"{autocast} autocast",
+            engine=f'precision="{autocast}"',
+            costs=f"products are rounded to {autocast}, weights and sums stay in float32{_SCALED[autocast]}",
             same_step=False,
-            apply=lambda train: dataclasses.replace(train, precision="bf16"),
+            apply=partial(_rounded, autocast),
         )
+        for autocast in formats
     ]
+
+
+def _rounded(autocast: Autocast, train: TrainSpec) -> TrainSpec:
+    return dataclasses.replace(train, precision=autocast)
 
 
 def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:

@@ -15,6 +15,7 @@ from anybatch.core.units import in_bytes
 from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
+from anybatch.planner.cost.device import Autocast
 from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.cost.step_time import Rates, StepSeconds, rates_of
 from anybatch.planner.envelopes import Envelopes
@@ -92,11 +93,11 @@ def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: b
     Args:
         spec: the step as it is asked for, with a function that makes what is trained.
         target: the hardware and batch size.
-        precision_is_open: bf16 may be proposed where the step is in float32.
+        precision_is_open: bf16 may be proposed where the step is in float32; fp16 where the device has no bf16.
     """
     search = _Search(target)
     best: Combination | None = None
-    for level in _levels(spec, precision_is_open=precision_is_open):
+    for level in _levels(spec, target.autocast if precision_is_open else None):
         found = search.level(spec, level)
         if best is None:
             best = found
@@ -108,15 +109,15 @@ def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: b
     return Answer(best=best, tried=tuple(search.tried))
 
 
-def _levels(spec: StepSpec, *, precision_is_open: bool) -> Iterator[tuple[Change, ...]]:
+def _levels(spec: StepSpec, autocast: Autocast | None) -> Iterator[tuple[Change, ...]]:
     """Yield the changes of each level: those that lead further and further from the step as it is."""
     yield ()
-    rounded = [one for one in possible_changes(spec) if one.name == "bf16 autocast"] if precision_is_open else []
+    rounded = _autocast(spec, autocast)
     if rounded:
         yield tuple(rounded)
     others = other_steps(spec)
     eight_bit = tuple(one for one in others if one.name == "8-bit AdamW")
-    in_bf16 = rounded or built(spec)[0].trained.precision == "bf16"
+    in_bf16 = (rounded and autocast == "bf16") or built(spec)[0].trained.precision == "bf16"
     weights = {one.name: one for one in of_weights(spec)} if in_bf16 else {}
     split, stochastic = (
         (one,) if (one := weights.get(name)) is not None else ()
@@ -124,9 +125,17 @@ def _levels(spec: StepSpec, *, precision_is_open: bool) -> Iterator[tuple[Change
     )
     adapters = ((one,) for one in others if one not in eight_bit)
     both = (*stochastic, *eight_bit) if stochastic and eight_bit else ()
-    for level in (split, eight_bit, stochastic, both, *adapters):
+    for level in (split, eight_bit, stochastic, both):
         if level:
             yield (*rounded, *level)
+    # Their base is in bf16, whatever the device multiplies in.
+    for level in adapters:
+        yield (*_autocast(spec, autocast and "bf16"), *level)
+
+
+def _autocast(spec: StepSpec, kind: Autocast | None) -> list[Change]:
+    """Return the change that multiplies in a format, where there is one to make."""
+    return [] if kind is None else [one for one in possible_changes(spec, kind) if one.name == f"{kind} autocast"]
 
 
 def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:

@@ -12,6 +12,7 @@ from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope, Peak
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
+from anybatch.planner.cost.device import Autocast
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
 from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, of_tensors, with_alone
 from anybatch.planner.proposals.changes import Change, changed, possible_changes
@@ -85,6 +86,11 @@ class PlanTarget:
     gradient_bytes: int = 0
     micro_batch_size: int | None = None
     expandable_segments: bool = False
+
+    @property
+    def autocast(self) -> Autocast:
+        """The format of 16 bits that is proposed: bf16, where the device is not known to do without."""
+        return "bf16" if self.budget.device is None else self.budget.device.autocast
 
     def share(self, world_size: int) -> int:
         """Return the samples of the largest rank share."""
@@ -190,7 +196,7 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
     found = []
     by_category, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
     stays = sum(by_category[name] for name in ("weights", "gradients", "optimizer"))
-    for change in possible_changes(spec) if fits or stays < usable else []:
+    for change in possible_changes(spec, target.autocast) if fits or stays < usable else []:
         try:
             after = _with(change, spec, envelopes, target)
         # A change that cannot be planned must not keep the others from the table.

@@ -183,6 +183,8 @@ def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
 def linear_names(modules: nn.Module) -> list[str]:
     """Return what `linear_layers` are called within their blocks, each once; peft goes by how a name ends.
 
+    A name that ends in another is left out, which means it too: of blocks in blocks there would be hundreds.
+
     Args:
         modules: with data or without.
     """
@@ -193,7 +195,8 @@ def linear_names(modules: nn.Module) -> list[str]:
         for name, child in block.named_modules()
         if type(child) is nn.Linear and name
     }
-    return list(found)
+    parts = {name: name.split(".") for name in found}
+    return [name for name in found if not any(".".join(parts[name][at:]) in found for at in range(1, len(parts[name])))]
 
 
 def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:

@@ -53,6 +53,7 @@ class StepTrace:
         numbers_read: how many numbers the program has read from tensors while computing gradients, none of them known.
         truths_read: the same for truth values.
         read_at: where the first of them was read, as words that follow a sentence.
+        is_drawn: whether that one follows from a number that `torch.rand` has drawn.
         sharded: the strategy has sharded the weights, and gathers them in every micro-batch.
         decisions: what the engine has decided while it was built, by what it is about.
         notes: what of the program a trace does not follow.
@@ -63,6 +64,7 @@ class StepTrace:
     numbers_read: int
     truths_read: int
     read_at: str = ""
+    is_drawn: bool = False
     sharded: bool = False
     decisions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -164,6 +166,7 @@ class StepTracer:
             numbers_read=sum(self._reads.numbers[phase] for phase in computing),
             truths_read=sum(self._reads.truths[phase] for phase in computing),
             read_at=self._reads.at,
+            is_drawn=self._reads.is_drawn,
             sharded=self._twin_run.sharded,
             decisions=self._twin_run.decisions,
             # Of the model itself: that its call is compiled is no part of a copy.
