@@ -260,6 +260,7 @@ def test_a_run_is_judged_by_its_first_gradient(changes: Mapping[str, Any], least
     assert told["relative_difference"] == data["first_gradient_difference"]
 
 
+@pytest.mark.slow
 def test_adam_hides_what_sgd_shows() -> None:
     """Without the division, the losses of SGD go astray in four steps, and those of AdamW hardly move."""
 

@@ -56,6 +56,7 @@ def test_a_limit_that_nothing_fits_into_ends_the_run() -> None:
     assert lines[-1]["message"] == data["message"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_not_reached_changes_nothing() -> None:
     """With room for all of it, a limited run is the same as one without, to the bit."""
     limited, free = (played(**SHORT, memory_limit_kib=limit)[0] for limit in (2**20, 0))

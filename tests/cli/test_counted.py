@@ -97,6 +97,7 @@ def test_plan_and_memory_agree(recipe: str, micro_batch_size: int, number_bytes:
     assert plan.baseline.reserved_bytes >= plan.baseline.tensor_bytes
 
 
+@pytest.mark.slow
 def test_each_verb_says_what_it_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`memory`, `plan`, `tune` and `train` name the way in which their figure is counted, and what it means."""
     assert main(["memory", SPEC]) == Status.DONE

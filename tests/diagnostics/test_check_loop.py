@@ -243,6 +243,7 @@ def test_the_first_wrapper_of_a_process_leaves_no_group() -> None:
     "kinds = TARGET_KINDS if",
     "kinds = TARGET_KINDS[:1] if",
 )
+@pytest.mark.slow
 def test_all_kinds_of_data_are_tried() -> None:
     """A loop that is right with one target per sample, and runs on tokens too, is judged on these; one may be named."""
     report = check_loop(loops.right_with_all_else)
@@ -251,6 +252,7 @@ def test_all_kinds_of_data_are_tried() -> None:
     assert check_loop(loops.right_with_all_else, data="classes").verdict == LoopVerdict.EXACT
 
 
+@pytest.mark.slow
 def test_tokens_are_weighed() -> None:
     """A mean over the targets of a window is exact, by any count of them; a mean of token means is not."""
     assert check_loop(loops.right_on_tokens).codes == frozenset()
@@ -520,6 +522,7 @@ def test_an_unknown_scale_is_said() -> None:
     assert "cannot be seen" in report.remarks[0]
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch check --loop` prints the report; status 0 without findings, 8 with some, 2 for what is no loop."""
     file = tmp_path / "my_loops.py"

@@ -69,6 +69,7 @@ def batches_of(**settings: Any) -> Any:
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("layout", FASTER)
+@pytest.mark.slow
 def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
     """It is told with both times, every batch is laid out so, and the gradient is that of the un-split batch."""
     device, model = SimulatedDevice(FASTER[layout]), Language()

@@ -144,6 +144,7 @@ def test_a_lowered_rate_is_that_of_the_schedule_times_a_factor() -> None:
     "step - last > self.watch.relapse_steps",
     "step - last >= 0",
 )
+@pytest.mark.slow
 def test_a_rate_rises_again_behind_a_roll_back() -> None:
     """It rises to what it was; where there is a second spike soon, to half of that, and where it is late, to all."""
     for relapse_steps, ceiling in ((100, 0.5), (10, 1.0)):
@@ -162,6 +163,7 @@ def test_a_rate_rises_again_behind_a_roll_back() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.slow
 def test_what_is_not_finite_is_left_out_where_there_is_a_way_back(bad: float) -> None:
     """A roll-back goes on behind a NaN, whose update is not made; any other watch leaves it to end the run."""
     watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4)
@@ -178,6 +180,7 @@ def test_what_is_not_finite_is_left_out_where_there_is_a_way_back(bad: float) ->
             list(map(plain.step, batches(BAD + 1, bad=bad)))
 
 
+@pytest.mark.slow
 def test_a_watch_that_finds_nothing_changes_nothing() -> None:
     """A healthy run is the same bit for bit with any watch as without; to warn changes nothing of a sick one either."""
 

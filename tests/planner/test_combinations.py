@@ -282,6 +282,7 @@ class Branching(nn.Module):
     "return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes), self.bound)",
     "return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))",
 )
+@pytest.mark.slow
 def test_a_branch_bounds_the_plan() -> None:
     """A step that does something else above a size is planned up to that size, and the plan says so."""
     found = find_envelopes(spec_of(Branching, profile="cpu"), 2**30, most_samples=64)
@@ -304,6 +305,7 @@ def test_a_branch_bounds_the_plan() -> None:
     "whole = sizes.constant + sizes.slope * num_samples // num_micro_batches",
     "whole = sizes.constant + sizes.slope * 2",
 )
+@pytest.mark.slow
 def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> None:
     """A batch of the user's own on a CPU, in one micro-batch and in eight, holds what is planned."""
     loss = ab.mean_over_samples(classes)
@@ -385,6 +387,7 @@ def test_bf16_weights_come_in_the_order_of_what_they_cost() -> None:
     'return "bf16" if self.budget.device is None else self.budget.device.autocast',
     'return "bf16"',
 )
+@pytest.mark.slow
 def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
     """Where a device has units for products in fp16 and none for bf16, fp16 is proposed, and why is noted."""
     for device, autocast in (("T4", "fp16"), ("V100-16", "fp16"), ("RTX 2080 Ti", "fp16"), ("H100", "bf16")):
@@ -508,6 +511,7 @@ def _moved(model: nn.Module, batch: Tensor) -> Tensor:
         return classes(model, batch)
 
 
+@pytest.mark.slow
 def test_what_a_trace_does_not_follow_is_noted() -> None:
     """A compiled model, and activations that the user moves to the host, are planned with a note; others without."""
 

@@ -572,6 +572,7 @@ def test_a_branch_that_ends_a_trace_is_named() -> None:
     "self.is_drawn = drawn is not None",
     "self.is_drawn = False",
 )
+@pytest.mark.slow
 def test_what_is_left_out_sometimes_is_refused_with_the_remedy() -> None:
     """A step whose layers a draw leaves out now and then is refused, and the probability named that can be planned."""
 
@@ -600,6 +601,7 @@ def test_what_is_left_out_sometimes_is_refused_with_the_remedy() -> None:
     cases=["apply"],
 )
 @pytest.mark.parametrize("way", ["apply", "skip", "read"])
+@pytest.mark.slow
 def test_what_is_left_out_with_probability_0_is_planned(way: str) -> None:
     """Modules that are left out at random, but never, hold what they hold without the draw: adapters are made so."""
 

@@ -57,6 +57,7 @@ def test_fewer_samples_fit_where_kernels_count_and_the_plan_says_why() -> None:
     assert "what kernels take" not in str(alone)
 
 
+@pytest.mark.slow
 def test_no_kernel_is_asked_for_another_device() -> None:
     """A plan for a GPU, which is not here, is as if nothing could be asked."""
     spec = dataclasses.replace(SPEC, profile="cuda", kernels=KernelMemory())

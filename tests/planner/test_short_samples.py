@@ -123,6 +123,7 @@ def test_a_scan_is_as_it_is_when_traced_whole(tokens: int) -> None:
     "[turns % together] * (turns % together > 0)",
     "[]",
 )
+@pytest.mark.slow
 def test_very_many_pieces_are_put_together() -> None:
     """A step of more turns than pieces are written down for holds the same in fewer pieces."""
     short = [envelope(one) for one in (8, 9, 10)]
@@ -402,6 +403,7 @@ def test_longer_samples_are_tried() -> None:
     "min(windows, default=length) < length",
     "False",
 )
+@pytest.mark.slow
 def test_short_samples_are_whole_chunks_within_a_window() -> None:
     """Short samples have as many tokens over after the last chunk as the long one; above a window there are none."""
     config = CONFIGS["mamba"]()
