@@ -1,9 +1,11 @@
 """The recipe "digits": its data, its model, and that it learns, however it is cut."""
 
 import dataclasses
+import importlib
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,9 +20,16 @@ from anybatch.core.splitting import Cut
 from anybatch.recipes.digits import Digits, Network, accuracy, digits, loss
 from anybatch.recipes.run.start import start
 from anybatch.testing.gradients import assert_same_gradients
+from tests.extras import skip_without
 from tests.faults import sees
 
-datasets = pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
+skip_without("sklearn", "anybatch[recipes]")
+
+
+@pytest.fixture(scope="module")
+def datasets() -> ModuleType:
+    """Return scikit-learn's module, which sets variables of the environment when it is imported."""
+    return importlib.import_module("sklearn.datasets")
 
 
 def doubled(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -35,7 +44,7 @@ def counted(*splits: Digits) -> Counter[tuple[Any, ...]]:
     return Counter((*(16 * image).int().flatten().tolist(), int(label)) for image, label in pairs)
 
 
-def test_the_split_is_whole_and_fixed() -> None:
+def test_the_split_is_whole_and_fixed(datasets: ModuleType) -> None:
     """Each of the 1,797 images is in exactly one split, 36 of each digit are held out, and always the same ones."""
     train, held_out = Digits("train"), Digits("held_out")
     assert (len(train), len(held_out)) == (1437, 360)
@@ -55,6 +64,7 @@ def test_the_split_is_whole_and_fixed() -> None:
     "if file.is_file():",
     "if file.parent is not None:",
 )
+@pytest.mark.usefixtures("datasets")
 def test_a_scikit_learn_with_its_file_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where scikit-learn keeps its file elsewhere, its function is asked, and the images are the same."""
     found = Digits("train")
