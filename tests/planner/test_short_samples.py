@@ -279,12 +279,12 @@ def assert_same(found: Envelopes, whole: Envelopes) -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "changes", "num_micro_batches"),
     [
-        ("mamba", 256, (), 2),
         ("mamba", 90, (), 1),
-        ("falcon_mamba", 90, ("checkpointing",), 2),
-        ("rwkv", 90, (), 2),
-        ("recurrent_gemma", 90, (), 2),
-        ("jamba", 90, (), 2),
+        pytest.param("mamba", 256, (), 2, marks=pytest.mark.published),
+        pytest.param("falcon_mamba", 90, ("checkpointing",), 2, marks=pytest.mark.published),
+        pytest.param("rwkv", 90, (), 2, marks=pytest.mark.published),
+        pytest.param("recurrent_gemma", 90, (), 2, marks=pytest.mark.published),
+        pytest.param("jamba", 90, (), 2, marks=pytest.mark.published),
     ],
 )
 def test_models_that_take_tokens_one_by_one(
@@ -297,7 +297,7 @@ def test_models_that_take_tokens_one_by_one(
     assert_same(found, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.published
 @sees(
     "the fewest ranks are found from the shortest sample",
     "src/anybatch/planner/proposals/more_ranks.py",
@@ -316,7 +316,7 @@ def test_under_fsdp() -> None:
     assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.published
 @sees(
     "a CPU is planned from samples as short as others",
     "src/anybatch/planner/trace/sample_lengths.py",
