@@ -103,7 +103,7 @@ def without_time(plan: Plan) -> list[str]:
     return [line for line in lines_of(plan) if not line.startswith(("time", "      "))]
 
 
-@pytest.mark.slow
+@pytest.mark.published
 @pytest.mark.parametrize(
     ("name", "change"),
     [("checkpointing", {"checkpointing": True}), ("fused optimizer", {"optimizer": "fused AdamW"})],

@@ -390,7 +390,7 @@ def test_bf16_weights_come_in_the_order_of_what_they_cost() -> None:
 @pytest.mark.slow
 def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
     """Where a device has units for products in fp16 and none for bf16, fp16 is proposed, and why is noted."""
-    for device, autocast in (("T4", "fp16"), ("V100-16", "fp16"), ("RTX 2080 Ti", "fp16"), ("H100", "bf16")):
+    for device, autocast in (("T4", "fp16"), ("H100", "bf16")):
         plan = make_plan(spec_of(), budget_of(device), 64, name="net", fit=True, precision_is_open=True)
         tried = {change.name for one in plan.answer.tried for change in one.changes}  # type: ignore[union-attr]
 
