@@ -40,7 +40,11 @@ def decorate_shaped(*, typechecker: Callable[..., Any]) -> Callable[[CheckedT], 
         hints = getattr(function, "__annotations__", {})
         if not any(map(names_shape, hints.values())):
             return decorated
-        checked: CheckedT = _DECORATE(decorated, typechecker=typechecker)
+        if inspect.isclass(decorated):  # its fields are checked where it is made
+            checked: CheckedT = _DECORATE(decorated, typechecker=typechecker)
+        else:
+            # Names of axes hold within a call; jaxtyping itself would bind each call's arguments to the signature.
+            checked = _DECORATE(typechecker(decorated), typechecker=None)
         return checked
 
     return decorate
