@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console as Terminal
 from rich.terminal_theme import TerminalTheme
 
-from anybatch.cli.screen import Screen, place_of, summary
+from anybatch.cli.screen import ConsoleFilter, place_of, summary
 from anybatch.events.console import Console
 from anybatch.events.screen import Level, ScreenContents
 from anybatch.events.terminal_screen import Frame, TerminalScreen
 from anybatch.recipes.digits import digits
-from anybatch.recipes.run.session import Outlook, train
+from anybatch.recipes.run.session import SessionStart, train
 from anybatch.recipes.run.settings import Choices
 
 OUT = Path(__file__).with_name("console.svg")
@@ -68,9 +68,9 @@ def main() -> None:
     terminal = Terminal(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     terminal.print(f"$ {COMMAND}", style="bold", highlight=False)
 
-    def begin(outlook: Outlook) -> Screen:
-        terminal.print(place_of(outlook), highlight=False)
-        return Screen(Console(outlook.num_steps, screen=Picture(terminal)))
+    def begin(session: SessionStart) -> ConsoleFilter:
+        terminal.print(place_of(session), highlight=False)
+        return ConsoleFilter(Console(session.num_steps, screen=Picture(terminal)))
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         choices = Choices(epochs=NUM_EPOCHS, micro_batch_size=MICRO_BATCH_SIZE)

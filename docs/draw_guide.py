@@ -3,13 +3,13 @@
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, ViewportSize, expect
 
 from anybatch_guide.export import DIST, export_folder
 from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, launched, opened, served
 
 DOCS = Path(__file__).parent
-TALL = {"width": 1280, "height": 1120}
+TALL = ViewportSize(width=1280, height=1120)
 
 
 def draw_chapter(page: Page, chapter: str, name: str) -> None:
