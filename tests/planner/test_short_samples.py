@@ -25,7 +25,7 @@ from anybatch.planner.short_samples import (
     lengthen,
     memory_at,
 )
-from anybatch.planner.trace.sample_lengths import SampleLengths, operations_per_chunk
+from anybatch.planner.trace.sample_lengths import TokenLengths, operations_per_chunk
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.library_models import subject_of_config
 from anybatch.recipes.planning.plan import plan
@@ -362,7 +362,7 @@ def _sums(tokens: int, **settings: Any) -> tuple[Envelopes, Envelopes]:
         sample=sample(tokens),
         strategy="single",
     )
-    pair = (dataclasses.replace(spec, lengths=SampleLengths(sample=sample, num_tokens=tokens)), spec)
+    pair = (dataclasses.replace(spec, lengths=TokenLengths(sample=sample, num_tokens=tokens)), spec)
     found, whole = (find_envelopes(one, 1 << 30, most_samples=16) for one in pair)
     return found, whole
 

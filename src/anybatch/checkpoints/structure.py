@@ -59,7 +59,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateParts:
+class PackedState:
     """A state taken apart.
 
     Attributes:
@@ -84,14 +84,14 @@ class PackedParts:
     parts: Mapping[str, TensorPart]
 
 
-def pack(state: Mapping[Any, Any]) -> StateParts:
+def pack(state: Mapping[Any, Any]) -> PackedState:
     """Take a state apart; its tensors are not copied.
 
     Raises:
         UserError: something in it cannot be restored as it is; says what and where.
     """
     packer = _Packer()
-    return StateParts(packer.pack(state, ()), packer.tensors)
+    return PackedState(packer.pack(state, ()), packer.tensors)
 
 
 def pack_parts(state: Mapping[Any, Any]) -> PackedParts:

@@ -35,7 +35,7 @@ from anybatch.planner.short_samples import (
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
-from anybatch.planner.trace.sample_lengths import SampleLengths
+from anybatch.planner.trace.sample_lengths import TokenLengths
 from anybatch.planner.trace.step_spec import StepSpec, built, samples_there
 from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step, without_garbage_collection
 
@@ -231,7 +231,7 @@ def _at_length(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, 
 
 def _from_short_samples(
     ready: StepSpec,
-    lengths: SampleLengths,
+    lengths: TokenLengths,
     short: Sequence[int],
     usable_bytes: int,
     *,

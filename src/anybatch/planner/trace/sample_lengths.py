@@ -19,7 +19,7 @@ _NUM_SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleLengths:
+class TokenLengths:
     """A sample of any number of tokens.
 
     Attributes:
@@ -49,7 +49,7 @@ class SampleLengths:
         return first, second, third, last
 
 
-def operations_per_chunk(train: TrainSpec, lengths: SampleLengths, profile: Profile) -> int:
+def operations_per_chunk(train: TrainSpec, lengths: TokenLengths, profile: Profile) -> int:
     """Return how many operations more a forward has where a sample is a chunk longer: 0 where tokens run together.
 
     It is run on the meta device, which takes a fifth of the time of tensors that know their device.

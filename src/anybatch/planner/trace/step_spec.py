@@ -12,7 +12,7 @@ from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.fake_model import build
 from anybatch.planner.trace.fake_tensor_cache import ResultCache
-from anybatch.planner.trace.sample_lengths import SampleLengths
+from anybatch.planner.trace.sample_lengths import TokenLengths
 
 NUM_MICRO_BATCHES = 2
 """The second one runs with gradients there, as all later ones do."""
@@ -57,7 +57,7 @@ class StepSpec:
     profile: Profile = "cuda"
     kernels: KernelMemory | None = field(default_factory=KernelMemory)
     cache: ResultCache = field(default_factory=ResultCache)
-    lengths: SampleLengths | None = None
+    lengths: TokenLengths | None = None
 
     @property
     def trained(self) -> TrainSpec:

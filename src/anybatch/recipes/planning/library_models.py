@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anybatch.core.loss import mean_over_samples, mean_over_tokens
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
-from anybatch.planner.trace.sample_lengths import SampleLengths
+from anybatch.planner.trace.sample_lengths import TokenLengths
 from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, length_of
 
 LIBRARIES = ("transformers", "torchvision", "timm")
@@ -229,14 +229,14 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
     return {"input_ids": tokens, "labels": torch.zeros(1, dtype=torch.int64) if one_label else tokens}
 
 
-def _lengths(config: Any, kind: Any, length: int | None) -> SampleLengths | None:  # noqa: ANN401 (not a dependency)
+def _lengths(config: Any, kind: Any, length: int | None) -> TokenLengths | None:  # noqa: ANN401 (not a dependency)
     """Return samples of other lengths; None where a shorter one may be treated otherwise: it is within a window."""
     values = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
     windows = [value for name, value in values.items() if "window" in name]
     if length is None or min(windows, default=length) < length:
         return None
     chunk = math.lcm(*(value for name, value in values.items() if "chunk" in name))
-    return SampleLengths(sample=partial(_sample, config, kind), num_tokens=length, chunk_tokens=chunk)
+    return TokenLengths(sample=partial(_sample, config, kind), num_tokens=length, chunk_tokens=chunk)
 
 
 def _names(library: str, *, required: bool) -> Sequence[str]:

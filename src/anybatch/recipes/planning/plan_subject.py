@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.tree import Batch
 from anybatch.errors import UserError
-from anybatch.planner.trace.sample_lengths import SampleLengths
+from anybatch.planner.trace.sample_lengths import TokenLengths
 from anybatch.planner.trace.step_spec import MakeTrainSpec
 
 
@@ -37,7 +37,7 @@ class PlanSubject:
     own_batch: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    lengths: SampleLengths | None = None
+    lengths: TokenLengths | None = None
 
 
 USUAL_TOKENS = 8_192
