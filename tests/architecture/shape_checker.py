@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import jaxtyping
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray
 
 CheckedT = TypeVar("CheckedT", bound=Callable[..., Any])
 CHECKER = f"{__name__}.check_shapes"
 """What the import hook of jaxtyping is told to decorate functions with."""
 _DECORATE: Callable[..., Any] = jaxtyping.jaxtyped
+_AS_JAXTYPING = BeartypeConf(violation_type=jaxtyping.TypeCheckError)
 
 
 def check_imported(modules: Sequence[str]) -> AbstractContextManager[object]:
@@ -54,7 +55,7 @@ def check_shapes(function: CheckedT) -> CheckedT:
     """Return the function with a check of each parameter and result whose annotation names a shape."""
     # What has no annotation is not checked.
     function.__annotations__ = {name: hint for name, hint in function.__annotations__.items() if names_shape(hint)}
-    return beartype(function)
+    return beartype(conf=_AS_JAXTYPING)(function)
 
 
 def names_shape(hint: object) -> bool:
