@@ -129,8 +129,9 @@ def _levels(spec: StepSpec, autocast: Autocast | None) -> Iterator[tuple[Change,
         if level:
             yield (*rounded, *level)
     # Their base is in bf16, whatever the device multiplies in.
+    in_base = _autocast(spec, autocast and "bf16")
     for level in adapters:
-        yield (*_autocast(spec, autocast and "bf16"), *level)
+        yield (*in_base, *level)
 
 
 def _autocast(spec: StepSpec, kind: Autocast | None) -> list[Change]:
