@@ -171,7 +171,7 @@ class CountedBefore:
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         """Return a mean times its factor; see `LossKind`."""
-        return value * factor
+        return _times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`."""
@@ -226,11 +226,16 @@ class AcrossSamples:
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         """Return a mean times its factor; see `LossKind`."""
-        return value * factor
+        return _times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
+
+
+def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
+    # The factor of a micro-batch that is the whole effective batch: the product would cost a backward of its own.
+    return value if factor == 1.0 else value * factor
 
 
 _SAMPLE_MEAN = CountedBefore(MappingProxyType({ONLY_TERM: Term(None)}))

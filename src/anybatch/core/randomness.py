@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 # One word per purpose, its first letters in ASCII: equal numbers give unrelated seeds for different purposes.
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
 _STEP, _CALL, _AXIS, _ROUNDING = 0x73746570, 0x63616C6C, 0x61786973, 0x726F756E
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -69,6 +69,18 @@ def sample_seed(seed: int, epoch: int, sample_id: int) -> int:
         A number from 0 to 2**63 - 1.
     """
     return _mix(_AUGMENTATION, seed, epoch, sample_id)
+
+
+def sample_seeds(seed: int, epoch: int, sample_ids: Sequence[int]) -> list[int]:
+    """Return the seeds of some samples at once: `[sample_seed(seed, epoch, sample) for sample in sample_ids]`.
+
+    Args:
+        seed: of the data, any integer.
+        epoch: from 0 on.
+        sample_ids: global ids of the samples.
+    """
+    state = _folded(_folded(_AUGMENTATION, seed), epoch)
+    return [_folded(state, sample) >> 1 for sample in sample_ids]
 
 
 def order_seed(seed: int, epoch: int) -> int:
@@ -153,7 +165,7 @@ def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int])
 
 def _finalise(state: Tensor) -> Tensor:
     """Mix 64-bit numbers in place. Shifts fill with the sign, which is masked away."""
-    for shift, factor in _ROUNDS:
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
         state.bitwise_xor_((state >> shift).bitwise_and_(_MASK >> shift)).mul_(_signed(factor))
     return state.bitwise_xor_((state >> 31).bitwise_and_(_MASK >> 31))
 
@@ -169,10 +181,12 @@ def _mix(purpose: int, first: int, second: int, third: int) -> int:
     Source: the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), one round per word. Not cryptographic.
     63 bits, because `Generator.manual_seed` takes a signed 64-bit integer.
     """
-    state = purpose
-    for word in (first, second, third):
-        state = (state + word + _GOLDEN) & _MASK
-        for shift, factor in _ROUNDS:
-            state = ((state ^ (state >> shift)) * factor) & _MASK
-        state ^= state >> 31
-    return state >> 1
+    return _folded(_folded(_folded(purpose, first), second), third) >> 1
+
+
+def _folded(state: int, word: int) -> int:
+    """Return 64 bits into which one more word has been folded."""
+    state = (state + word + _GOLDEN) & _MASK
+    state = ((state ^ (state >> 30)) * _FACTORS[0]) & _MASK
+    state = ((state ^ (state >> 27)) * _FACTORS[1]) & _MASK
+    return state ^ (state >> 31)

@@ -1,5 +1,6 @@
 """Loading one unit: every sample under its own random key, then collated."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from anybatch.core.randomness import sample_seed
+from anybatch.core.randomness import sample_seed, sample_seeds
 from anybatch.core.tree import Batch, count_samples, map_tensors
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.random_state import seed_generators
@@ -88,13 +89,21 @@ class UnitKey(NamedTuple):
     packed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class UnitLoader:
-    """Loads and collates units of a data set that has an index."""
+    """Loads and collates units of a data set that has an index.
 
-    dataset: Any
-    collate: Collate
-    seed: int
+    Args:
+        dataset: has `__getitem__` and `__len__`.
+        collate: the collate function.
+        seed: of the data.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:  # noqa: ANN401 (torch leaves open what it is)
+        self.dataset = dataset
+        self.collate = collate
+        self.seed = seed
+        # Their rows are read as they are collated.
+        self._indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
 
     def __call__(self, key: UnitKey, seed: Seed | None) -> Batch:
         """Return the collated unit.
@@ -109,33 +118,32 @@ class UnitLoader:
         """Return the samples of a unit, which `collated` makes a batch of."""
         dataset = self.dataset
         if self._indexes_tensors:
-            return []  # they are read as they are collated
+            return []
         if reads_together(dataset):
             return list(dataset.__getitems__(list(key.sample_ids)))
-        loaded, sample_id = [], None
+        ids = iter(key.sample_ids)
         try:
-            for sample_id in key.sample_ids:
-                if seed is not None:
-                    seed(sample_seed(self.seed, key.epoch, sample_id))
+            if seed is None:
+                return [dataset[sample_id] for sample_id in ids]
+            loaded = []
+            for sample_id, sample_key in zip(ids, sample_seeds(self.seed, key.epoch, key.sample_ids), strict=True):
+                seed(sample_key)
                 loaded.append(dataset[sample_id])
         except Exception as error:
+            sample_id = key.sample_ids[-1 - operator.length_hint(ids)]
             error.add_note(
                 f"anybatch: while loading sample {sample_id} of {type(dataset).__name__}, epoch={key.epoch}."
             )
             raise
         return loaded
 
-    def collated(self, key: UnitKey, samples: list[Any], seed: Seed | None) -> Batch:
+    def collated(self, key: UnitKey, samples: list[Any], seed: Seed | None = None) -> Batch:
         """Return the samples of a unit as a batch."""
         if self._indexes_tensors:
             rows = torch.tensor(key.sample_ids)
             return [tensor[rows] for tensor in self.dataset.tensors]
         collate = in_layout(self.collate, packed=key.packed)
         return collate_unit(collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
-
-    @property
-    def _indexes_tensors(self) -> bool:
-        return type(self.dataset) is TensorDataset and self.collate is default_collate
 
 
 def reads_together(dataset: object) -> bool:

@@ -119,15 +119,13 @@ class _Walk:
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
         while position < self.end:
-            epoch = position.epoch
-            order = self._order(epoch)
-            for offset, stop in self._schedule.steps_of_epoch(position):
-                start, end = Position(epoch, offset), self._schedule.normalized(Position(epoch, stop))
+            order = self._order(position.epoch)
+            for start, stop, end in self._schedule.places_of_steps(position):
                 if start >= self.end:
                     return
                 # Plain integers, because they become parts of keys, which are compared and sent to workers.
-                yield start, end, tuple(order[offset:stop].tolist())
-            position = Position(epoch + 1)
+                yield start, end, tuple(order[start.sample_offset : stop].tolist())
+            position = Position(position.epoch + 1)
 
     def lengths(self, sample_ids: Sequence[int]) -> SampleLengths | None:
         """Return the lengths of some samples; None where nobody has said."""
@@ -186,24 +184,26 @@ class _Feeder:
     def __call__(
         self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None
     ) -> Iterator[Batch]:
-        collate = self.loader.collate
-        if isinstance(collate, OverEffectiveBatch):
-            if units:
-                yield from self._cut(batch, units, later_units)
-            return
+        if isinstance(self.loader.collate, OverEffectiveBatch):
+            return self._cut(batch, units, later_units) if units else iter(())
         keys = _unit_keys(batch.start.epoch, batch.sample_ids, units, packed=batch.packed)
-        if self.ahead is None:
-            for key, unit in self._loaded_here(keys):
-                check_rows(unit, len(key.sample_ids), collate)
-                yield unit
-            return
+        return self._loaded_here(keys) if self.ahead is None else self._taken(self.ahead, keys, batch, later_units)
+
+    def _taken(
+        self,
+        ahead: Prefetcher[UnitKey, Batch],
+        keys: Sequence[UnitKey],
+        batch: StepSamples,
+        later_units: LaterUnits | None,
+    ) -> Iterator[Batch]:
+        """Take units from the workers."""
         for index, key in enumerate(keys):
             # As a function: the keys to come are made only where the workers have to start over.
-            unit = self.ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
-            check_rows(unit, len(key.sample_ids), collate)
+            unit = ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
+            check_rows(unit, len(key.sample_ids), self.loader.collate)
             yield unit
 
-    def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[tuple[UnitKey, Batch]]:
+    def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
         """Load a few units at a time: small ones would spend most of it on the caller's random state."""
         start = 0
         while start < len(keys):
@@ -211,17 +211,18 @@ class _Feeder:
             start += len(some)
             for key, unit in zip(some, self.here.load(some), strict=True):
                 self.bytes_of_units.note(unit)
-                yield key, pinned(unit) if self.pin_memory else unit
+                check_rows(unit, len(key.sample_ids), self.loader.collate)
+                yield pinned(unit) if self.pin_memory else unit
 
     def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
         """Load and collate the whole effective batch, and yield its units."""
         key = UnitKey(batch.start.epoch, tuple(batch.sample_ids))
         later = iter(()) if later_units is None else self.walk.step_keys_from(batch.end)
         if self.ahead is None:
-            ((_, whole),) = self._loaded_here([key])
+            (whole,) = self._loaded_here([key])
         else:
             whole = self.ahead.take(key, lambda: itertools.chain([key], later))
-        check_rows(whole, len(key.sample_ids), self.loader.collate)
+            check_rows(whole, len(key.sample_ids), self.loader.collate)
         for positions in units:
             yield pick_samples(whole, positions)
 

@@ -7,7 +7,7 @@ the generators' states, and what was being loaded is loaded again with that gene
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ class _Generator(Protocol):
         """Begin the numbers of a key."""
 
     def look(self) -> Any:  # noqa: ANN401 (its own)
-        """Return the state, as cheaply as it can be had: equal as long as nobody has drawn."""
+        """Return the state, as cheaply as it can be had: equal as long as nobody has drawn; None where it cannot be."""
 
     def put_back(self, state: Any) -> None:  # noqa: ANN401
         """Return to a state that `keep` or `look` has returned."""
@@ -37,15 +37,10 @@ class _Generator(Protocol):
     def keep(self) -> Any:  # noqa: ANN401
         """Return the whole state."""
 
-    def hides(self, state: Any) -> bool:  # noqa: ANN401
-        """Whether a number could be drawn without a change in what `look` returns, which is this state now."""
-
 
 class _Torch:
     keep = staticmethod(torch.default_generator.get_state)
-
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
+    seed = staticmethod(torch.default_generator.manual_seed)  # torch's own visits every device: a hundred times slower
 
     def look(self) -> bytes:
         state = torch.default_generator.get_state()
@@ -56,8 +51,18 @@ class _Torch:
             state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         torch.default_generator.set_state(state)
 
-    def hides(self, state: Any) -> bool:  # noqa: ANN401, ARG002 (the protocol's)
-        return False
+
+class _OtherState:
+    """The state of a generator that is not numpy's own: a dict of arrays, which cannot be compared by themselves."""
+
+    def __init__(self, state: Any) -> None:  # noqa: ANN401
+        self.state = state
+        self._text = repr(state)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OtherState) and self._text == other._text
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared, and never looked up
 
 
 class _Numpy:
@@ -71,15 +76,10 @@ class _Numpy:
         assert NUMPY is not None
         self._random = NUMPY.random
         self._array = NUMPY.frombuffer
-        self._words: Any = None
+        self._engine: Any = None
+        self._place: Any = None  # where the engine keeps its words
+        self._words: bytes | None = None
         self._has_second = False
-
-    def hides(self, state: Any) -> bool:  # noqa: ANN401
-        if not isinstance(state, bytes):
-            return False
-        if state != self._words or self._has_second:
-            self._words, self._has_second = state, bool(self.keep()["has_gauss"])
-        return self._has_second
 
     def keep(self) -> Any:  # noqa: ANN401
         return self._random.get_state(legacy=False)
@@ -88,22 +88,24 @@ class _Numpy:
         self._random.seed(seed % NUMPY_SEEDS)
 
     def look(self) -> Any:  # noqa: ANN401
+        """Return the words; None where the second one of a pair is kept, which is drawn without a change in them."""
         engine: Any = getattr(self._random, "get_bit_generator", lambda: None)()
-        if type(engine) is not self._random.MT19937:  # an old numpy, or the user has put another one in its place
-            return self.keep()
-        return ctypes.string_at(engine.ctypes.state_address, _MERSENNE_BYTES)
+        if engine is not self._engine:
+            self._engine, self._place = engine, None
+            if type(engine) is self._random.MT19937:
+                self._place = (ctypes.c_char * _MERSENNE_BYTES).from_address(engine.ctypes.state_address)
+        if self._place is None:  # an old numpy, or the user has put another one in its place
+            return _OtherState(self.keep())
+        words: bytes = self._place.raw
+        if words != self._words or self._has_second:
+            self._words, self._has_second = words, bool(self.keep()["has_gauss"])
+        return None if self._has_second else words
 
     def put_back(self, state: Any) -> None:  # noqa: ANN401
         if isinstance(state, bytes):
             words = self._array(state, dtype="uint32")
             state = ("MT19937", words[:_NUM_WORDS].copy(), int(words[_NUM_WORDS]), 0, 0.0)
-        self._random.set_state(state)
-
-
-def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 (states of one generator)
-    if isinstance(one, dict):
-        return repr(one) == repr(other)
-    return bool(one == other)
+        self._random.set_state(state.state if isinstance(state, _OtherState) else state)
 
 
 class KeyedLoading:
@@ -123,6 +125,7 @@ class KeyedLoading:
             self._generators = ()
         self._is_first = bool(self._generators)
         self._drawn: list[_Generator] = []
+        self._watched: Sequence[_Generator] = ()  # the others
 
     def run(self, load: Callable[[Seed | None], T]) -> T:
         """Return `load(seed)`.
@@ -133,43 +136,49 @@ class KeyedLoading:
         """
         if self._is_first:
             return self._first(load)
-        seeded: list[_Generator] = list(self._drawn)
-        looked: list[tuple[_Generator, Any]] = []
-        for generator in self._generators:
-            if generator not in self._drawn:
-                state = generator.look()
-                if generator.hides(state):
-                    seeded.append(generator)
-                else:
-                    looked.append((generator, state))
+        if not self._generators:
+            return load(None)
+        watched, seeded = self._watched, self._drawn
+        seen = [generator.look() for generator in watched]
+        if None in seen:
+            seeded = seeded + [generator for generator, state in zip(watched, seen, strict=True) if state is None]
         kept = [(generator, generator.keep()) for generator in seeded]
 
-        def seed(key: int) -> None:
+        def seed_each(key: int) -> None:
             for generator in seeded:
                 generator.seed(key)
 
+        seed = seeded[0].seed if len(seeded) == 1 else seed_each
+        moved: list[tuple[_Generator, Any]] = []
         try:
             loaded = load(seed if seeded else None)
         finally:
             for generator, state in kept:
                 generator.put_back(state)
-            moved = [(generator, state) for generator, state in looked if not _same(generator.look(), state)]
-            for generator, state in moved:
-                generator.put_back(state)
+            now = [generator.look() for generator in watched]
+            if now != seen:
+                moved = [(one, before) for one, before, after in zip(watched, seen, now, strict=True) if before != after]
+                for generator, state in moved:
+                    generator.put_back(state)
         if not moved:
             return loaded
-        self._drawn += [generator for generator, _ in moved]
+        self._note_drawn([*self._drawn, *(generator for generator, _ in moved)])
         return self.run(load)
+
+    def _note_drawn(self, drawn: list[_Generator]) -> None:
+        self._drawn = drawn
+        self._watched = [generator for generator in self._generators if generator not in drawn]
 
     def _first(self, load: Callable[[Seed | None], T]) -> T:
         """Seed all generators before each thing, and see which ones have moved since."""
         kept = [(generator, generator.keep()) for generator in self._generators]
         begun: list[Any] = []
+        drawn: list[_Generator] = []
 
         def note() -> None:
             for generator, state in zip(self._generators, begun, strict=False):
-                if generator not in self._drawn and not _same(generator.look(), state):
-                    self._drawn.append(generator)
+                if generator not in drawn and generator.look() != state:
+                    drawn.append(generator)
 
         def seed(key: int) -> None:
             note()
@@ -184,6 +193,7 @@ class KeyedLoading:
             for generator, state in kept:
                 generator.put_back(state)
         self._is_first = False
+        self._note_drawn(drawn)
         return loaded
 
 
@@ -196,23 +206,22 @@ class KeyedUnits:
 
     def __init__(self, loader: UnitLoader) -> None:
         self._loader = loader
+        self._only_collates = only_collates(loader.collate)
         self._loading: KeyedLoading | None = None  # made where it is used: a worker has generators of its own
 
     def __call__(self, key: UnitKey) -> Batch:
         """Return one unit."""
-        return next(self.load([key]))
+        return next(iter(self.load([key])))
 
-    def load(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
-        """Yield some units, whose samples are loaded at once; the caller's generators are left as they were.
+    def load(self, keys: Sequence[UnitKey]) -> Iterable[Batch]:
+        """Return some units, whose samples are loaded at once; the caller's generators are left as they were.
 
         They are collated one by one, as they are asked for, unless their collate function may draw numbers.
         """
-        loader, is_safe = self._loader, only_collates(self._loader.collate)
+        loader = self._loader
         if self._loading is None:
-            self._loading = KeyedLoading(draws_nothing=is_safe and draws_nothing(loader.dataset))
-        if not is_safe:
-            yield from self._loading.run(lambda seed: [loader(key, seed) for key in keys])
-            return
+            self._loading = KeyedLoading(draws_nothing=self._only_collates and draws_nothing(loader.dataset))
+        if not self._only_collates:
+            return self._loading.run(lambda seed: [loader(key, seed) for key in keys])
         samples = self._loading.run(lambda seed: [loader.samples(key, seed) for key in keys])
-        for key, of_unit in zip(keys, samples, strict=True):
-            yield loader.collated(key, of_unit, None)
+        return map(loader.collated, keys, samples)

@@ -127,13 +127,16 @@ class SampleSchedule:
 
     def steps_of_epoch(self, position: Position) -> Iterator[tuple[int, int]]:
         """Yield the range of offsets of each step from `position` to the end of its epoch."""
-        start = position.sample_offset
-        while start < self.num_samples:
-            size = self.size_at(Position(position.epoch, start))
-            if self.drop_last and start + size > self.num_samples:
-                return
-            yield start, min(start + size, self.num_samples)
-            start += size
+        return ((start.sample_offset, stop) for start, stop, _ in self.places_of_steps(position))
+
+    def places_of_steps(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
+        """Yield, for each step from `position` to the end of its epoch, its start, the offset behind it, its end."""
+        epoch, start = position.epoch, self.normalized(position)
+        while start.epoch == epoch:
+            stop = min(start.sample_offset + self.size_at(start), self.num_samples)
+            end = self.normalized(Position(epoch, stop))
+            yield start, stop, end
+            start = end
 
     def _steps_from(self, position: Position) -> int:
         size, rest = self.effective_batch_size, max(0, self.num_samples - position.sample_offset)

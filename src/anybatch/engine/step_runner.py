@@ -100,6 +100,7 @@ class StepRunner:
         self._noise = noise
         self._can_leave = can_leave
         self._owes_step = False
+        self._counts: tuple[tuple[float, ...], torch.Tensor] = (), torch.empty(0)
 
     def run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, run in the first cut that fits on every rank.
@@ -178,11 +179,11 @@ class StepRunner:
     def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
         """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""
         phase: PhaseName = "forward_backward"
-        loss, device = self._context.loss, self._world.device
+        loss = self._context.loss
         try:
             self._notifier.begin_step(step, counted)
             self._context.strategy.place_gradients()
-            counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
+            counts = self._as_tensor(counted.divisors)
             late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
             plan = counted.planned.plan
             watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
@@ -217,6 +218,12 @@ class StepRunner:
             too_large=too_large,
             noise=noise,
         )
+
+    def _as_tensor(self, divisors: tuple[float, ...]) -> Float[Tensor, " terms"]:
+        """Return counts as reports have them; most steps have those of the step before."""
+        if divisors != self._counts[0]:
+            self._counts = divisors, torch.tensor(divisors, dtype=widest_dtype(self._world.device))
+        return self._counts[1]
 
     def _numbers(self, sums: Sums) -> Float[Tensor, " numbers"]:
         """Return what ranks have to sum beside the gradients."""

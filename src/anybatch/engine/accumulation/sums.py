@@ -44,7 +44,7 @@ class Sums:
 
 def _summed(values: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "1"]:
     if len(values) == 1:  # of a step of one micro-batch; a copy, since ranks sum in place what observers see singly
-        return values[0].to(dtype, copy=True).reshape(1)
+        return torch.empty(1, dtype=dtype, device=device).copy_(values[0])
     return (
         torch.stack(values).sum(0, keepdim=True, dtype=dtype) if values else torch.zeros(1, dtype=dtype, device=device)
     )

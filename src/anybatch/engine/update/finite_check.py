@@ -22,17 +22,18 @@ class FiniteCheck:
         self._device = device
         self._pending: tuple[int, torch.Tensor, torch.Event, _Seen] | None = None
 
-    def check(self, loss: Float[Tensor, ""], norm: Float[Tensor, ""] | None, step: int) -> None:
+    def check(self, contributions: Float[Tensor, " terms"], norm: Float[Tensor, ""] | None, step: int) -> None:
         """Raise if a step, or on an accelerator the one before it, is not finite.
 
         Args:
-            loss: its loss.
+            contributions: of each term to its loss.
             norm: its gradient norm, where that is measured.
             step: its number.
 
         Raises:
             NonFiniteError: with the step, and both numbers.
         """
+        loss = contributions.sum() if contributions.numel() > 1 else contributions
         number = loss if norm is None else loss + norm
         if self._device.type == "cpu":
             if not math.isfinite(number.item()):  # on a CPU reading waits for nothing, and asks faster than torch does

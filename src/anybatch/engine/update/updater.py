@@ -230,7 +230,7 @@ class Updater:
         present = [gradient for gradient in gradients if gradient is not None]
         norm = self._layout.norm(present) if self._measures_norm and present else None
         if not self.scaler.enabled:  # overflow is common under fp16: the scaler skips the step
-            self.finite.check(contributions.sum(), norm, step)
+            self.finite.check(contributions, norm, step)
         clip_gradients(gradients, norm, self._clip, self.target.in_groups, self._layout)
         # After clipping, so that the gradient is rounded once.
         self.target.cast(gradients)
