@@ -32,7 +32,7 @@ def stepped(*, frozen: bool = False, **options: Any) -> None:
 @sees(
     "BatchNorm by micro-batches is said to nobody",
     "src/anybatch/engine/step_planner.py",
-    "        self._cut_notice.after_step(len(plan.units))\n",
+    "        self._cut_notice.after_step(plan)\n",
     "",
 )
 def test_the_default_is_said_once() -> None:

@@ -15,7 +15,7 @@ from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError
 
 Collate = Callable[[list[Any]], Batch]
-Seed = Callable[[int], None]
+Seed = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from anybatch.data.order import SampleSchedule, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
 
+_IDS_AT_ONCE = 4_096
+"""Ids that are made of the order at once: a few of small steps at a time would take most of the time to ask torch."""
 BYTES_AT_ONCE = 64 * 2**10
 """Most bytes of units whose samples are loaded at once in the calling process, unless one of them has more."""
 
@@ -119,12 +121,15 @@ class _Walk:
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
         while position < self.end:
-            order = self._order(position.epoch)
+            order, ids, first = self._order(position.epoch), [], 0
             for start, stop, end in self._schedule.places_of_steps(position):
                 if start >= self.end:
                     return
-                # Plain integers, because they become parts of keys, which are compared and sent to workers.
-                yield start, end, tuple(order[start.sample_offset : stop].tolist())
+                if stop > first + len(ids):
+                    first = start.sample_offset
+                    # Plain integers, because they become parts of keys, which are compared and sent to workers.
+                    ids = order[first : max(stop, first + _IDS_AT_ONCE)].tolist()
+                yield start, end, tuple(ids[start.sample_offset - first : stop - first])
             position = Position(position.epoch + 1)
 
     def lengths(self, sample_ids: Sequence[int]) -> SampleLengths | None:

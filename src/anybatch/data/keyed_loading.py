@@ -25,7 +25,7 @@ _NUM_WORDS: Final = 624
 class _Generator(Protocol):
     """A global generator of this process."""
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int) -> object:
         """Begin the numbers of a key."""
 
     def look(self) -> Any:  # noqa: ANN401 (its own)
@@ -149,7 +149,7 @@ class KeyedLoading:
                 generator.seed(key)
 
         seed = seeded[0].seed if len(seeded) == 1 else seed_each
-        moved: list[tuple[_Generator, Any]] = []
+        moved: list[_Generator] = []
         try:
             loaded = load(seed if seeded else None)
         finally:
@@ -157,12 +157,13 @@ class KeyedLoading:
                 generator.put_back(state)
             now = [generator.look() for generator in watched]
             if now != seen:
-                moved = [(one, before) for one, before, after in zip(watched, seen, now, strict=True) if before != after]
-                for generator, state in moved:
-                    generator.put_back(state)
+                for generator, state, after in zip(watched, seen, now, strict=True):
+                    if after != state:
+                        generator.put_back(state)
+                        moved.append(generator)
         if not moved:
             return loaded
-        self._note_drawn([*self._drawn, *(generator for generator, _ in moved)])
+        self._note_drawn([*self._drawn, *moved])
         return self.run(load)
 
     def _note_drawn(self, drawn: list[_Generator]) -> None:

@@ -1,7 +1,7 @@
 """Behind an error nothing stays half-done, and the other ranks learn the reason."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import torch
 
@@ -10,17 +10,10 @@ from anybatch.errors import AnyBatchError, MemoryExhaustedError, NonFiniteError,
 from anybatch.parallel.world import World
 
 
-@contextmanager
-def failures_reported(
-    world: World,
-    name: str,
-    step: int | None,
-    undo: Callable[[], None],
-    *,
-    check: Callable[[], None] | None = None,
-    barrier: bool = False,
-) -> Iterator[None]:
+class failures_reported:  # noqa: N801 (entered where it is called, as the functions of contextlib are)
     """Leave nothing half-done behind an error, and report to the other ranks why this one stopped.
+
+    A class, because a generator's context takes several times as long, which shows in each step.
 
     Args:
         world: the ranks.
@@ -35,24 +28,57 @@ def failures_reported(
         RankFailedError: what broke was a collective that another rank has left.
         CompositionError: what broke is known not to compose.
     """
-    world.enter(name, step, barrier=barrier)
-    roll_call = world.roll_call
-    try:
-        if check is not None:
-            check()
-        if roll_call is not None:
-            roll_call.wait_at_barrier()
-        yield
-    except BaseException as error:
-        # First, since every way from here raises.
-        undo()
-        raised = _told(error, world, step)
-        if raised is error:
+
+    __slots__ = ("_barrier", "_check", "_name", "_step", "_undo", "_world")
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        step: int | None,
+        undo: Callable[[], None],
+        *,
+        check: Callable[[], None] | None = None,
+        barrier: bool = False,
+    ) -> None:
+        self._world = world
+        self._name = name
+        self._step = step
+        self._undo = undo
+        self._check = check
+        self._barrier = barrier
+
+    def __enter__(self) -> None:
+        world = self._world
+        world.enter(self._name, self._step, barrier=self._barrier)
+        try:
+            if self._check is not None:
+                self._check()
+            if world.roll_call is not None:
+                world.roll_call.wait_at_barrier()
+        except BaseException as error:
+            self._leave_behind(error)
             raise
-        raise raised from error
-    finally:
-        if roll_call is not None:
-            roll_call.leave()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._leave_behind(error)
+        elif self._world.roll_call is not None:
+            self._world.roll_call.leave()
+
+    def _leave_behind(self, error: BaseException) -> None:
+        """Undo, tell the other ranks, and raise what is to be raised in the place of an error, if anything is."""
+        try:
+            # First, since every way from here raises.
+            self._undo()
+            raised = _told(error, self._world, self._step)
+            if raised is not error:
+                raise raised from error
+        finally:
+            if self._world.roll_call is not None:
+                self._world.roll_call.leave()
 
 
 def _told(error: BaseException, world: World, step: int | None) -> BaseException:

@@ -140,16 +140,18 @@ class Parts:
             needs_whole_update: refused behind an update that broke off.
             barrier: wait for all ranks first; for what is called now and then.
         """
-
-        def check() -> None:
-            # What a thread has to tell since the last call.
-            self.announce(self.saver.completed())
-            if failure := self.saver.failure:
-                self.notifier.warn("checkpoint_not_saved", f"{failure} {_GOES_ON}", everywhere=True)
-            if needs_whole_update:
-                self.updater.refuse_broken_off()
-
+        check = self._check_whole_update if needs_whole_update else self._check_saver
         return failures_reported(self.world, name, step, self.updater.undo, check=check, barrier=barrier)
+
+    def _check_saver(self) -> None:
+        """Say what a thread has to tell since the last call."""
+        self.announce(self.saver.completed())
+        if failure := self.saver.failure:
+            self.notifier.warn("checkpoint_not_saved", f"{failure} {_GOES_ON}", everywhere=True)
+
+    def _check_whole_update(self) -> None:
+        self._check_saver()
+        self.updater.refuse_broken_off()
 
     def collect(
         self, num_steps: int, position: Position, *, only_trainable: bool, in_parts: bool = False

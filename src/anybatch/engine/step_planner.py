@@ -9,9 +9,9 @@ from anybatch.core.batch import Position, lengths_of
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
 from anybatch.engine.accumulation.planned_batch import (
+    BatchCounter,
     CountedBatch,
     PlannedBatch,
-    count_batch,
     plan_effective_batch,
     refuse_disagreement,
     report_failed_count,
@@ -66,7 +66,7 @@ class StepPlanner:
         self._loss = loss
         self._sizes = sizes
         self._check = check
-        self._sums = sums
+        self._counter = BatchCounter(loss, world, sizes.constraints, sums)
         self._cut_notice = cut_notice
         self._autocast = autocast
         self._on_first_batch = on_first_batch
@@ -98,7 +98,7 @@ class StepPlanner:
     def after_step(self, plan: BatchPlan) -> None:
         """Say what is to be said once a step has run by this plan."""
         self._check.warn_of_untold()
-        self._cut_notice.after_step(len(plan.units))
+        self._cut_notice.after_step(plan)
 
     def plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
@@ -114,17 +114,17 @@ class StepPlanner:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
         planned = self._plan_or_leave(batch, step, position, check_loss=check_loss)
-        return count_batch(
-            planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums
-        )
+        return self._counter.count(planned, step)
 
     def _plan_or_leave(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
         roll_call = self._world.roll_call
-        num_told, is_steady = 0 if roll_call is None else roll_call.num_told, self.is_steady(step)
+        if roll_call is None:
+            return self._plan_and_check(batch, step, position, check_loss=check_loss)
+        num_told, is_steady = roll_call.num_told, self.is_steady(step)
         try:
             return self._plan_and_check(batch, step, position, check_loss=check_loss)
         except BaseException as error:
-            is_known = isinstance(error, WorldError) or roll_call is None or roll_call.num_told != num_told
+            is_known = isinstance(error, WorldError) or roll_call.num_told != num_told
             if is_steady and not is_known and self._loss.needs_data_to_count:
                 report_failed_count(error, self._loss, self._world)
             raise

@@ -98,7 +98,7 @@ class StepRunner:
         self._notifier = notifier
         self._meaning = meaning
         self._noise = noise
-        self._can_leave = can_leave
+        self._can_leave = can_leave and world.roll_call is not None
         self._owes_step = False
         self._counts: tuple[tuple[float, ...], torch.Tensor] = (), torch.empty(0)
 
@@ -122,8 +122,9 @@ class StepRunner:
         num_told = 0 if roll_call is None else roll_call.num_told
         self._execute.begin_step()
         try:
-            with self._guard.step():
-                return self._run(batch, step, position)
+            with self._guard.begin_step():
+                summed = self._run(batch, step, position)
+            self._guard.end_step()
         except StepFailedError:
             raise self._world.error_of_failed_rank() from None
         except StepsDifferError as error:
@@ -131,9 +132,10 @@ class StepRunner:
         except BaseException as error:
             # Neither what all ranks know already, nor behind the last message, for which nobody waits any more.
             is_known = isinstance(error, WorldError) or (roll_call is not None and roll_call.num_told != num_told)
-            if roll_call is not None and self._owes_step and not is_known and not roll_call.has_agreed:
+            if self._owes_step and roll_call is not None and not is_known and not roll_call.has_agreed:
                 self._leave(error, step)
             raise
+        return summed
 
     def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         # What only the first batches send, nobody else can send for a rank that has failed.

@@ -32,6 +32,7 @@ from anybatch.parallel.rank_grid import RankGrid, data_dimension, make_grid
 from anybatch.parallel.roll_call import RollCall
 
 _T = TypeVar("_T")
+_NOTHING = nullcontext()
 _LEAVES_STEP = "leaves the step too: no rank has updated its parameters, and all may go on with the next batch."
 _SIZE_BYTES, _FIRST_BYTES = 8, 1016
 """The first message of a value: how many bytes it has, and as many of them as most values have."""
@@ -335,7 +336,7 @@ class World:
         Raises:
             RankFailedError: another rank ended while this one was waiting for it.
         """
-        return nullcontext() if self._silent else self._named_failures()
+        return _NOTHING if self._silent else self._named_failures()
 
     @contextmanager
     def _named_failures(self) -> Iterator[None]:

@@ -116,31 +116,100 @@ class SumsWithoutCount(Protocol):
         ...
 
 
-def count_batch(
-    planned: PlannedBatch,
-    loss: Loss,
-    world: World,
-    *,
-    step: int,
-    constraints: CutConstraints,
-    sums: SumsWithoutCount,
-) -> CountedBatch:
-    """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
+@dataclass(frozen=True, slots=True)
+class _UnitInTurn:
+    """A unit that this rank runs, with all that follows from the plan and the counts."""
 
-    Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
-    since the divisor has to be known before the first forward. `sums` knows which terms add up without a count.
+    place: int  # among those of this rank
+    unit: Unit
+    factors: tuple[TermFactors, ...]
+    turn: Turn
 
-    Raises:
-        LossError: the whole effective batch has nothing to count, so its loss is not defined.
-        DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
+
+class BatchCounter:
+    """Counts the terms of the loss in effective batches, and lines their micro-batches up.
+
+    Args:
+        loss: the declared loss, as the loop calls it.
+        world: the ranks.
+        constraints: of cuts, on how units are run.
+        sums: knows which terms add up without a count.
     """
-    micro_batches = planned.micro_batches
-    if loss.needs_data_to_count:
+
+    def __init__(self, loss: Loss, world: World, constraints: CutConstraints, sums: SumsWithoutCount) -> None:
+        self._loss = loss
+        self._world = world
+        self._constraints = constraints
+        self._sums = sums
+        self._needs_data = loss.needs_data_to_count
+        # Most steps are cut alike: what follows from the plan alone is kept for the next one with it.
+        self._newest: tuple[BatchPlan | None, tuple[float, ...], list[_UnitInTurn]] = (None, (), [])
+
+    def count(self, planned: PlannedBatch, step: int) -> CountedBatch:
+        """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
+
+        Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
+        since the divisor has to be known before the first forward.
+
+        Args:
+            planned: the effective batch.
+            step: its number.
+
+        Raises:
+            LossError: the whole effective batch has nothing to count, so its loss is not defined.
+            DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
+        """
+        loss, device = self._loss, self._world.device
+        micro_batches = planned.micro_batches
+        if self._needs_data:
+            planned, loaded, counts, divisors = self._count_from_data(planned)
+            in_turn = self._in_turn(planned, counts, divisors)
+            micro_batches = iter([loaded[one.place] for one in in_turn])
+        else:
+            divisors, in_turn = self._count_samples(planned)
+        replay: Iterator[Batch] = iter(())
+        if loss.kind.encode is not None:
+            micro_batches, replay = itertools.tee(micro_batches)  # kept on the host, until they have gone by twice
+            # The first pass may change what it is given, which is a copy already if it had to be moved.
+            micro_batches = (_private_copy(batch, device) for batch in micro_batches)
+        # Made in one go: between two backwards the same lines would run from cold caches, several times as long.
+        key = BatchKey(planned.seed, step, planned.sample_ids)
+        lined_up = []
+        for one in in_turn:
+            unit = one.unit
+            seed = unit_seed(planned.seed, step, planned.sample_ids[unit.start])
+            lined_up.append(MicroBatch(unit, one.factors, one.turn, seed, key))
+        return CountedBatch(
+            planned=planned,
+            divisors=divisors,
+            micro_batches=zip(lined_up, to_device(micro_batches, device), strict=True),
+            replay=to_device(replay, device),
+            seed=0 if loss.kind.encode is None else joint_seed(planned.seed, step),
+        )
+
+    def _count_samples(self, planned: PlannedBatch) -> tuple[tuple[float, ...], list[_UnitInTurn]]:
+        """Return divisors and units where every term counts samples, which the plan knows.
+
+        Nothing is loaded ahead, and ranks need not talk.
+        """
+        plan, num_terms = planned.plan, len(self._loss.names)
+        if plan is not self._newest[0]:
+            counts = [(float(unit.num_samples),) * num_terms for unit in planned.units]
+            divisors = (float(planned.plan.num_samples),) * num_terms
+            self._refuse_nothing(planned, divisors)
+            self._newest = plan, divisors, self._in_turn(planned, counts, divisors)
+        return self._newest[1:]
+
+    def _count_from_data(
+        self, planned: PlannedBatch
+    ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]], tuple[float, ...]]:
+        """Return the batch, its data, counts of its units, and divisors."""
+        loss, world, sums, constraints = self._loss, self._world, self._sums, self._constraints
         loaded: list[Batch] = []
         counts: list[tuple[float, ...]] = []
 
         def load_and_count(units: Sequence[Unit] = planned.units) -> list[float]:
-            loaded.extend(micro_batches)
+            loaded.extend(planned.micro_batches)
             counts.extend(unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, units, strict=True))
             # A unit of weight 0 repeats samples that another unit counts already.
             own = [sum(c[j] for c, u in zip(counts, units, strict=True) if u.weight) for j in range(len(loss.names))]
@@ -156,39 +225,45 @@ def count_batch(
         if constraints.lockstep and any(divisors) and not sums.names:
             _refuse_idle_rank([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")
             planned, loaded, counts = _fill_empty_units(planned, loaded, counts)
-        micro_batches = iter(loaded)
-    else:
-        # Every term counts samples, which the plan knows: nothing is loaded ahead, and ranks need not talk.
-        counts = [(float(unit.num_samples),) * len(loss.names) for unit in planned.units]
-        divisors = (float(planned.plan.num_samples),) * len(loss.names)
-    if not any(divisors):
-        message = (
-            f"nothing to learn from: every loss term ({', '.join(loss.names)}) counts 0 over all "
-            f"{planned.plan.num_samples} samples of the effective batch (all targets masked?). "
-            "The loss would be 0 / 0. Filter such batches out, or use a larger effective batch."
-        )
-        raise LossError(message, term=loss.names[0] if len(loss.names) == 1 else None)
-    replay: Iterator[Batch] = iter(())
-    if loss.kind.encode is not None:
-        micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice
-        # The first pass may change what it is given, which is a copy already if it had to be moved.
-        micro_batches = (_private_copy(batch, world.device) for batch in micro_batches)
-    return CountedBatch(
-        planned=planned,
-        divisors=divisors,
-        replay=to_device(replay, world.device),
-        seed=0 if loss.kind.encode is None else joint_seed(planned.seed, step),
-        micro_batches=_line_up(
-            planned,
-            to_device(micro_batches, world.device),
-            loss,
-            counts,
-            divisors=divisors,
-            step=step,
-            every_unit=constraints.every_unit or constraints.lockstep or bool(sums.names),
-            sums=sums.names,
-        ),
-    )
+        self._refuse_nothing(planned, divisors)
+        return planned, loaded, counts, divisors
+
+    def _in_turn(
+        self, planned: PlannedBatch, counts: Sequence[tuple[float, ...]], divisors: tuple[float, ...]
+    ) -> list[_UnitInTurn]:
+        """Return the units that have something to add.
+
+        A mean over nothing is NaN, so units without a count are left out, unless a term returns sums.
+        """
+        loss, sums, constraints = self._loss, self._sums.names, self._constraints
+        every_unit = constraints.every_unit or constraints.lockstep or bool(sums)
+        # The last unit that runs starts the reduction, so it has to be known before the first one does.
+        running = [number for number, count in enumerate(counts) if any(count) or every_unit]
+        first, last = (running[0], running[-1]) if running else (-1, -1)
+        known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units count alike
+        in_turn = []
+        for number in running:
+            unit = planned.units[number]
+            key = (counts[number], unit.weight)
+            if key not in known:
+                known[key] = factors_of(loss, counts[number], divisors, unit.weight, sums)
+            in_turn.append(_UnitInTurn(number, unit, known[key], Turn(first=number == first, last=number == last)))
+        return in_turn
+
+    def _refuse_nothing(self, planned: PlannedBatch, divisors: tuple[float, ...]) -> None:
+        """Refuse a loss that would be 0 / 0.
+
+        Raises:
+            LossError: with its terms.
+        """
+        names = self._loss.names
+        if not any(divisors):
+            message = (
+                f"nothing to learn from: every loss term ({', '.join(names)}) counts 0 over all "
+                f"{planned.plan.num_samples} samples of the effective batch (all targets masked?). "
+                "The loss would be 0 / 0. Filter such batches out, or use a larger effective batch."
+            )
+            raise LossError(message, term=names[0] if len(names) == 1 else None)
 
 
 def _private_copy(batch: Batch, device: torch.device) -> Batch:
@@ -197,7 +272,7 @@ def _private_copy(batch: Batch, device: torch.device) -> Batch:
 
 
 def report_failed_count(error: BaseException, loss: Loss, world: World) -> None:
-    """Tell the other ranks, which wait in `count_batch` for this rank's counts, that it has none; raises the error."""
+    """Tell the other ranks, which wait in `BatchCounter` for this rank's counts, that it has none; raises the error."""
 
     def fail() -> list[float]:
         raise error
@@ -236,43 +311,6 @@ def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
         "in lockstep: each runs in every step. Use a larger effective batch, or strategy='all_reduce' and norms='keep'."
     )
     raise DataError(message)
-
-
-def _line_up(
-    planned: PlannedBatch,
-    micro_batches: Iterator[Batch],
-    loss: Loss,
-    counts: Sequence[tuple[float, ...]],
-    *,
-    divisors: tuple[float, ...],
-    step: int,
-    every_unit: bool,
-    sums: Collection[str],
-) -> Iterator[tuple[MicroBatch, Batch]]:
-    """Pair the units that have something to add with their data.
-
-    A mean over nothing is NaN, so units without a count are left out, unless a term returns sums. Everything but the
-    data is made beforehand, in one go: between two backwards the same lines would run from cold caches, several times
-    as long.
-    """
-    # The last unit that runs starts the reduction, so it has to be known before the first one does.
-    running = [number for number, count in enumerate(counts) if any(count) or every_unit]
-    first, last = (running[0], running[-1]) if running else (-1, -1)
-    known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units count alike
-    batch_key = BatchKey(planned.seed, step, planned.sample_ids)
-    lined_up = []
-    for number in running:
-        unit = planned.units[number]
-        key = (counts[number], unit.weight)
-        if key not in known:
-            known[key] = factors_of(loss, counts[number], divisors, unit.weight, sums)
-        seed = unit_seed(planned.seed, step, planned.sample_ids[unit.start])
-        lined_up.append(MicroBatch(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
-    if len(running) < len(counts):
-        # Left-out units are loaded all the same: data come in the order of the units, one for each.
-        wanted = set(running)
-        micro_batches = (batch for number, batch in enumerate(micro_batches) if number in wanted)
-    return zip(lined_up, micro_batches, strict=True)
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

@@ -3,8 +3,8 @@
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -74,8 +74,7 @@ class StepGuard:
         self._num_accumulation_hooks = 0
         self._refuse_hooks()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def begin_step(self) -> AbstractContextManager[None]:
         """Return the context in which the micro-batches of one effective batch are run, again too.
 
         The user's hooks on parameters are off meanwhile, see `run_hooks`.
@@ -91,8 +90,10 @@ class StepGuard:
         # What a loss function does with gradients it does from the start; later on one look per step has to do.
         self._looks_left = sys.maxsize if self._steps_left else 1
         self._hooks = tensor_hooks(self._parameters)
-        with without_tensor_hooks(self._parameters) if self._hooks else _NOTHING:
-            yield
+        return without_tensor_hooks(self._parameters) if self._hooks else _NOTHING
+
+    def end_step(self) -> None:
+        """Note that the effective batch has been run."""
         self._steps_left -= bool(self._steps_left)
 
     def call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)

@@ -29,17 +29,26 @@ class Sums:
         """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""
         # Sums of many micro-batches lose digits in float32.
         dtype = widest_dtype(device)
-        columns: list[list[torch.Tensor]] = [[] for _ in loss.names]
+        if len(loss.kind.terms) == 1:  # without a value where a mean counts nothing in a micro-batch
+            columns = [[value for _, values in self.contributions for value in values]]
+        else:
+            columns = self._columns(len(loss.kind.terms))
+        if loss.kind.brings_count:
+            columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
+        sums = [_summed(column, dtype, device) for column in columns]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+    def _columns(self, num_terms: int) -> list[list[torch.Tensor]]:
+        """Return the contributions of each term."""
+        columns: list[list[torch.Tensor]] = [[] for _ in range(num_terms)]
         for factors, values in self.contributions:
             value = iter(values)
             for column, factor in zip(columns, factors, strict=True):
                 # A mean that counts nothing in a micro-batch has returned no value there.
                 if factor.has_value:
                     column.append(next(value))
-        if loss.kind.brings_count:
-            columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
-        sums = [_summed(column, dtype, device) for column in columns]
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+        return columns
 
 
 def _summed(values: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "1"]:

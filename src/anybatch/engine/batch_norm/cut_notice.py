@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from anybatch.core.splitting import BatchPlan
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.engine.telemetry.notifier import Notifier
 
@@ -19,9 +20,9 @@ class CutNotice:
         self._layers = {} if is_chosen else dict(layers)
         self._notifier = notifier
 
-    def after_step(self, num_micro_batches: int) -> None:
-        """Look at a step that was run in so many micro-batches, over all ranks."""
-        if not self._layers or num_micro_batches == 1:
+    def after_step(self, plan: BatchPlan) -> None:
+        """Look at a step that was run by a plan."""
+        if not self._layers or (num_micro_batches := len(plan.units)) == 1:
             return
         training = [name for name, layer in self._layers.items() if layer.training]
         if not training:  # a frozen layer may train later

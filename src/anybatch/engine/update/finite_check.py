@@ -19,7 +19,7 @@ class FiniteCheck:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_cpu = device, device.type == "cpu"
         self._pending: tuple[int, torch.Tensor, torch.Event, _Seen] | None = None
 
     def check(self, contributions: Float[Tensor, " terms"], norm: Float[Tensor, ""] | None, step: int) -> None:
@@ -33,14 +33,14 @@ class FiniteCheck:
         Raises:
             NonFiniteError: with the step, and both numbers.
         """
-        loss = contributions.sum() if contributions.numel() > 1 else contributions
-        number = loss if norm is None else loss + norm
-        if self._device.type == "cpu":
-            if not math.isfinite(number.item()):  # on a CPU reading waits for nothing, and asks faster than torch does
-                raise _error(step, (loss, norm), late=False)
+        if self._is_cpu:  # reading waits for nothing, and asks faster than torch does
+            numbers = sum(contributions.tolist()) + (0.0 if norm is None else norm.item())
+            if not math.isfinite(numbers):
+                raise _error(step, (contributions.sum(), norm), late=False)
             return
         self.settle()
-        copy = number.detach().to("cpu", non_blocking=True)
+        loss = contributions.sum()
+        copy = (loss if norm is None else loss + norm).detach().to("cpu", non_blocking=True)
         event = torch.Event(self._device)
         # Once the device has come to this event, the copy has arrived.
         event.record()
