@@ -1,5 +1,6 @@
 """Chapter 16: the types in which numbers add up: never narrower than float32, and as wide as the device has them."""
 
+import functools
 from typing import Final
 
 import torch
@@ -23,6 +24,7 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if is_low_precision(tensor) else tensor
 
 
+@functools.cache  # to ask a device for its type takes longer
 def widest_dtype(device: torch.device) -> torch.dtype:
     """Return the type in which losses, counts and statistics are summed: float64, which only mps devices lack."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -114,15 +114,11 @@ class LossKind(Protocol):
         """
         ...
 
-    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the contribution of one number that the function returned.
-
-        Args:
-            value: the number, without an axis.
-            factor: for a mean, `TermFactors.of_mean`.
+    def check_mean(self) -> None:
+        """Refuse one number without an axis where it does not say over what it is a mean.
 
         Raises:
-            LossError: one number does not say over what it is a mean.
+            LossError: with what to declare.
         """
         ...
 
@@ -169,9 +165,8 @@ class CountedBefore:
             )
             raise LossError(message, term=name, unit=items.name)
 
-    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a mean times its factor; see `LossKind`."""
-        return _times(value, factor)
+    def check_mean(self) -> None:
+        """See `LossKind`: it was declared."""
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`."""
@@ -198,8 +193,8 @@ class CountedByLoss:
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
         """See `LossKind`: any number of items is right, since they are counted when they come."""
 
-    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
-        """Refuse one number, which does not say over what it is a mean; see `LossKind`.
+    def check_mean(self) -> None:
+        """Refuse one number; see `LossKind`.
 
         Raises:
             LossError: always, with what to declare.
@@ -224,18 +219,12 @@ class AcrossSamples:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_items(name, values, count)
 
-    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a mean times its factor; see `LossKind`."""
-        return _times(value, factor)
+    def check_mean(self) -> None:
+        """See `LossKind`: it was declared."""
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
-
-
-def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
-    # The factor of a micro-batch that is the whole effective batch: the product would cost a backward of its own.
-    return value if factor == 1.0 else value * factor
 
 
 _SAMPLE_MEAN = CountedBefore(MappingProxyType({ONLY_TERM: Term(None)}))

@@ -174,6 +174,7 @@ class BatchPlan:
         return f"{line}, ragged: {_describe_ragged(sizes)}"
 
 
+@functools.lru_cache(maxsize=8)  # nearly all steps of a run are cut alike
 def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
     """Cut an effective batch of `num_samples` and deal it to `world_size` ranks.
 

@@ -1,18 +1,19 @@
 """The effective batch that a data set yields: ids and positions now, samples when it is fed."""
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class StepSamples:
-    """Which samples make one step, and what loads them.
+def _no_lengths(sample_ids: Sequence[int]) -> None:  # noqa: ARG001 (nobody has said how long they are)
+    return None
+
+
+class StepSamples(NamedTuple):
+    """Which samples make one step, and what loads them. A tuple, since each step makes one.
 
     Attributes:
         sample_ids: global ids, the same on every rank.
@@ -24,12 +25,12 @@ class StepSamples:
         packed: whether they are packed, if their collate function can pad and pack; it pads where nobody has said.
     """
 
-    sample_ids: Sequence[int] = field(repr=False)
+    sample_ids: Sequence[int]
     start: Position
     end: Position
-    feeder: "Callable[[StepSamples, Sequence[Positions], LaterUnits | None], Iterator[Batch]]" = field(repr=False)
-    first_read: Sequence[object] = field(default=(), repr=False)
-    find_lengths: Callable[[Sequence[int]], SampleLengths | None] = field(default=lambda _: None, repr=False)
+    feeder: "Callable[[StepSamples, Sequence[Positions], LaterUnits | None], Iterator[Batch]]"
+    first_read: Sequence[object] = ()
+    find_lengths: Callable[[Sequence[int]], SampleLengths | None] = _no_lengths
     packed: bool | None = None
 
     @property
@@ -138,7 +139,7 @@ class DatasetBatch:
 
     def in_layout(self, *, packed: bool) -> "DatasetBatch":
         """Return the same samples padded or packed, where the collate function is a `PaddedOrPacked`."""
-        samples = dataclasses.replace(self.samples, packed=packed)
+        samples = self.samples._replace(packed=packed)
         return DatasetBatch(seed=self.seed, sizes=self.sizes, number=self.number, places=self._places, samples=samples)
 
     def go_on_from(self, position: Position, after: object | None) -> bool:

@@ -121,7 +121,8 @@ class _Walk:
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
         while position < self.end:
-            order, ids, first = self._order(position.epoch), [], 0
+            order, first = self._order(position.epoch), 0
+            ids: list[int] = []
             for start, stop, end in self._schedule.places_of_steps(position):
                 if start >= self.end:
                     return

@@ -155,12 +155,8 @@ class KeyedLoading:
         finally:
             for generator, state in kept:
                 generator.put_back(state)
-            now = [generator.look() for generator in watched]
-            if now != seen:
-                for generator, state, after in zip(watched, seen, now, strict=True):
-                    if after != state:
-                        generator.put_back(state)
-                        moved.append(generator)
+            if [generator.look() for generator in watched] != seen:
+                moved = _put_back_moved(watched, seen)
         if not moved:
             return loaded
         self._note_drawn([*self._drawn, *moved])
@@ -196,6 +192,15 @@ class KeyedLoading:
         self._is_first = False
         self._note_drawn(drawn)
         return loaded
+
+
+def _put_back_moved(generators: Sequence[_Generator], seen: Sequence[Any]) -> list[_Generator]:
+    """Put those generators back that are not in the state they were seen in, and return them."""
+    pairs = zip(generators, seen, strict=True)
+    moved = [(generator, state) for generator, state in pairs if generator.look() != state]
+    for generator, state in moved:
+        generator.put_back(state)
+    return [generator for generator, _ in moved]
 
 
 class KeyedUnits:

@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.loss import Loss, TermFactors, returned_count, scaled
+from anybatch.core.loss import Loss, TermFactors, returned_count, with_factors
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.update.precision import LossScaler
 from anybatch.parallel.strategy import Prepared, Strategy, Turn
+
+_ONE = [1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,39 +112,55 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
         The contributions to the loss. Gradients are left where the strategy adds them up.
     """
     call, scale, inputs = context.prepared.call, context.scaler.scale, context.prepared.backward_inputs
-    sums = Sums()
+    sums, seeds = Sums(), _Seeds()
 
     # 1. Fetch a micro-batch; the copy to the device runs while the one before still computes.
     for micro_batch, batch in micro_batches:
         context.before(micro_batch)
-        # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
+        # 2. Forward; reduction starts in the last micro-batch only.
         with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(micro_batch.turn):
             with context.forward(micro_batch):
-                terms = call(forward_of(context.loss, micro_batch, sums), batch)
-            # 3. Backward: gradients add up.
-            total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-            torch.autograd.backward(scale(total), inputs=inputs)
+                values = call(forward_of(context.loss, micro_batch, sums), batch)
+            # 3. Backward, divided by the count of the effective batch: it begins with that. Gradients add up.
+            losses = list(map(scale, values))
+            torch.autograd.backward(losses, list(map(seeds.of, losses, sums.factors)), inputs=inputs)
         # 4. Keep what will be reported, on the device.
-        contributions = [term.detach() for term in terms]
+        contributions = [value.detach() for value in values]
+        if sums.factors != _ONE or not micro_batch.turn.alone:  # copies: the user may write to a loss that was kept
+            contributions = [value * factor for value, factor in zip(contributions, sums.factors, strict=True)]
         sums.contributions.append((micro_batch.factors, contributions))
         context.after(micro_batch, contributions)
     return sums
+
+
+class _Seeds(dict[tuple[float, torch.dtype, torch.device], torch.Tensor]):
+    """Gradients that backwards begin with: the factor of a value, in its type. Most micro-batches have one factor."""
+
+    def of(self, value: torch.Tensor, factor: float) -> torch.Tensor | None:
+        """Return the gradient of `value * factor` with respect to the value; None for the 1 that torch makes itself."""
+        if factor == 1.0:
+            return None
+        key = (factor, value.dtype, value.device)
+        if key not in self:
+            self[key] = value.detach().new_full((), factor)
+        return self[key]
 
 
 def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:
     """Return the function that runs one forward; a wrapper may want to call it (DDP does)."""
     unit, factors = micro_batch.unit, micro_batch.factors
 
-    def compute_terms(model: object, batch: Batch) -> list[torch.Tensor]:
+    def compute_values(model: object, batch: Batch) -> list[torch.Tensor]:
         try:
             output = loss.function(model, batch)
         except Exception as error:
             samples = f"samples {unit.start} to {unit.stop - 1} of the effective batch"
             error.add_note(f"anybatch: in the loss function, on {samples} (its micro-batch {unit.number}, from 0 on).")
             raise
-        terms = scaled(loss, output, factors)
+        pairs = with_factors(loss, output, factors)
+        sums.factors = [factor for _, factor in pairs]
         if loss.kind.brings_count and factors[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep
             sums.late_counts.append(returned_count(output))
-        return terms
+        return [value for value, _ in pairs]
 
-    return compute_terms
+    return compute_values

@@ -14,6 +14,7 @@ from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
 from anybatch.core.tree import Batch, copied, count_samples, moved_to, read_samples, slice_read, tensors_of
+from anybatch.data.effective_batch import DatasetBatch
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
@@ -86,12 +87,13 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
     if isinstance(batch, RankShare) or not _is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
     batch, lengths = placement.laid_out(batch)
-    plan = placement.plan(len(batch.sample_ids), lengths)
+    sample_ids = batch.sample_ids
+    plan = placement.plan(len(sample_ids), lengths)
     units = plan.shares[placement.rank]
     return PlannedBatch(
         plan=plan,
         units=units,
-        sample_ids=batch.sample_ids if plan.order is None else taken(batch.sample_ids, plan.order),
+        sample_ids=sample_ids if plan.order is None else taken(sample_ids, plan.order),
         seed=batch.seed,
         end=batch.end,
         micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
@@ -141,7 +143,8 @@ class BatchCounter:
         self._world = world
         self._constraints = constraints
         self._sums = sums
-        self._needs_data = loss.needs_data_to_count
+        self._needs_data, self._has_two_passes = loss.needs_data_to_count, loss.kind.encode is not None
+        self._is_on_host = world.device.type == "cpu"
         # Most steps are cut alike: what follows from the plan alone is kept for the next one with it.
         self._newest: tuple[BatchPlan | None, tuple[float, ...], list[_UnitInTurn]] = (None, (), [])
 
@@ -159,8 +162,7 @@ class BatchCounter:
             LossError: the whole effective batch has nothing to count, so its loss is not defined.
             DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
         """
-        loss, device = self._loss, self._world.device
-        micro_batches = planned.micro_batches
+        device, micro_batches = self._world.device, planned.micro_batches
         if self._needs_data:
             planned, loaded, counts, divisors = self._count_from_data(planned)
             in_turn = self._in_turn(planned, counts, divisors)
@@ -168,10 +170,12 @@ class BatchCounter:
         else:
             divisors, in_turn = self._count_samples(planned)
         replay: Iterator[Batch] = iter(())
-        if loss.kind.encode is not None:
+        if self._has_two_passes:
             micro_batches, replay = itertools.tee(micro_batches)  # kept on the host, until they have gone by twice
             # The first pass may change what it is given, which is a copy already if it had to be moved.
             micro_batches = (_private_copy(batch, device) for batch in micro_batches)
+        if not self._is_on_host:
+            micro_batches, replay = to_device(micro_batches, device), to_device(replay, device)
         # Made in one go: between two backwards the same lines would run from cold caches, several times as long.
         key = BatchKey(planned.seed, step, planned.sample_ids)
         lined_up = []
@@ -182,9 +186,9 @@ class BatchCounter:
         return CountedBatch(
             planned=planned,
             divisors=divisors,
-            micro_batches=zip(lined_up, to_device(micro_batches, device), strict=True),
-            replay=to_device(replay, device),
-            seed=0 if loss.kind.encode is None else joint_seed(planned.seed, step),
+            micro_batches=zip(lined_up, micro_batches, strict=True),
+            replay=replay,
+            seed=joint_seed(planned.seed, step) if self._has_two_passes else 0,
         )
 
     def _count_samples(self, planned: PlannedBatch) -> tuple[tuple[float, ...], list[_UnitInTurn]]:
@@ -418,7 +422,7 @@ def _joined(units: Sequence[Unit]) -> Unit:
 
 def _is_effective_batch(batch: object) -> bool:
     # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
-    return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
+    return isinstance(batch, DatasetBatch) or (hasattr(batch, "feed") and hasattr(batch, "sample_ids"))
 
 
 def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> list[int]:
