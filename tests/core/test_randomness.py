@@ -14,6 +14,7 @@ from anybatch.core.randomness import (
     sample_bits,
     sample_keys,
     sample_seed,
+    sample_seeds,
     step_seed,
     unit_seed,
 )
@@ -29,6 +30,12 @@ def test_seeds_are_what_torch_takes(seed: int, step: int, sample: int) -> None:
     for found in (unit_seed(seed, step, sample), sample_seed(seed, step, sample), order_seed(seed, step)):
         assert 0 <= found < 2**63
         torch.Generator().manual_seed(found)
+
+
+@given(seed=st.integers(-(2**63), 2**64), epoch=WORDS, samples=st.lists(WORDS, max_size=5))
+def test_seeds_of_several_samples_are_those_of_each(seed: int, epoch: int, samples: list[int]) -> None:
+    """Asked for together they are what they are one by one."""
+    assert sample_seeds(seed, epoch, samples) == [sample_seed(seed, epoch, sample) for sample in samples]
 
 
 @given(seed=WORDS, first=WORDS, second=WORDS)

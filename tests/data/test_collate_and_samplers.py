@@ -40,8 +40,8 @@ def fed(batch: Any, cut: Cut, world_size: int = 1) -> list[torch.Tensor]:
 @sees(
     "what looks across the batch sees a micro-batch",
     "src/anybatch/data/indexed.py",
-    "if isinstance(collate, OverEffectiveBatch):",
-    "if collate is None:",
+    "if isinstance(self.loader.collate, OverEffectiveBatch):",
+    "if self.loader.collate is None:",
     cases=["False-0"],
 )
 @pytest.mark.parametrize(

@@ -69,6 +69,22 @@ def test_batches_are_the_plain_loop() -> None:
 
 
 @sees(
+    "ids are made of the order once an epoch, and only so many",
+    "src/anybatch/data/indexed.py",
+    "                if stop > first + len(ids):\n",
+    "                if not ids:\n",
+)
+@pytest.mark.parametrize("size", [1_000, 5_000])
+def test_batches_of_a_long_epoch_are_slices_of_the_order(size: int) -> None:
+    """Of more samples than ids are made of the order at once, also where one step has more, and from any place on."""
+    order = torch.randperm(11_000, generator=torch.Generator().manual_seed(order_seed(5, 0))).tolist()
+    for start in (0, 2_500):
+        batches = ab.batches(range(11_000), effective_batch_size=size, seed=5, start=Position(0, start))
+        found = [list(batch.sample_ids) for batch in batches]
+        assert found == [order[first : first + size] for first in range(start, 11_000, size)]
+
+
+@sees(
     "a sample is in two units",
     "src/anybatch/data/indexed.py",
     "tuple(taken(sample_ids, positions))",
@@ -102,8 +118,8 @@ def test_ranks_and_units_partition_an_epoch(
 @sees(
     "the last batch of an epoch is dropped",
     "src/anybatch/data/order.py",
-    "if self.drop_last and start + size > self.num_samples:",
-    "if start and start + size > self.num_samples:",
+    "(self.size_at(position) if self.drop_last else 1)",
+    "(self.size_at(position) if self.drop_last or position.sample_offset else 1)",
     cases=["False"],
     also=[
         "tests/data/test_indexed_batches.py::test_batches_are_the_plain_loop",
@@ -148,9 +164,9 @@ def test_steps_run_over_epochs() -> None:
 
 @sees(
     "positions are off by one",
-    "src/anybatch/data/indexed.py",
-    "self._schedule.normalized(Position(epoch, stop))",
-    "self._schedule.normalized(Position(epoch, stop - 1))",
+    "src/anybatch/data/order.py",
+    "            yield start, stop, end\n",
+    "            yield start, stop, Position(end.epoch, max(0, end.sample_offset - 1))\n",
     cases=["False"],
     also=["tests/engine/test_resume.py::test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped[plain]"],
 )
@@ -199,8 +215,8 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
 @sees(
     "augmentation depends on the unit",
     "src/anybatch/data/fetch.py",
-    "seed(sample_seed(self.seed, key.epoch, sample_id))",
-    "seed(sample_seed(self.seed, key.epoch + len(key.sample_ids), sample_id))",
+    "sample_seeds(self.seed, key.epoch, key.sample_ids)",
+    "sample_seeds(self.seed, key.epoch + len(key.sample_ids), key.sample_ids)",
     also=["tests/engine/test_invariance.py::test_a_run_without_dropout_does_not_depend_on_the_cut"],
 )
 def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:

@@ -15,7 +15,8 @@ import torch
 import anybatch.data as ab
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
-from anybatch.data.prefetch import Prefetcher
+from anybatch.core.tree import tensors_of
+from anybatch.data.prefetch import SMALL_BYTES, Prefetcher
 from tests.faults import sees
 
 PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
@@ -87,6 +88,58 @@ def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]
         assert os.getpid() not in processes
         assert not workers()
     assert states == global_states()
+
+
+class Kinds:
+    """Samples with a tensor of each kind that travels, of which one has a given number of values."""
+
+    def __init__(self, num_values: int) -> None:
+        self._num_values = num_values
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        large = torch.arange(self._num_values, dtype=torch.float32) + index
+        return {
+            "large": large,
+            "half": large[:3].to(torch.bfloat16),
+            "flags": large[:3] > 1,
+            "nothing": large[:0],
+            "words": f"sample {index}",
+            "inner": (torch.tensor(index), torch.rand(2)),
+        }
+
+
+@sees(
+    "small units travel in shared memory",
+    "src/anybatch/data/prefetch.py",
+    "if sizes and sum(sizes) <= SMALL_BYTES:",
+    "if False:",
+)
+@sees(
+    "large units travel as bytes",
+    "src/anybatch/data/prefetch.py",
+    "if sizes and sum(sizes) <= SMALL_BYTES:",
+    "if True:",
+)
+def test_units_travel_as_they_are_fastest_and_arrive_as_they_were() -> None:
+    """Small ones as bytes, which hold no file open, and large ones in shared memory: types, shapes, values the same."""
+    for num_values, is_shared in ((8, False), (SMALL_BYTES, True)):
+        one, other = (
+            [
+                unit
+                for batch in ab.batches(Kinds(num_values), effective_batch_size=4, num_workers=number)
+                for unit in PAIRS.micro_batches(batch)
+            ]
+            for number in (0, 1)
+        )
+        for plain, sent in zip(one, other, strict=True):
+            assert sent["words"] == plain["words"]
+            for wanted, found in zip(tensors_of(plain), tensors_of(sent), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            assert sent["large"].is_shared() == is_shared
+            sent["large"].add_(1)  # what has arrived is the caller's, to write to as well
 
 
 @sees(

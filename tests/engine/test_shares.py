@@ -45,8 +45,8 @@ def rounds(world_size: int) -> list[tuple[dict[str, torch.Tensor], list[tuple[in
 @sees(
     "what ranks bring is divided by this rank's samples",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "divisors = (float(planned.plan.num_samples),) * len(loss.names)",
-    "divisors = (float(sum(unit.num_samples for unit in planned.units)) or 1.0,) * len(loss.names)",
+    "divisors = (float(planned.plan.num_samples),) * num_terms",
+    "divisors = (float(sum(unit.num_samples for unit in planned.units)) or 1.0,) * num_terms",
     cases=["2-ranks"],
     also=[
         "tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[2-ranks-ragged]",

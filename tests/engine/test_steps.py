@@ -271,3 +271,84 @@ def test_an_observer_sees_what_happens_and_decides_nothing(strategy: str, two_ra
             assert sum(record.event == "begin" for record in told) == sum(record.event == "end" for record in told) > 0
         bytes_sent = sum(r.num_bytes for r in records if isinstance(r, ReductionRecord) and r.event == "end")
         assert bytes_sent == 2 * 8 * sum(parameter.numel() for parameter in perceptron().parameters())
+
+
+@sees(
+    "a loss that the user has kept is reported as it has become",
+    "src/anybatch/engine/accumulation/accumulate.py",
+    "    return [value.detach() * factor for value, factor in zip(values, factors, strict=True)]\n",
+    "    return [value.detach() if factor == 1.0 else value.detach() * factor "
+    "for value, factor in zip(values, factors, strict=True)]\n",
+)
+def test_a_loss_that_is_kept_and_added_to_is_reported_as_it_was() -> None:
+    """As a running sum for a log is often written: the first loss is kept, and later ones are added in place."""
+    model, kept = perceptron(), list[torch.Tensor]()
+
+    def loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+        value = classify(network, batch) * len(batch["x"])
+        if kept:
+            kept[0] += value.detach()
+        else:
+            kept.append(value.detach())
+        return value
+
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ab.sum_over_samples(loss),
+        micro_batch_size=8,
+        check_loss=False,
+    )
+    wanted = float(classify(model, vectors(24)).detach()) * 24
+    with engine:
+        report = engine.step(vectors(24))
+
+    assert report.loss == pytest.approx(wanted, rel=TOLERANCE)
+    assert float(kept[0]) == pytest.approx(wanted, rel=TOLERANCE)
+
+
+@sees(
+    "a term without a graph ends the step",
+    "src/anybatch/engine/accumulation/accumulate.py",
+    "pairs = [(loss, factor) for loss, factor in pairs if loss.requires_grad] or pairs",
+    "pass",
+)
+def test_a_term_may_be_a_constant() -> None:
+    """A term that no parameter reaches, a regulariser that is off, say, adds its number to the loss and no gradient."""
+    model, plain = perceptron(), perceptron()
+
+    def terms(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"main": classify(network, batch), "off": torch.tensor(3.0, dtype=torch.float64)}
+
+    loss = ab.sum_of(terms, main=ab.samples(), off=ab.samples(weight=0.5))
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=5)
+    with engine:
+        gradients = engine.gradients(vectors(24))
+        report = engine.step(vectors(24))
+    value = classify(plain, vectors(24))
+    value.backward()
+
+    assert relative_error(gradients, {name: p.grad for name, p in plain.named_parameters()}) <= TOLERANCE
+    assert report.loss == pytest.approx(float(value.detach()) + 1.5, rel=TOLERANCE)
+
+
+@sees(
+    "a step is run in the turns of the first one",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "        if plan is not self._newest[0]:\n",
+    "        if self._newest[0] is None:\n",
+)
+def test_batches_of_changing_sizes_are_each_divided_by_their_own() -> None:
+    """Steps of 24, 7, 24 and 16 samples in micro-batches of 8, as at the ends of epochs: each the plain mean."""
+    model, plain = perceptron(), perceptron()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    with ab.Engine(model, optimizers[0], ab.mean_over_samples(classify), micro_batch_size=8) as engine:
+        for size in (24, 7, 24, 16):
+            report = engine.step(vectors(size))
+            value = classify(plain, vectors(size))
+            optimizers[1].zero_grad()
+            value.backward()
+            optimizers[1].step()
+            assert report.loss == pytest.approx(float(value.detach()), rel=TOLERANCE)
+            assert report.counts.tolist() == [size]
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= TOLERANCE

@@ -44,11 +44,6 @@ class Turn:
     first: bool
     last: bool
 
-    @property
-    def alone(self) -> bool:
-        """Whether it is the only one of its rank."""
-        return self.first and self.last
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:

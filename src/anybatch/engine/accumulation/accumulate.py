@@ -122,15 +122,32 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
             with context.forward(micro_batch):
                 values = call(forward_of(context.loss, micro_batch, sums), batch)
             # 3. Backward, divided by the count of the effective batch: it begins with that. Gradients add up.
-            losses = list(map(scale, values))
-            torch.autograd.backward(losses, list(map(seeds.of, losses, sums.factors)), inputs=inputs)
+            _backward(list(map(scale, values)), sums.factors, seeds, inputs)
         # 4. Keep what will be reported, on the device.
-        contributions = [value.detach() for value in values]
-        if sums.factors != _ONE or not micro_batch.turn.alone:  # copies: the user may write to a loss that was kept
-            contributions = [value * factor for value, factor in zip(contributions, sums.factors, strict=True)]
+        contributions = _contributions(values, sums.factors, micro_batch.turn)
         sums.contributions.append((micro_batch.factors, contributions))
         context.after(micro_batch, contributions)
     return sums
+
+
+def _backward(
+    losses: Sequence[Tensor], factors: Sequence[float], seeds: "_Seeds", inputs: Sequence[Tensor] | None
+) -> None:
+    """Run the backward of the sum of `loss * factor`; a product would be a node, with a backward of its own."""
+    pairs = list(zip(losses, factors, strict=True))
+    if len(pairs) > 1:  # of several terms one may be a constant
+        pairs = [(loss, factor) for loss, factor in pairs if loss.requires_grad] or pairs
+    torch.autograd.backward(
+        [loss for loss, _ in pairs], [seeds.of(loss, factor) for loss, factor in pairs], inputs=inputs
+    )
+
+
+def _contributions(values: Sequence[Tensor], factors: Sequence[float], turn: Turn) -> Sequence[Tensor]:
+    """Return each `value * factor`, detached."""
+    if turn.first and turn.last and factors == _ONE:
+        return [values[0].detach()]
+    # Copies, also where a factor is 1: the user may have kept a loss, and add the next micro-batch's to it in place.
+    return [value.detach() * factor for value, factor in zip(values, factors, strict=True)]
 
 
 class _Seeds(dict[tuple[float, torch.dtype, torch.device], torch.Tensor]):
