@@ -174,8 +174,8 @@ def of_all(_model: nn.Module, outputs: Batch) -> torch.Tensor:
 @sees(
     "the two passes of a joint loss share their inputs",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "        micro_batches = (_private_copy(batch, device) for batch in micro_batches)\n",
-    "",
+    "            micro_batches = (_private_copy(batch, device) for batch in micro_batches)\n",
+    "            pass\n",
 )
 def test_a_second_pass_sees_the_inputs_of_the_first() -> None:
     """`encode` may change its batch in place: the second pass gets it as it was."""
