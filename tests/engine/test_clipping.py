@@ -61,10 +61,10 @@ def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.T
     "gradients are clipped in every micro-batch",
     "src/anybatch/engine/accumulation/accumulate.py",
     """
-            _backward(list(map(scale, values)), sums.factors, seeds, inputs)
+            torch.autograd.backward(scale(total), inputs=inputs)
 """,
     """
-            _backward(list(map(scale, values)), sums.factors, seeds, inputs)
+            torch.autograd.backward(scale(total), inputs=inputs)
             torch.nn.utils.clip_grad_norm_(inputs, 0.05)
 """,
     cases=["by norm", "not"],

@@ -321,6 +321,13 @@ def test_a_batch_to_evaluate_that_one_rank_cannot_read(two_ranks: Ranks) -> None
     assert failed.kinds == ["OSError", "done", "0"]
 
 
+@sees(
+    "a deadlock that another rank has seen is forgotten when that one ends",
+    "src/anybatch/parallel/roll_call.py",
+    "if deadlocked := self._deadlocks.published(self.number):",
+    "if deadlocked := []:",
+    cases=["a world of its own"],
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize("together", [True, False], ids=["the engine's world", "a world of its own"])
 def test_a_save_on_one_rank_within_shares(together: bool, tmp_path: Path) -> None:

@@ -275,10 +275,9 @@ def test_an_observer_sees_what_happens_and_decides_nothing(strategy: str, two_ra
 
 @sees(
     "a loss that the user has kept is reported as it has become",
-    "src/anybatch/engine/accumulation/accumulate.py",
-    "    return [value.detach() * factor for value, factor in zip(values, factors, strict=True)]\n",
-    "    return [value.detach() if factor == 1.0 else value.detach() * factor "
-    "for value, factor in zip(values, factors, strict=True)]\n",
+    "src/anybatch/core/loss_kinds.py",
+    "return value.clone() if factor == 1.0",
+    "return value if factor == 1.0",
 )
 def test_a_loss_that_is_kept_and_added_to_is_reported_as_it_was() -> None:
     """As a running sum for a log is often written: the first loss is kept, and later ones are added in place."""
@@ -310,8 +309,8 @@ def test_a_loss_that_is_kept_and_added_to_is_reported_as_it_was() -> None:
 @sees(
     "a term without a graph ends the step",
     "src/anybatch/engine/accumulation/accumulate.py",
-    "pairs = [(loss, factor) for loss, factor in pairs if loss.requires_grad] or pairs",
-    "pass",
+    "            total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()\n",
+    "            total = terms[-1]\n",
 )
 def test_a_term_may_be_a_constant() -> None:
     """A term that no parameter reaches, a regulariser that is off, say, adds its number to the loss and no gradient."""

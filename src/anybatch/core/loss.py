@@ -28,6 +28,7 @@ from anybatch.core.loss_kinds import (
     LossFunction,
     LossKind,
     Term,
+    times,
 )
 from anybatch.core.tree import Batch
 from anybatch.errors import LossError
@@ -322,22 +323,8 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
     Raises:
         LossError: the output is not what was declared.
     """
-    return [value * factor for value, factor in with_factors(loss, output, factors)]
-
-
-def with_factors(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[tuple[torch.Tensor, float]]:
-    """Return each term's value and what it is to be multiplied with, whose products `scaled` returns.
-
-    Args:
-        loss: the declaration.
-        output: what the loss function returned for this micro-batch.
-        factors: one per term, from `factors_of`.
-
-    Raises:
-        LossError: the output is not what was declared.
-    """
     if not loss.kind.named:
-        return [_with_factor(loss, ONLY_TERM, output, factors[0])] if factors[0].has_value else []
+        return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].has_value else []
     # Neither more nor fewer: a missing term would not be trained, and an extra one has no divisor.
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
         found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
@@ -347,7 +334,7 @@ def with_factors(loss: Loss, output: object, factors: Sequence[TermFactors]) -> 
         )
         raise LossError(message)
     return [
-        _with_factor(loss, name, output[name], factor)
+        _contribution(loss, name, output[name], factor)
         for name, factor in zip(loss.names, factors, strict=True)
         if factor.has_value
     ]
@@ -361,17 +348,16 @@ def returned_count(output: object) -> "int | float | torch.Tensor":
     return output.numel()
 
 
-def _with_factor(loss: Loss, name: str, value: object, factor: TermFactors) -> tuple[torch.Tensor, float]:
+def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dim():
             # Before they are added up: a sum no longer shows of how many values it was made.
             loss.kind.check_items(name, value, factor.count)
-            return value.sum(), factor.of_sum
-        loss.kind.check_mean()
-        return value, factor.of_mean
+            return times(value.sum(), factor.of_sum)
+        return loss.kind.mean(value, factor.of_mean)
     if isinstance(value, LossSum):
         _check_loss_sum(loss, name, value, factor)
-        return value.total, factor.of_sum
+        return times(value.total, factor.of_sum)
     if isinstance(value, Mapping) and not loss.kind.named:
         message = (
             f"the loss function returned a dict with the terms {sorted(value)}, but was not declared with terms. "

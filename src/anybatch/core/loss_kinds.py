@@ -114,11 +114,15 @@ class LossKind(Protocol):
         """
         ...
 
-    def check_mean(self) -> None:
-        """Refuse one number without an axis where it does not say over what it is a mean.
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the contribution of one number that the function returned.
+
+        Args:
+            value: the number, without an axis.
+            factor: for a mean, `TermFactors.of_mean`.
 
         Raises:
-            LossError: with what to declare.
+            LossError: one number does not say over what it is a mean.
         """
         ...
 
@@ -165,8 +169,9 @@ class CountedBefore:
             )
             raise LossError(message, term=name, unit=items.name)
 
-    def check_mean(self) -> None:
-        """See `LossKind`: it was declared."""
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return a mean times its factor; see `LossKind`."""
+        return times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`."""
@@ -193,8 +198,8 @@ class CountedByLoss:
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
         """See `LossKind`: any number of items is right, since they are counted when they come."""
 
-    def check_mean(self) -> None:
-        """Refuse one number; see `LossKind`.
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
+        """Refuse one number, which does not say over what it is a mean; see `LossKind`.
 
         Raises:
             LossError: always, with what to declare.
@@ -219,12 +224,22 @@ class AcrossSamples:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_items(name, values, count)
 
-    def check_mean(self) -> None:
-        """See `LossKind`: it was declared."""
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return a mean times its factor; see `LossKind`."""
+        return times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
+
+
+def times(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return `value * factor`, in memory of its own; that of a micro-batch which is the whole batch is a copy.
+
+    Never the value itself: the user may have kept it, and add the next micro-batch's to it in place. And it may hold
+    far more memory than its number: `mse_loss` leaves its mean in what was made for the squares of all elements.
+    """
+    return value.clone() if factor == 1.0 else value * factor  # the backward of a copy computes nothing
 
 
 _SAMPLE_MEAN = CountedBefore(MappingProxyType({ONLY_TERM: Term(None)}))

@@ -57,10 +57,10 @@ class _OtherState:
 
     def __init__(self, state: Any) -> None:  # noqa: ANN401
         self.state = state
-        self._text = repr(state)
+        self.shown = repr(state)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OtherState) and self._text == other._text
+        return isinstance(other, _OtherState) and self.shown == other.shown
 
     __hash__ = None  # type: ignore[assignment]  # it is compared, and never looked up
 

@@ -491,7 +491,7 @@ class Engine:
             update=self._parts.updater.target.update,
             contributions=summed.contributions,
             weights=self._parts.context.loss.weights,
-            counts=summed.counts,
+            items=summed.items,
             gradient_norm=updated.gradient_norm,
             too_large=summed.too_large,
             noise=self._parts.with_noise(summed),

@@ -40,7 +40,7 @@ class SummedBatch:
         planned: the batch and the plan it was run by.
         gradients: of each trainable parameter; None for one that no rank used.
         contributions: of each loss term to the loss, on the device.
-        counts: of each loss term, on the device or the CPU.
+        items: of each loss term, as numbers, or on the device where they came with the losses.
         too_large: sizes of micro-batches that did not fit, in the order they were tried.
         noise: what the step says about the noise of its gradient; None where it was not measured.
     """
@@ -48,7 +48,7 @@ class SummedBatch:
     planned: PlannedBatch
     gradients: Sequence[torch.Tensor | None]
     contributions: Float[Tensor, " terms"]
-    counts: Float[Tensor, " terms"]
+    items: tuple[float, ...] | Float[Tensor, " terms"]
     too_large: tuple[int, ...]
     noise: NoiseOfStep | None
 
@@ -100,7 +100,6 @@ class StepRunner:
         self._noise = noise
         self._can_leave = can_leave and world.roll_call is not None
         self._owes_step = False
-        self._counts: tuple[tuple[float, ...], torch.Tensor] = (), torch.empty(0)
 
     def run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, run in the first cut that fits on every rank.
@@ -185,7 +184,6 @@ class StepRunner:
         try:
             self._notifier.begin_step(step, counted)
             self._context.strategy.place_gradients()
-            counts = self._as_tensor(counted.divisors)
             late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
             plan = counted.planned.plan
             watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
@@ -205,27 +203,23 @@ class StepRunner:
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
         totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
+        items: tuple[float, ...] | torch.Tensor = counted.divisors
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
         if late is not None:
-            totals, counts = late.divide([gradient for gradient in gradients if gradient is not None], totals)
+            totals, items = late.divide([gradient for gradient in gradients if gradient is not None], totals)
         noise = None
         if self._noise is not None and further is not None:
             guess = counted.divisors[0] if loss.kind.brings_count else None
+            counts = torch.as_tensor(items, dtype=widest_dtype(self._world.device))
             noise = self._noise.finish(gradients, further, counts, plan, guess=guess)
         return SummedBatch(
             planned=counted.planned,
             gradients=gradients,
             contributions=totals,
-            counts=counts,
+            items=items,
             too_large=too_large,
             noise=noise,
         )
-
-    def _as_tensor(self, divisors: tuple[float, ...]) -> Float[Tensor, " terms"]:
-        """Return counts as reports have them; most steps have those of the step before."""
-        if divisors != self._counts[0]:
-            self._counts = divisors, torch.tensor(divisors, dtype=widest_dtype(self._world.device))
-        return self._counts[1]
 
     def _numbers(self, sums: Sums) -> Float[Tensor, " numbers"]:
         """Return what ranks have to sum beside the gradients."""

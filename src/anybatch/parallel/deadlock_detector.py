@@ -49,8 +49,8 @@ class DeadlockDetector:
         own = json.dumps([self._world_name, number, self._num_waits, self._num_polls, here])
         _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", own))
         # The first rank that saw it has published it, and waits no longer: the others would not see it by themselves.
-        if published := _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}"):
-            return list(json.loads(published))
+        if published := self.published(number):
+            return published
         deadlocked, calls = [(self._rank, here)], {(self._world_name, number)}
         for other in self._others:
             if self._waits_in_another_world(other, text := _read(f"{_PREFIX}/{other}")):
@@ -64,6 +64,15 @@ class DeadlockDetector:
             key, text = f"{_PREFIX}/deadlocked/{world_name}/{its_number}", json.dumps(clauses)
             _try(lambda store, key=key, text=text: store.set(key, text))  # type: ignore[misc]
         return clauses
+
+    def published(self, number: int) -> list[str]:
+        """Return where ranks wait for each other in vain, if another rank has seen that; nothing otherwise.
+
+        Args:
+            number: of this rank's call.
+        """
+        text = _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}")
+        return list(json.loads(text)) if text else []
 
     def _waits_in_another_world(self, other: int, text: str) -> bool:
         """Whether a rank has said often enough, while this one waited, that it waits for one thing in another world."""

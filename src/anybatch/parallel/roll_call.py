@@ -202,6 +202,11 @@ class RollCall:
             if not in_control_group:
                 _LEFT_MESSAGES[_default_group()] = str(self.here)
             raise
+        except RuntimeError:
+            # The rank that saw a deadlock first may have ended, and its connections, before this one looked again.
+            if deadlocked := self._deadlocks.published(self.number):
+                self._refuse(deadlocked, has_names=True)
+            raise
 
     def leave_with(self, ranks: Sequence[int]) -> list[int]:
         """Wait a while until others leave the effective batch too; return those that have not.

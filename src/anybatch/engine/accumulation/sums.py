@@ -20,12 +20,10 @@ class Sums:
     Attributes:
         contributions: per micro-batch its factors, and weight x sum / divisor of each term that had a count, detached.
         late_counts: per micro-batch the count that only the loss function knew.
-        factors: of the newest micro-batch, one for each value of it.
     """
 
     contributions: list[tuple[tuple[TermFactors, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
     late_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
-    factors: list[float] = field(default_factory=list)
 
     def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
         """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""

@@ -74,9 +74,7 @@ def accumulate_together(
             )
             forward = forward_of(context.loss, micro_batch, sums[number])
             with context.randomness.micro_batch(micro_batch), here.again(), together, _hooks(store), context.autocast():
-                values = context.prepared.call(forward, batch)
-                # Products: the sums of the layers join these in one backward.
-                terms: Terms = [value * factor for value, factor in zip(values, sums[number].factors, strict=True)]
+                terms: Terms = context.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
             sums[number].contributions.append((micro_batch.factors, contributions))
             context.after(micro_batch, contributions)
