@@ -469,11 +469,11 @@ def test_an_update_that_fails_is_never_made_again() -> None:
 
 def test_clipping_that_fails_leaves_everything_as_it_was() -> None:
     """Behind the backward no smaller micro-batch helps; parameters and buffers are as before the step."""
-    model, engine = one_rank_engine(micro_batch_size=4)
+    model, engine = one_rank_engine(micro_batch_size=4, clip=0.01)
     with engine:
         engine.step(InMemory(samples(0, 2)))
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        run = Run(sizes={"micro_batch_size": 4})
+        run = Run(sizes={"micro_batch_size": 4}, options={"clip": 0.01})
         number, batch = train(run).num_allocations + 1, InMemory(samples(1, 8))
         with out_of_memory_at(number), pytest.raises(DoesNotFitError, match="in phase 'clip' of step 1"):
             engine.step(batch)

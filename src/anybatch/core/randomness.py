@@ -1,7 +1,7 @@
 """Chapter 3: which random numbers belong to what. Keys, not state: the same key gives the same numbers on any rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int32, Int64
@@ -15,9 +15,8 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
-class BatchKey:
-    """The key of an effective batch's random numbers.
+class BatchKey(NamedTuple):
+    """The key of an effective batch's random numbers. A tuple, since each step makes one.
 
     Attributes:
         seed: of the run.

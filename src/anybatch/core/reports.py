@@ -28,7 +28,7 @@ class StepReport:
             "stochastic".
         contributions: tensor (terms,): weight x mean of each loss term over the whole effective batch.
         weights: weight of each loss term, by name.
-        items: of each term over the whole effective batch: numbers, or a tensor where they came with the losses.
+        counts: tensor (terms,): items of each term over the whole effective batch.
         gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None where not measured.
         noise: the gradient's noise, smoothed over the steps up to this one; None in a step that did not measure it.
         too_large: the largest micro-batches of the cuts that ran out of memory, in order; the step was repeated after
@@ -43,15 +43,10 @@ class StepReport:
     update: str
     contributions: Float[Tensor, " term"]
     weights: Mapping[str, float]
-    items: tuple[float, ...] | Float[Tensor, " term"]
+    counts: Float[Tensor, " term"]
     gradient_norm: Float[Tensor, ""] | None
     noise: NoiseEstimate | None = None
     too_large: tuple[int, ...] = ()
-
-    @property
-    def counts(self) -> Float[Tensor, " term"]:
-        """Items of each term over the whole effective batch, a tensor (terms,)."""
-        return torch.tensor(self.items, dtype=torch.float64) if isinstance(self.items, tuple) else self.items
 
     @property
     def loss(self) -> float:

@@ -40,7 +40,7 @@ class SummedBatch:
         planned: the batch and the plan it was run by.
         gradients: of each trainable parameter; None for one that no rank used.
         contributions: of each loss term to the loss, on the device.
-        items: of each loss term, as numbers, or on the device where they came with the losses.
+        counts: of each loss term, on the device or the CPU.
         too_large: sizes of micro-batches that did not fit, in the order they were tried.
         noise: what the step says about the noise of its gradient; None where it was not measured.
     """
@@ -48,7 +48,7 @@ class SummedBatch:
     planned: PlannedBatch
     gradients: Sequence[torch.Tensor | None]
     contributions: Float[Tensor, " terms"]
-    items: tuple[float, ...] | Float[Tensor, " terms"]
+    counts: Float[Tensor, " terms"]
     too_large: tuple[int, ...]
     noise: NoiseOfStep | None
 
@@ -180,10 +180,11 @@ class StepRunner:
     def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
         """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""
         phase: PhaseName = "forward_backward"
-        loss = self._context.loss
+        loss, device = self._context.loss, self._world.device
         try:
             self._notifier.begin_step(step, counted)
             self._context.strategy.place_gradients()
+            counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
             late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
             plan = counted.planned.plan
             watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
@@ -203,20 +204,18 @@ class StepRunner:
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
         totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
-        items: tuple[float, ...] | torch.Tensor = counted.divisors
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
         if late is not None:
-            totals, items = late.divide([gradient for gradient in gradients if gradient is not None], totals)
+            totals, counts = late.divide([gradient for gradient in gradients if gradient is not None], totals)
         noise = None
         if self._noise is not None and further is not None:
             guess = counted.divisors[0] if loss.kind.brings_count else None
-            counts = torch.as_tensor(items, dtype=widest_dtype(self._world.device))
             noise = self._noise.finish(gradients, further, counts, plan, guess=guess)
         return SummedBatch(
             planned=counted.planned,
             gradients=gradients,
             contributions=totals,
-            items=items,
+            counts=counts,
             too_large=too_large,
             noise=noise,
         )

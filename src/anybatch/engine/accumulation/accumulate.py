@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
@@ -19,9 +19,8 @@ from anybatch.engine.update.precision import LossScaler
 from anybatch.parallel.strategy import Prepared, Strategy, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One micro-batch but for its data.
+class MicroBatch(NamedTuple):
+    """One micro-batch but for its data. A tuple, since they are many.
 
     Attributes:
         unit: which samples of the effective batch.

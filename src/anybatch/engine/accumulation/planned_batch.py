@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,8 +52,7 @@ class PlannedBatch:
     load: Callable[[Sequence[Unit]], Batch]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountedBatch:
+class CountedBatch(NamedTuple):
     """An effective batch whose divisors are known, with this rank's micro-batches lined up.
 
     Attributes:
@@ -196,8 +195,9 @@ class BatchCounter:
 
         Nothing is loaded ahead, and ranks need not talk.
         """
-        plan, num_terms = planned.plan, len(self._loss.names)
+        plan = planned.plan
         if plan is not self._newest[0]:
+            num_terms = len(self._loss.names)
             counts = [(float(unit.num_samples),) * num_terms for unit in planned.units]
             divisors = (float(planned.plan.num_samples),) * num_terms
             self._refuse_nothing(planned, divisors)

@@ -136,7 +136,7 @@ class Updater:
         Whatever else the optimizer raises goes through; see `refuse_broken_off`.
         """
         # Read before the scheduler sets the next step's.
-        rates = tuple(group["lr"] for group in self.target.optimizer.param_groups)
+        rates = tuple([group["lr"] for group in self.target.optimizer.param_groups])
         if self.rate_factor != 1.0:
             rates = tuple(rate * self.rate_factor for rate in rates)
         try:
@@ -227,14 +227,18 @@ class Updater:
         # Before the norm is measured: limits are meant for the gradient without fp16's scale.
         self.scaler.unscale()
         self._run_hooks(gradients)
-        present = [gradient for gradient in gradients if gradient is not None]
-        norm = self._layout.norm(present) if self._measures_norm and present else None
+        norm = self._norm(gradients) if self._measures_norm else None
         if not self.scaler.enabled:  # overflow is common under fp16: the scaler skips the step
             self.finite.check(contributions, norm, step)
-        clip_gradients(gradients, norm, self._clip, self.target.in_groups, self._layout)
+        if self._clip is not None:
+            clip_gradients(gradients, norm, self._clip, self.target.in_groups, self._layout)
         # After clipping, so that the gradient is rounded once.
         self.target.cast(gradients)
         return norm
+
+    def _norm(self, gradients: Gradients) -> Float[Tensor, ""] | None:
+        present = [gradient for gradient in gradients if gradient is not None]
+        return self._layout.norm(present) if present else None
 
     def _stepped(self, gradients: Gradients) -> bool:
         """Step optimizer and average, unless fp16 has overflowed; return whether they stepped."""
