@@ -1,6 +1,5 @@
 """Plans a step: from a batch to micro-batches that are cut, dealt and counted. Every refusal of a batch is in here."""
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -133,7 +132,7 @@ class StepPlanner:
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
         # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:
-            planned = dataclasses.replace(planned, seed=self.seed)
+            planned = planned._replace(seed=self.seed)
         self._sizes.refuse_larger(planned.plan.num_samples)
         self._warn_of_smaller(batch, planned.plan.num_samples, step)
         if not self._has_begun:

@@ -3,8 +3,7 @@
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -32,8 +31,7 @@ from anybatch.parallel.step_agreement import StepAbortedError, StepFailedError, 
 from anybatch.parallel.world import World
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SummedBatch:
+class SummedBatch(NamedTuple):
     """An effective batch that has been run: its gradient, summed over micro-batches and ranks, and divided.
 
     Attributes:

@@ -29,9 +29,8 @@ class RankShare:
     batch: Batch | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBatch:
-    """An effective batch that has been planned; nothing of it is loaded yet.
+class PlannedBatch(NamedTuple):
+    """An effective batch that has been planned; nothing of it is loaded yet. A tuple, since each step makes one.
 
     Attributes:
         plan: which rank runs which units.
@@ -53,7 +52,7 @@ class PlannedBatch:
 
 
 class CountedBatch(NamedTuple):
-    """An effective batch whose divisors are known, with this rank's micro-batches lined up.
+    """An effective batch whose divisors are known, with this rank's micro-batches lined up. A tuple as well.
 
     Attributes:
         planned: the batch and its plan.
@@ -296,7 +295,7 @@ def _fill_empty_units(
         for unit, count in zip(planned.units, counts, strict=True)
     )
     return (
-        dataclasses.replace(planned, units=units),
+        planned._replace(units=units),
         [loaded[number] for number in chosen],
         [counts[number] for number in chosen],
     )

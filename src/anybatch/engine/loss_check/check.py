@@ -194,7 +194,7 @@ class LossCheck:
             verdicts = self._by_cuts(planned, loaded, autocast, verdicts)
         self._num_looks, self._newest, self._untold = self._num_looks + 1, step, ""
         self._raise_if_any_rank_refuses(verdicts, is_cut=is_cut)
-        return dataclasses.replace(planned, micro_batches=itertools.chain(loaded, planned.micro_batches))
+        return planned._replace(micro_batches=itertools.chain(loaded, planned.micro_batches))
 
     def _by_cuts(
         self,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,8 +28,7 @@ Gradients = Sequence[torch.Tensor | None]
 """The summed gradient of each trainable parameter; None for one that no rank used."""
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
+class Updated(NamedTuple):
     """One update.
 
     Attributes:
