@@ -33,8 +33,8 @@ def waiting(world_name: str, rank: int, size: int = 2) -> DeadlockDetector:
 @sees(
     "who waits in vain is not published",
     "src/anybatch/parallel/deadlock_detector.py",
-    'if published := _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}"):',
-    'if published := "":',
+    "if published := self.published(number):",
+    "if published := []:",
 )
 def test_two_that_wait_for_each_other() -> None:
     """One sees that the other says so again and again; a third one, which has seen nothing yet, is told."""

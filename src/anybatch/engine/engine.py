@@ -174,7 +174,6 @@ class Engine:
         self.num_steps = 0
         self._position = Position()
         self._stepped_data: object | None = None
-        self._weights = self._parts.context.loss.weights
 
     @property
     def position(self) -> Position:
@@ -491,7 +490,7 @@ class Engine:
             skipped=updated.skipped,
             update=self._parts.updater.target.update,
             contributions=summed.contributions,
-            weights=self._weights,
+            weights=self._parts.context.loss.weights,
             counts=summed.counts,
             gradient_norm=updated.gradient_norm,
             too_large=summed.too_large,
