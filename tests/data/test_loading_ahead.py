@@ -114,14 +114,14 @@ class Kinds:
 @sees(
     "small units travel in shared memory",
     "src/anybatch/data/prefetch.py",
-    "if sizes and sum(sizes) <= SMALL_BYTES:",
-    "if False:",
+    "sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:",
+    "sum(tensor.nbytes for tensor in tensors) < 0:",
 )
 @sees(
     "large units travel as bytes",
     "src/anybatch/data/prefetch.py",
-    "if sizes and sum(sizes) <= SMALL_BYTES:",
-    "if True:",
+    "sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:",
+    "True:",
 )
 def test_units_travel_as_they_are_fastest_and_arrive_as_they_were() -> None:
     """Small ones as bytes, which hold no file open, and large ones in shared memory: types, shapes, values the same."""
@@ -140,6 +140,58 @@ def test_units_travel_as_they_are_fastest_and_arrive_as_they_were() -> None:
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0)
             assert sent["large"].is_shared() == is_shared
             sent["large"].add_(1)  # what has arrived is the caller's, to write to as well
+
+
+ODD: dict[str, Callable[[int], torch.Tensor]] = {
+    "sparse": lambda size: torch.eye(size, 3).to_sparse(),
+    "jagged": lambda size: torch.nested.nested_tensor([torch.ones(n + 1) for n in range(size)], layout=torch.jagged),
+    "a leaf": lambda size: torch.ones(size, 2, requires_grad=True),
+    "conjugated": lambda size: torch.full((size, 2), 1 + 2j).conj(),
+    "transposed": lambda size: torch.arange(size * 3.0).reshape(3, size).t(),
+    "expanded": lambda size: torch.ones(1, 3).expand(size, 3),
+}
+
+
+@sees(
+    "loading: a sparse tensor is asked for its bytes",
+    "src/anybatch/data/indexed.py",
+    "tensor.numel() * tensor.itemsize for",
+    "tensor.nbytes for",
+    cases=["sparse"],
+)
+@sees(
+    "what is more than its bytes travels as these",
+    "src/anybatch/data/prefetch.py",
+    "if tensors and all(map(is_plain, tensors)) and sum(",
+    "if tensors and sum(",
+    cases=["a leaf"],
+)
+@sees(
+    "conjugated numbers are sent as they lie in memory",
+    "src/anybatch/data/prefetch.py",
+    "if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):",
+    "if False:",
+    cases=["conjugated"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", list(ODD))
+def test_unusual_tensors_arrive(kind: str) -> None:
+    """Of any layout, by any way of loading, with the same values; only what is no more than its bytes is sent so."""
+    collate = ab.AnyRows(lambda samples: {"values": ODD[kind](len(samples)), "ids": torch.tensor(samples)})
+    for number in (0, 1):
+        batches = ab.batches(range(4), effective_batch_size=4, shuffle=False, collate=collate, num_workers=number)
+        for unit in (unit for batch in batches for unit in PAIRS.micro_batches(batch)):
+            found, wanted = unit["values"], ODD[kind](2)
+            assert (type(found), found.layout, found.requires_grad) == (
+                type(wanted),
+                wanted.layout,
+                wanted.requires_grad,
+            )
+            if kind == "jagged":
+                found, wanted = found.values(), wanted.values()
+            torch.testing.assert_close(found.to_dense().resolve_conj(), wanted.to_dense().resolve_conj())
+            if number and kind == "a leaf":
+                assert found.is_shared()
 
 
 @sees(

@@ -172,7 +172,8 @@ class _BytesOfUnits:
     def note(self, unit: Batch) -> None:
         if not self._is_known:
             self._is_known = True
-            num_bytes = sum(tensor.nbytes for tensor in tensors_of(unit))
+            # Not `nbytes`, which sparse tensors refuse to tell.
+            num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(unit))
             self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
 
 

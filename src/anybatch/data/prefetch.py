@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from anybatch.core.tree import tensors_of
+from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.fetch import pinned
-from anybatch.data.serialization import packed, unpacked
+from anybatch.data.serialization import is_plain, packed, unpacked
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -29,10 +29,14 @@ class LoadedUnit(Generic[Value]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be sent as these two: what a dataclass is sent as takes twice as long."""
-        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors_of(self.value)]
-        if sizes and sum(sizes) <= SMALL_BYTES:
-            return _from_bytes, (self.key_hash, packed(self.value))
-        return LoadedUnit, (self.key_hash, self.value)
+        value, tensors = self.value, list(tensors_of(self.value))
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+            # Torch sends the memory of a tensor, and forgets that it stands for its conjugate or its negative.
+            value = map_tensors(value, lambda tensor: tensor.resolve_conj().resolve_neg())
+            tensors = list(tensors_of(value))
+        if tensors and all(map(is_plain, tensors)) and sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
+            return _from_bytes, (self.key_hash, packed(value))
+        return LoadedUnit, (self.key_hash, value)
 
     def pin_memory(self) -> "LoadedUnit[Value]":
         """Return the same with its tensors in pinned memory. The loader's pinning thread calls this."""

@@ -30,16 +30,18 @@ def unpacked(data: bytes) -> Any:  # noqa: ANN401 (whatever was packed)
 class _BatchPacker(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 (a tuple or NotImplemented)
         """Reduce a plain tensor to its bytes, and leave everything else, unusual tensors too, to pickle."""
-        if type(value) is not torch.Tensor or not _is_plain(value):
+        if not isinstance(value, torch.Tensor) or not is_plain(value):
             return NotImplemented
         # As bytes, since numpy lacks some of torch's dtypes, bfloat16 for one.
         octets = value.reshape(-1).view(torch.uint8)
         return _tensor, (octets.numpy(), value.dtype, tuple(value.shape))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its bytes, type and shape, and nothing else."""
     return (
-        tensor.layout == torch.strided
+        type(tensor) is torch.Tensor
+        and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
