@@ -132,7 +132,7 @@ def test_one_rank_trains_as_if_nothing_were_there(name: str) -> None:
 @sees(
     "zero_grad takes the gradients out of the buckets",
     "src/anybatch/engine/step_runner.py",
-    "            self._context.strategy.place_gradients()\n",
+    "                self._context.strategy.place_gradients()\n",
     "",
     cases=["all_reduce-zero_grad"],
 )

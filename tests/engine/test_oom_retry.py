@@ -82,6 +82,21 @@ SWEEPS: Mapping[str, tuple[Run, int]] = {
     "",
     cases=["the caller's numbers"],
 )
+@sees(
+    "what runs out of memory before the first micro-batch goes back to the numbers of the step before",
+    "src/anybatch/engine/step_runner.py",
+    """
+            with self._context.randomness:  # first: whatever runs out of memory, its numbers are drawn once more
+                self._context.strategy.place_gradients()
+                counts = _as_tensor(counted.divisors, widest_dtype(device))
+""",
+    """
+            counts = _as_tensor(counted.divisors, widest_dtype(device))
+            with self._context.randomness:
+                self._context.strategy.place_gradients()
+""",
+    cases=["the caller's numbers"],
+)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_wherever_one_of_two_ranks_fails(name: str, two_ranks: Ranks) -> None:
     """At every allocation of forward, backward and reduction (every few, for some) both ranks end as planned.

@@ -181,14 +181,15 @@ class StepRunner:
         loss, device = self._context.loss, self._world.device
         try:
             self._notifier.begin_step(step, counted)
-            self._context.strategy.place_gradients()
-            counts = _as_tensor(counted.divisors, widest_dtype(device))
-            late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
-            plan = counted.planned.plan
-            watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
-            measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
-            with self._context.randomness, watched, pooled, measured, self._notifier.phase(phase):
-                sums = self._execute(counted)
+            with self._context.randomness:  # first: whatever runs out of memory, its numbers are drawn once more
+                self._context.strategy.place_gradients()
+                counts = _as_tensor(counted.divisors, widest_dtype(device))
+                late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
+                plan = counted.planned.plan
+                watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
+                measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
+                with watched, pooled, measured, self._notifier.phase(phase):
+                    sums = self._execute(counted)
             phase = "reduce"
             with self._world.collective(), self._notifier.phase(phase):
                 gradients, totals = self._context.strategy.finish_gradients(self._numbers(sums))
