@@ -316,6 +316,7 @@ def test_under_fsdp() -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.published
 @sees(
     "a CPU is planned from samples as short as others",
