@@ -64,7 +64,16 @@ def playground(page: Page, setting: PlaygroundSetting) -> Locator:
     words = f"v=1&micro={setting.micro_batch_size}&accumulation={setting.accumulation_steps}&steps={setting.steps}"
     words += f"&seed={setting.seed}&task={setting.task}&norm={setting.norm}&policy={setting.norm_policy}"
     words += f"&ranks={setting.ranks}&limit={setting.memory_limit_kib}"
-    page.evaluate("words => location.hash = 'playground?' + words", words)
+    # Until the page has heard of it, Train would run what was there before.
+    page.evaluate(
+        """words => new Promise(done => {
+            const hash = '#playground?' + words
+            if (location.hash === hash) return done()
+            addEventListener('hashchange', () => setTimeout(done), { once: true })
+            location.hash = hash
+        })""",
+        words,
+    )
     part = page.locator("#playground")
     expect(button(part, "Train")).to_be_enabled()
     return part
