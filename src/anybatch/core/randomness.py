@@ -11,7 +11,8 @@ _MASK = (1 << 64) - 1
 # One word per purpose, its first letters in ASCII: equal numbers give unrelated seeds for different purposes.
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
 _STEP, _CALL, _AXIS, _ROUNDING = 0x73746570, 0x63616C6C, 0x61786973, 0x726F756E
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+(_SHIFT, _FACTOR), (_SECOND_SHIFT, _SECOND_FACTOR) = _ROUNDS
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -164,7 +165,7 @@ def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int])
 
 def _finalise(state: Tensor) -> Tensor:
     """Mix 64-bit numbers in place. Shifts fill with the sign, which is masked away."""
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+    for shift, factor in _ROUNDS:
         state.bitwise_xor_((state >> shift).bitwise_and_(_MASK >> shift)).mul_(_signed(factor))
     return state.bitwise_xor_((state >> 31).bitwise_and_(_MASK >> 31))
 
@@ -186,6 +187,7 @@ def _mix(purpose: int, first: int, second: int, third: int) -> int:
 def _folded(state: int, word: int) -> int:
     """Return 64 bits into which one more word has been folded."""
     state = (state + word + _GOLDEN) & _MASK
-    state = ((state ^ (state >> 30)) * _FACTORS[0]) & _MASK
-    state = ((state ^ (state >> 27)) * _FACTORS[1]) & _MASK
+    # Without a loop: it is asked for each sample.
+    state = ((state ^ (state >> _SHIFT)) * _FACTOR) & _MASK
+    state = ((state ^ (state >> _SECOND_SHIFT)) * _SECOND_FACTOR) & _MASK
     return state ^ (state >> 31)

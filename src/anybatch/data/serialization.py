@@ -1,8 +1,8 @@
-"""Samples as bytes, to send many small tensors between processes.
+"""Samples and small units as bytes, to send small tensors between processes.
 
-Torch sends a tensor as shared memory: one file descriptor each, open as long as the tensor lives, which suits one
-collated batch and not thousands of samples. Pickled plainly a tensor takes its whole storage along, even if it is a
-view of one row. Here it travels as its own bytes.
+Torch sends a tensor as shared memory: one file descriptor each, open as long as the tensor lives, which suits a large
+unit, and neither thousands of samples nor a unit that is made sooner than its files. Pickled plainly a tensor takes its
+whole storage along, even if it is a view of one row. Here it travels as its own bytes.
 """
 
 import importlib.util

@@ -14,7 +14,6 @@ from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
 from anybatch.core.tree import Batch, copied, count_samples, moved_to, read_samples, slice_read, tensors_of
-from anybatch.data.effective_batch import DatasetBatch
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
@@ -421,7 +420,7 @@ def _joined(units: Sequence[Unit]) -> Unit:
 
 def _is_effective_batch(batch: object) -> bool:
     # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
-    return isinstance(batch, DatasetBatch) or (hasattr(batch, "feed") and hasattr(batch, "sample_ids"))
+    return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
 
 def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> list[int]:

@@ -74,7 +74,7 @@ def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
 def clip_gradients(
     gradients: Sequence[torch.Tensor | None],
     norm: Float[Tensor, ""] | None,
-    clip: ClipPolicy | None,
+    clip: ClipPolicy,
     in_groups: Callable[[Sequence[torch.Tensor | None]], Sequence[Sequence[torch.Tensor]]],
     layout: ParameterLayout,
 ) -> None:
@@ -94,7 +94,7 @@ def clip_gradients(
                 _clip(group, layout.norm(group) if isinstance(policy, ClipByNorm) else None, policy, layout)
         return
     present = [gradient for gradient in gradients if gradient is not None]
-    if clip is not None and present:
+    if present:
         _clip(present, norm, clip, layout)
 
 
