@@ -105,10 +105,10 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
     also=["tests/engine/test_clipping.py::test_clipping_is_that_of_the_unsplit_gradient[by norm]"],
 )
 @sees(
-    "the next step's learning rates are reported",
+    "the learning rates of the schedule's first step are reported",
     "src/anybatch/engine/update/updater.py",
-    "return Updated(norm, rates, skipped=not stepped)",
-    'return Updated(norm, tuple(group["lr"] for group in self.target.optimizer.param_groups), skipped=not stepped)',
+    'rates = tuple([group["lr"] for group in self.target.optimizer.param_groups])',
+    'rates = tuple([group.get("initial_lr", group["lr"]) for group in self.target.optimizer.param_groups])',
     cases=["1-rank"],
 )
 @sees(

@@ -134,7 +134,7 @@ class Updater:
 
         Whatever else the optimizer raises goes through; see `refuse_broken_off`.
         """
-        # Read before the scheduler sets the next step's.
+        # Those of a step that is left out are reported as well.
         rates = tuple([group["lr"] for group in self.target.optimizer.param_groups])
         if self.rate_factor != 1.0:
             rates = tuple(rate * self.rate_factor for rate in rates)
