@@ -202,15 +202,15 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
 @sees(
     "the key of augmentation lacks the sample",
     "src/anybatch/core/randomness.py",
-    "_mix(_AUGMENTATION, seed, epoch, sample_id)",
-    "_mix(_AUGMENTATION, seed, epoch, 0)",
+    "[_folded(state, sample) >> 1 for",
+    "[_folded(state, 0) >> 1 for",
     also=["tests/data/test_indexed_batches.py::test_collate_draws_from_a_key_of_its_own"],
 )
 @sees(
     "the key of augmentation lacks the epoch",
     "src/anybatch/core/randomness.py",
-    "_mix(_AUGMENTATION, seed, epoch, sample_id)",
-    "_mix(_AUGMENTATION, seed, 0, sample_id)",
+    "_folded(_folded(_AUGMENTATION, seed), epoch)",
+    "_folded(_folded(_AUGMENTATION, seed), 0)",
 )
 @sees(
     "augmentation depends on the unit",

@@ -68,11 +68,11 @@ def sample_seed(seed: int, epoch: int, sample_id: int) -> int:
     Returns:
         A number from 0 to 2**63 - 1.
     """
-    return _mix(_AUGMENTATION, seed, epoch, sample_id)
+    return sample_seeds(seed, epoch, [sample_id])[0]
 
 
 def sample_seeds(seed: int, epoch: int, sample_ids: Sequence[int]) -> list[int]:
-    """Return the seeds of some samples at once: `[sample_seed(seed, epoch, sample) for sample in sample_ids]`.
+    """Return what `sample_seed` does for some samples at once, which share the words they have in common.
 
     Args:
         seed: of the data, any integer.
