@@ -9,8 +9,7 @@ tokens of a micro-batch at most, padding included. The ways:
   micro-batches: 8, as a user of micro-batches of 8 has them, 16, and the fewest with which none is above the cap;
 - accelerate and Lightning Fabric, where they are installed (`pip install 'anybatch[peers]'`): their loops over a
   DataLoader, 8 samples as they arrive;
-- `ab.token_budget`, padded; packed into rows without padding, at 4,096 tokens and at 1,024; and whichever of both the
-  engine measures to be faster, at 1,024.
+- `ab.token_budget`, padded; packed into rows without padding; and whichever of both the engine measures to be faster.
 
 Those of the budget run in the engine, planning included; the others in the loop one writes by hand, which divides by
 the number of targets of the whole batch. Ways take turns step by step, each on the same batches. Figures are medians:
@@ -244,7 +243,7 @@ PEERS = {
 class ByEngine:
     """The engine with a budget."""
 
-    def __init__(self, dataset: Texts, collate: Padded | Packed | PaddedOrPacked, cap: int = CAP) -> None:
+    def __init__(self, dataset: Texts, collate: Padded | Packed | PaddedOrPacked) -> None:
         self.waste: list[float] = []
         self._lengths = dataset.lengths
         self.bounds: list[float] = []
@@ -253,7 +252,7 @@ class ByEngine:
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-4),
             ab.mean_over_tokens(loss, labels="labels"),
-            micro_batch_size=ab.token_budget(cap),
+            micro_batch_size=ab.token_budget(CAP),
             measure_gradient_norm=False,
             check_loss=False,
         )
@@ -311,8 +310,7 @@ def measure(kind: str, rounds: int) -> list[str]:
     ways |= {
         "token budget, padded": budget,
         "token budget, packed": ByEngine(dataset, packed),
-        "token budget of 1,024, packed": ByEngine(dataset, packed, 1_024),
-        "token budget of 1,024, the faster": (faster := ByEngine(dataset, PaddedOrPacked(packed=packed), 1_024)),
+        "token budget, the faster": (faster := ByEngine(dataset, PaddedOrPacked(packed=packed))),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number, ids in enumerate(itertools.islice(steps_of_epochs(len(dataset)), 1 + rounds * NUM_BATCHES)):

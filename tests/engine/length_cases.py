@@ -1,5 +1,6 @@
 """A small language model whose samples have different lengths, padded or packed, and the loss of the un-split batch."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -147,15 +148,21 @@ class SimulatedDevice:
 
     Args:
         packed_factor: how much longer a packed token takes.
+        cached: most tokens of a micro-batch of which each takes its time; one of a larger micro-batch takes twice that.
+        room: most tokens of a micro-batch that memory has room for.
 
     Attributes:
         newest: the layout of the newest forward.
+        largest: most tokens that a forward has had.
     """
 
-    def __init__(self, packed_factor: float) -> None:
+    def __init__(self, packed_factor: float, *, cached: float = math.inf, room: float = math.inf) -> None:
         self._packed_factor = packed_factor
+        self._cached = cached
+        self._room = room
         self._seconds = 0.0
         self.newest = ""
+        self.largest = 0
 
     def clock(self) -> float:
         """Return the time."""
@@ -174,7 +181,13 @@ class SimulatedDevice:
     def _forward(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
         is_packed = arguments[2] is not None
         self.newest = "packed" if is_packed else "padded"
-        self._seconds += 1.0 + 0.1 * arguments[0].numel() * (self._packed_factor if is_packed else 1.0)
+        num_tokens = arguments[0].numel()
+        self.largest = max(self.largest, num_tokens)
+        if num_tokens > self._room:
+            message = "simulated"
+            raise torch.OutOfMemoryError(message)
+        tokens = num_tokens * (self._packed_factor if is_packed else 1.0)
+        self._seconds += 1.0 + 0.1 * tokens * (2.0 if num_tokens > self._cached else 1.0)
 
 
 def either_on_ranks(*packed_factors: float) -> tuple[float, str]:

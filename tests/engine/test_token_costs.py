@@ -1,4 +1,4 @@
-"""What a micro-batch costs beside its tokens, and the size at which a token costs least, from times that are known."""
+"""What a micro-batch costs beside its tokens, and the cap under which a step takes least, from times that are known."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths
+from anybatch.engine.micro_batch_size.cut_choice import Way, best_cap, seconds_of_steps, units_by_way
 from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs, pieces_to_time
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from tests.faults import sees
@@ -31,44 +32,68 @@ def costs(seconds: Callable[[int], float], lengths: SampleLengths = LENGTHS) -> 
     """Return what is measured where a micro-batch of so many padded tokens takes so long."""
     pieces = pieces_to_time(lengths, BUDGET)
     assert pieces is not None
+    return measured_costs(timed(seconds, lengths), list, pieces, lengths, BUDGET)
+
+
+def timed(seconds: Callable[[int], float], lengths: SampleLengths) -> Any:
+    """Return what runs micro-batches that take so long."""
 
     def runs(make: Callable[[int, int], Sequence[Any]], num_samples: int) -> Any:
         (positions,) = make(num_samples, 1)
         assert len(positions) == num_samples
         return Timed(seconds(len(positions) * max(lengths.tokens[place] for place in positions)))
 
-    return measured_costs(runs, list, pieces, lengths, BUDGET)
+    return runs
+
+
+def cap_of(seconds: Callable[[int], float]) -> int:
+    """Return the cap that is taken where a micro-batch of so many padded tokens takes so long."""
+    units = units_by_way({False: LENGTHS}, {False: costs(seconds)}, BUDGET)
+    found, failed = seconds_of_steps(timed(seconds, LENGTHS), dict.fromkeys(units, list), units)
+    assert not failed
+    best = best_cap(found, packed=False)
+    assert best is not None
+    return best.cap
 
 
 @sees(
     "the line goes through the smallest and the largest micro-batch",
     "src/anybatch/engine/micro_batch_size/token_costs.py",
-    "second = 1 if tokens[1]",
-    "second = 2 if tokens[1]",
+    "several if tokens(several) >= least else large",
+    "large",
 )
 def test_the_fixed_cost_is_that_of_small_micro_batches() -> None:
     """A micro-batch costs 36 tokens beside its own, also where tokens of large ones take half as long again."""
     linear = costs(lambda tokens: 0.001 * (36 + tokens))
     assert linear.fixed_tokens == pytest.approx(36)
-    assert linear.cut_at is None
+    assert cap_of(lambda tokens: 0.001 * (36 + tokens)) == BUDGET.tokens
     dear = costs(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0)))
     assert dear.fixed_tokens == pytest.approx(36)
 
 
+@sees(
+    "the fastest cap is taken however little it saves",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "_WORTH_A_SMALLER_CAP = 0.98",
+    "_WORTH_A_SMALLER_CAP = 1.0",
+)
+@sees(
+    "the smallest cap that is good is taken",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "return max(good,",
+    "return min(good,",
+)
 def test_smaller_micro_batches_are_made_where_their_tokens_are_cheaper() -> None:
     """Cut at half of the budget where whole ones take half as long again for a token, and not for three percent."""
-    found = costs(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0)))
-    assert found.cut_at == 2_048
-    assert "cut at 2,048" in found.words
-    assert costs(lambda tokens: 0.001 * (36 + tokens * (1.03 if tokens > 3_000 else 1.0))).cut_at is None
+    assert cap_of(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0))) == 2_048
+    assert cap_of(lambda tokens: 0.001 * (36 + tokens * (1.03 if tokens > 3_000 else 1.0))) == BUDGET.tokens
 
 
 def test_few_shapes_are_not_cut_smaller() -> None:
     """A smaller cap could leave a sample without a shape."""
     lengths = SampleLengths(tokens=LENGTHS.tokens, shapes=((64, 64), (8, 512)))
-    pieces = pieces_to_time(lengths, BUDGET)
-    assert pieces is not None
-    assert len(pieces.large) == 1
+    ways = units_by_way({False: lengths}, {False: TokenCosts(fixed_tokens=36.0, words="")}, BUDGET)
+    assert list(ways) == [Way(packed=False, cap=BUDGET.tokens)]
 
 
 def test_times_that_tell_nothing_are_not_taken() -> None:

@@ -1,7 +1,8 @@
-"""What a token budget leaves open, found on the first batch: what a micro-batch costs, and whether to pad or pack."""
+"""What a token budget leaves open, found on the first batch: what a micro-batch costs, its cap, padded or packed."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,14 @@ from anybatch.core.token_budget import SampleLengths, TokenBudget
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.loss_check.by_cuts import CutRun
-from anybatch.engine.micro_batch_size.layout_choice import Load, sampled_units, seconds_of_steps, why_not_packed
+from anybatch.engine.micro_batch_size.cut_choice import (
+    Load,
+    Way,
+    best_cap,
+    seconds_of_steps,
+    units_by_way,
+    why_not_packed,
+)
 from anybatch.engine.micro_batch_size.token_costs import TokenCosts, assumed, measured_costs, pieces_to_time
 from anybatch.engine.micro_batch_size.trial_run import Execute, TrialRuns
 from anybatch.engine.rng.per_sample_dropout import SampleRandomness
@@ -119,17 +127,31 @@ class BudgetTrials:
             return FoundBudget(costs=known or assumed("the batch has no lengths"))
         reason = self._why_not_timed(lengths)
         if not lengths.either:
-            return FoundBudget(costs=known or self._costs(batch, lengths, reason))
-        reason = self._why_padded() or reason
-        if reason:
-            padded, tokens = batch.in_layout(packed=False), lengths.in_layout(packed=False)
-            costs = known or self._costs(padded, tokens, self._why_not_timed(lengths))
-            return FoundBudget(costs=costs, packed=False, layout=f"padded, as {reason}")
+            return self._of_layout(batch, lengths, known, reason)
+        why_padded = self._why_padded() or reason
+        if why_padded:
+            found = self._of_layout(batch.in_layout(packed=False), lengths.in_layout(packed=False), known, reason)
+            return dataclasses.replace(found, packed=False, layout=f"padded, as {why_padded}")
+        return self._on_all_ranks(lambda generators: self._faster(batch, lengths, known, generators))
+
+    def _of_layout(
+        self,
+        batch: Any,  # noqa: ANN401 (any nested batch)
+        lengths: SampleLengths,
+        known: TokenCosts | None,
+        reason: str,
+    ) -> FoundBudget:
+        """Return what is found in one layout; what is assumed where there is a reason not to time."""
+        if known is not None or reason:
+            return FoundBudget(costs=known or assumed(reason))
+        layouts = {lengths.packed: _Layout(lengths, _load_of(batch))}
+        return self._on_all_ranks(lambda _: self._timed(layouts, None))
+
+    def _on_all_ranks(self, find: Callable[[SeededGenerators], FoundBudget]) -> FoundBudget:
+        """Return what rank 0 finds, with all put back that finding it changes."""
         with self._trial.undone(self._world.device) as generators:
             # Loading may raise on one rank; together, all of them raise instead of waiting for it.
-            found: FoundBudget = self._world.run_on_all_ranks(
-                lambda: self._faster(batch, lengths, known, self._trial.cut_run(generators))
-            )[0]
+            found: FoundBudget = self._world.run_on_all_ranks(lambda: find(generators))[0]
         return found
 
     def _why_padded(self) -> str:
@@ -148,41 +170,60 @@ class BudgetTrials:
             return "ranks run in lockstep, where none may run alone"
         return self._trial.why_clocks_do_not_count
 
-    def _costs(self, batch: Any, lengths: SampleLengths, reason: str) -> TokenCosts:  # noqa: ANN401
-        """Return rank 0's measurement in one layout, on all ranks; what is assumed where there is a reason not to."""
-        if reason:
-            return assumed(reason)
-        with self._trial.undone(self._world.device):
-            costs: TokenCosts = self._world.run_on_all_ranks(lambda: self._measured(batch, lengths))[0]
-        return costs
+    def _faster(
+        self,
+        batch: Any,  # noqa: ANN401 (any nested batch)
+        lengths: SampleLengths,
+        known: TokenCosts | None,
+        generators: SeededGenerators,
+    ) -> FoundBudget:
+        """Time steps in both layouts, if the model takes packed samples, and take the fastest one."""
+        layouts = {
+            packed: _Layout(lengths.in_layout(packed=packed), _load_of(batch.in_layout(packed=packed)))
+            for packed in (False, True)
+        }
+        loads = {packed: layout.load for packed, layout in layouts.items()}
+        reason = why_not_packed(self._trial.cut_run(generators), loads, lengths)
+        if not reason:
+            return self._timed(layouts, known)
+        found = self._timed({False: layouts[False]}, known)
+        return dataclasses.replace(found, packed=False, layout=f"padded, as {reason}")
 
-    def _measured(self, batch: Any, lengths: SampleLengths) -> TokenCosts:  # noqa: ANN401
-        pieces = pieces_to_time(lengths, self._budget)
+    def _timed(self, layouts: Mapping[bool, "_Layout"], known: TokenCosts | None) -> FoundBudget:
+        """Time a step in each layout, cut at the budget and at parts of it, and take the fastest way."""
+        costs = {packed: known or self._costs(layout) for packed, layout in layouts.items()}
+        lengths = {packed: layout.lengths for packed, layout in layouts.items()}
+        units = units_by_way(lengths, costs, self._budget)
+        if len(units) == 1:  # there is one way to cut
+            return FoundBudget(costs=next(iter(costs.values())))
+        num_samples = len(next(iter(lengths.values())).tokens)
+        loads = {way: layouts[way.packed].load for way in units}
+        seconds, failed = seconds_of_steps(functools.partial(self._runs, num_samples), loads, units)
+        best = {packed: way for packed in layouts if (way := best_cap(seconds, packed=packed)) is not None}
+        is_open = len(layouts) > 1
+        if not best:  # the step itself says why
+            words = "padded, as no micro-batch could be timed" if is_open else ""
+            return FoundBudget(costs=costs[min(costs)], packed=False if is_open else None, layout=words)
+        chosen = min(best.values(), key=seconds.__getitem__)
+        found = _cut_at(chosen, costs[chosen.packed], seconds, self._budget)
+        if not is_open:
+            return FoundBudget(costs=found)
+        name, other = ("packed", "padded") if chosen.packed else ("padded", "packed")
+        slower = best.get(not chosen.packed)
+        if slower is None:
+            why = next(said for way, said in failed.items() if way.packed != chosen.packed)
+            words = f"{name}, as {other} could not be timed ({why})"
+        else:
+            words = f"{seconds[chosen] * 1e3:.4g} ms for the micro-batches of a step of {num_samples:,} samples"
+            words = f"{name}, measured: {words}, and {seconds[slower] * 1e3:.4g} ms {other}"
+        return FoundBudget(costs=found, packed=chosen.packed, layout=words)
+
+    def _costs(self, layout: "_Layout") -> TokenCosts:
+        pieces = pieces_to_time(layout.lengths, self._budget)
         if pieces is None:
             return assumed("its samples make no two micro-batches of different sizes")
-        runs = functools.partial(self._runs, len(lengths.tokens))
-        return measured_costs(runs, _load_of(batch), pieces, lengths, self._budget)
-
-    def _faster(self, batch: Any, lengths: SampleLengths, known: TokenCosts | None, run: CutRun) -> FoundBudget:  # noqa: ANN401
-        """Time a step in both layouts, each cut as is best for it, and take the faster one."""
-        layouts = {packed: lengths.in_layout(packed=packed) for packed in (False, True)}
-        batches = {packed: batch.in_layout(packed=packed) for packed in layouts}
-        loads = {packed: _load_of(one) for packed, one in batches.items()}
-        padded_costs = known or self._measured(batches[False], layouts[False])
-        reason = why_not_packed(run, loads, lengths)
-        if reason:
-            return FoundBudget(costs=padded_costs, packed=False, layout=f"padded, as {reason}")
-        costs = {False: padded_costs, True: known or self._measured(batches[True], layouts[True])}
-        units = {packed: sampled_units(one, costs[packed].settled(self._budget)) for packed, one in layouts.items()}
-        seconds, failed = seconds_of_steps(functools.partial(self._runs, len(lengths.tokens)), loads, units)
-        if failed:
-            # Where padded fails too, the step itself says so.
-            words = f"padded, as packed could not be timed ({failed[True]})" if True in failed else "padded"
-            return FoundBudget(costs=padded_costs, packed=False, layout=words)
-        packed = seconds[True] < seconds[False]
-        words = f"{seconds[packed] * 1e3:.4g} ms for the micro-batches of a step of {len(lengths.tokens):,} samples"
-        words = f"{'packed' if packed else 'padded'}, measured: {words}, and {seconds[not packed] * 1e3:.4g} ms "
-        return FoundBudget(costs=costs[packed], packed=packed, layout=words + ("padded" if packed else "packed"))
+        runs = functools.partial(self._runs, len(layout.lengths.tokens))
+        return measured_costs(runs, layout.load, pieces, layout.lengths, self._budget)
 
     def _runs(self, num_in_batch: int, make: Callable[[int, int], Iterable[Batch]], num_samples: int) -> TrialRuns:
         trial = self._trial
@@ -197,6 +238,24 @@ class BudgetTrials:
             device=self._world.device,
             clock=self._clock,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A batch padded, or packed: lengths of its samples, and what loads them."""
+
+    lengths: SampleLengths
+    load: Load
+
+
+def _cut_at(chosen: Way, costs: TokenCosts, seconds: Mapping[Way, float], budget: TokenBudget) -> TokenCosts:
+    """Return what a micro-batch costs with the cap that was chosen, and what that saves where it is not the budget."""
+    found = dataclasses.replace(costs, cut_at=chosen.cap)
+    if chosen.cap == budget.tokens or costs.cut_at is not None:
+        return found
+    whole = seconds.get(Way(chosen.packed, budget.tokens))
+    why = "larger ones do not run" if whole is None else f"a step then takes {1 - seconds[chosen] / whole:.0%} less"
+    return dataclasses.replace(found, words=f"{costs.words}; cut at {chosen.cap:,}, as {why}")
 
 
 def _load_of(batch: Any) -> Load:  # noqa: ANN401 (an effective batch)

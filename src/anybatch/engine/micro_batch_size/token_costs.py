@@ -1,10 +1,9 @@
-"""What a micro-batch costs beside its tokens, and at which size a token costs least, measured on the first batch."""
+"""What a micro-batch costs beside its tokens, measured on the first batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch, copied
@@ -13,8 +12,6 @@ from anybatch.engine.micro_batch_size.trial_run import TrialRuns
 _TIMES = 4  # the first warms up, of the others the shortest counts
 _FEWEST_TIMES_TOKENS = 4  # two sizes that are less far apart than this tell nothing
 _SEVERAL = 8  # a part of the budget: small enough for a token to cost what it costs beside few others
-_PARTS = (2, 4, 8)
-_WORTH_LESS_TOKENS = 0.95  # smaller micro-batches are taken where a token costs at most this part of what it does
 
 Runs = Callable[[Callable[[int, int], Sequence[Batch]], int], TrialRuns]
 """From pieces, function (size, most) -> micro-batches, and their number of samples to what runs them."""
@@ -26,8 +23,8 @@ class TokenCosts:
 
     Attributes:
         fixed_tokens: what a micro-batch costs beside its tokens, in tokens.
-        cut_at: most tokens of a micro-batch in which a token costs least; None: as many as the budget has.
-        words: the same with where it comes from.
+        cut_at: most tokens of a micro-batch, the budget's or fewer; None: that has not been chosen.
+        words: what a micro-batch costs, with where it comes from.
     """
 
     fixed_tokens: float
@@ -41,17 +38,16 @@ class TokenCosts:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Positions in the effective batch of micro-batches to time.
+    """Positions in the effective batch of two micro-batches to time.
 
     Attributes:
         small: the shortest sample.
-        several: so many of the shortest ones that they hold about an eighth of the large one's tokens.
-        large: the micro-batch of the cut that holds most tokens, and beginnings of it, each half of the one before.
+        larger: so many of the shortest ones that they hold about an eighth of the tokens of the largest micro-batch of
+            the cut; or that one, where these are too few to tell both apart.
     """
 
     small: Sequence[int]
-    several: Sequence[int]
-    large: Sequence[Sequence[int]]
+    larger: Sequence[int]
 
 
 def assumed(reason: str) -> TokenCosts:
@@ -74,12 +70,12 @@ def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None
     large = max((plan.positions(unit) for unit in plan.units), key=tokens)
     shortest = sorted(range(len(laid_out)), key=laid_out.__getitem__)
     small = shortest[:1]
-    if len(large) < 2 or tokens(large) < _FEWEST_TIMES_TOKENS * max(1, tokens(small)):  # noqa: PLR2004 (sizes tell them apart)
+    least = _FEWEST_TIMES_TOKENS * max(1, tokens(small))
+    if len(large) < 2 or tokens(large) < least:  # noqa: PLR2004 (sizes tell them apart)
         return None
     num_several = next(n for n in range(1, len(shortest) + 1) if tokens(shortest[:n]) * _SEVERAL >= tokens(large))
-    # In few shapes a smaller cap could leave a sample without one.
-    parts = () if lengths.shapes else (part for part in _PARTS if part <= len(large))
-    return Pieces(small, shortest[:num_several], [large, *(large[: ceil_div(len(large), part)] for part in parts)])
+    several = shortest[:num_several]
+    return Pieces(small, several if tokens(several) >= least else large)
 
 
 def measured_costs(
@@ -89,23 +85,22 @@ def measured_costs(
     lengths: SampleLengths,
     budget: TokenBudget,
 ) -> TokenCosts:
-    """Time small and large micro-batches, and return where the line through the small ones begins.
+    """Time two small micro-batches, and return where the line through them begins.
 
-    Through the small ones, since it decides which of these are joined; a large one, whose activations leave the
-    processor's caches, may take longer for a token, and then micro-batches of that size are not made.
+    Small ones, since it decides which of these are joined; in a large one, whose activations leave the processor's
+    caches, a token may take longer.
 
     Args:
         runs: function (pieces, number of samples) -> what runs them.
         load: function (positions) -> these samples, collated.
-        pieces: the positions of all.
+        pieces: the positions of both.
         lengths: of the batch's samples.
         budget: what a sample costs.
     """
     laid_out = lengths.laid_out
     seconds: list[float] = []
     tokens: list[float] = []
-    timed = [pieces.small, pieces.several, *pieces.large]
-    for positions in timed:
+    for positions in (pieces.small, pieces.larger):
         batch = load(positions)
         trial = runs(lambda _size, _most, batch=batch: [copied(batch)], len(positions))  # type: ignore[misc]  # bound now
         times = []
@@ -116,20 +111,12 @@ def measured_costs(
             times.append(result.seconds[0])
         seconds.append(min(times[1:]))
         tokens.append(tokens_of([budget.cost(laid_out[place]) for place in positions], lengths))
-    second = 1 if tokens[1] >= _FEWEST_TIMES_TOKENS * tokens[0] else 2
-    per_token = (seconds[second] - seconds[0]) / (tokens[second] - tokens[0])
-    if per_token <= 0:
-        return assumed(f"{tokens[0]:,.0f} tokens took as long as {tokens[second]:,.0f}")
-    fixed = min(max(0.0, seconds[0] / per_token - tokens[0]), float(budget.tokens))
+    longer, more = seconds[1] - seconds[0], tokens[1] - tokens[0]
+    if longer <= 0 or more <= 0:
+        return assumed(f"{tokens[0]:,.0f} tokens took as long as {tokens[1]:,.0f}")
+    fixed = min(max(0.0, seconds[0] * more / longer - tokens[0]), float(budget.tokens))
     words = f"{fixed:,.0f} tokens a micro-batch, measured: {seconds[0] * 1e3:.3g} ms for {tokens[0]:,.0f} tokens, "
-    words += f"{seconds[second] * 1e3:.3g} ms for {tokens[second]:,.0f}"
-    cheapest = min(range(2, len(timed)), key=lambda number: seconds[number] / tokens[number])
-    cheaper = seconds[cheapest] / tokens[cheapest] / (seconds[2] / tokens[2])
-    if cheaper > _WORTH_LESS_TOKENS:
-        return TokenCosts(fixed_tokens=fixed, words=words)
-    cut_at = ceil_div(budget.tokens * len(pieces.large[cheapest - 2]), len(pieces.large[0]))
-    words += f"; cut at {cut_at:,}, as a token then takes {1 - cheaper:.0%} less"
-    return TokenCosts(fixed_tokens=fixed, cut_at=cut_at, words=words)
+    return TokenCosts(fixed_tokens=fixed, words=f"{words}{seconds[1] * 1e3:.3g} ms for {tokens[1]:,.0f}")
 
 
 def tokens_of(of_samples: Sequence[float], lengths: SampleLengths) -> float:

@@ -16,7 +16,7 @@ from anybatch.data import Packed, Padded, PaddedOrPacked
 from anybatch.data.prefetch import Prefetcher
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from anybatch.engine.micro_batch_size import budget_trials
-from anybatch.engine.micro_batch_size.layout_choice import SampledUnit, sampled_units, seconds_of_steps
+from anybatch.engine.micro_batch_size.cut_choice import SampledUnit, sampled_units, seconds_of_steps
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from anybatch.errors import DataError
 from anybatch.testing import relative_error
@@ -63,8 +63,8 @@ def batches_of(**settings: Any) -> Any:
 @sees(
     "the slower layout is taken",
     "src/anybatch/engine/micro_batch_size/budget_trials.py",
-    "packed = seconds[True] < seconds[False]",
-    "packed = seconds[True] > seconds[False]",
+    "chosen = min(best.values()",
+    "chosen = max(best.values()",
 )
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -84,6 +84,71 @@ def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
                 assert sum(2 * one <= 40 for one in tokens) <= 1
             model.load_state_dict(Language().state_dict())
         assert engine.decisions["layout"].startswith(f"{layout}, measured: ")
+
+
+@sees(
+    "a smaller cap is found and not taken",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    "micro_batch_tokens=found.costs.cut_at or sizes.micro_batch_tokens",
+    "micro_batch_tokens=sizes.micro_batch_tokens",
+)
+@pytest.mark.usefixtures("_timed")
+@pytest.mark.parametrize("collate", [Padded(), Packed(), PaddedOrPacked()], ids=["padded", "packed", "either"])
+def test_batches_are_cut_smaller_where_a_step_is_faster_then(collate: Any, tmp_path: Any) -> None:
+    """Where tokens of more than 50 at once take twice as long, a budget of 80 is cut at 40, in any layout.
+
+    It is told, kept, and the gradient is that of the un-split batch.
+    """
+    batch = next(iter(batches_of(collate=collate)))
+    device = SimulatedDevice(0.9, cached=50)
+    with engine_on(device, tokens=80, check_loss=False) as engine:
+        engine.gradients(batch)  # finds it
+        device.largest = 0
+        assert relative_error(engine.gradients(batch), expected_gradients(batch.sample_ids)) <= TOLERANCE
+        assert 20 < device.largest <= 40
+        assert "; cut at 40, as a step then takes " in engine.decisions["micro_batch_size"]
+        engine.step(batch)
+        engine.save(tmp_path / "saved")
+    device = SimulatedDevice(0.9)
+    with engine_on(device, tokens=80, check_loss=False) as engine:
+        engine.load(tmp_path / "saved")
+        engine.step(batch)
+        assert 20 < device.largest <= 40
+
+
+@sees(
+    "a cap that runs out of memory is the fastest",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    'failed[way] = result.error or "it runs out of memory"',
+    "shortest[way][place] = 0.0",
+    also=["tests/engine/test_cut_choice.py::test_a_layout_that_fails_has_no_time"],
+)
+@pytest.mark.usefixtures("_timed")
+def test_a_cap_that_does_not_run_is_not_taken() -> None:
+    """Where memory has room for fewer tokens than were named, what runs is taken, and the gradient is right."""
+    batch = next(iter(batches_of(collate=Padded())))
+    device = SimulatedDevice(1.0, room=50)
+    with engine_on(device, tokens=80, check_loss=False) as engine:
+        assert relative_error(engine.gradients(batch), expected_gradients(batch.sample_ids)) <= TOLERANCE
+        assert engine.decisions["micro_batch_size"].endswith("; cut at 40, as larger ones do not run")
+
+
+@pytest.mark.usefixtures("_timed")
+@pytest.mark.parametrize("collate", [Padded(), PaddedOrPacked()], ids=["padded", "either"])
+def test_where_nothing_can_be_timed_the_step_says_why(collate: Any) -> None:
+    """A loss function that fails in every trial run raises its own error from the step."""
+
+    def fails(_model: Any, _batch: Any) -> Any:
+        message = "of the user"
+        raise ZeroDivisionError(message)
+
+    with (
+        engine_on(
+            SimulatedDevice(1.0), declared=ab.mean_over_tokens(fails, labels="labels"), check_loss=False
+        ) as engine,
+        pytest.raises(ZeroDivisionError, match="of the user"),
+    ):
+        engine.step(next(iter(batches_of(collate=collate))))
 
 
 @sees(
@@ -133,8 +198,8 @@ def test_a_stream_is_laid_out_as_is_faster(layout: str) -> None:
 @sees(
     "each rank takes the layout that is faster on it",
     "src/anybatch/engine/micro_batch_size/budget_trials.py",
-    "lambda: self._faster(batch, lengths, known, self._trial.cut_run(generators))\n            )[0]",
-    "lambda: self._faster(batch, lengths, known, self._trial.cut_run(generators))\n            )[self._world.rank]",
+    "run_on_all_ranks(lambda: find(generators))[0]",
+    "run_on_all_ranks(lambda: find(generators))[self._world.rank]",
 )
 def test_all_ranks_take_the_layout_of_the_first(two_ranks: Ranks) -> None:
     """Where clocks of ranks say different things, all of them do as rank 0 says, and the gradient is right."""
@@ -228,7 +293,7 @@ class OnlyPadded(Language):
 
 @sees(
     "a model that lets packed samples see each other is packed for",
-    "src/anybatch/engine/micro_batch_size/layout_choice.py",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
     "if difference > run.rounding:",
     "if False:",
 )
@@ -323,7 +388,7 @@ LOADS = {
 
 @sees(
     "a sampled micro-batch stands for itself alone",
-    "src/anybatch/engine/micro_batch_size/layout_choice.py",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
     "of_all / weight if weight",
     "1.0 if weight",
 )
@@ -382,8 +447,8 @@ def test_layouts_are_timed_in_turns() -> None:
 
 @sees(
     "a layout that runs out of memory takes no time",
-    "src/anybatch/engine/micro_batch_size/layout_choice.py",
-    "if packed not in failed\n",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "if way not in failed\n",
     "if True\n",
 )
 @pytest.mark.parametrize("result", [TrialResult("out_of_memory"), TrialResult("failed", (), "ValueError: no")])

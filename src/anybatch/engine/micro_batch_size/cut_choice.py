@@ -1,26 +1,49 @@
-"""Padded or packed: which one a collate function that can do both is told, by the time of the same step in both."""
+"""How a batch is cut that leaves it open, padded or packed, whole budgets or parts of them: by the time of a step.
 
+A step is timed in each way, since no price of a token tells it: in a large micro-batch, whose activations leave the
+processor's caches, a token takes longer, by how much depends on how long its sample is, and a packed row's attention is
+no straight line in its tokens.
+"""
+
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut, even_parts
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch, copied
 from anybatch.engine.loss_check.by_cuts import CutRun, RealCuts, difference_of_cuts
 from anybatch.engine.loss_check.recorded_model import UndecidedError
-from anybatch.engine.micro_batch_size.token_costs import Runs, tokens_of
+from anybatch.engine.micro_batch_size.token_costs import Runs, TokenCosts, tokens_of
 
 _TIMES = 2  # the shorter one counts: the first may have to warm up
 _MOST_TIMED = 8
+_PARTS = (1, 2, 4, 8)
+_WORTH_A_SMALLER_CAP = 0.98  # of the time of a step: what is less may be chance, and smaller micro-batches are more
 _NUM_COMPARED = 4
 
 Load = Callable[[Sequence[int]], Batch]
 """From positions in the effective batch to these samples, collated."""
+K = TypeVar("K", bound=Hashable)
+
+
+class Way(NamedTuple):
+    """A way to cut.
+
+    Attributes:
+        packed: samples lie one behind the other, without padding.
+        cap: most tokens of a micro-batch.
+    """
+
+    packed: bool
+    cap: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +84,67 @@ def sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[SampledUn
     return found
 
 
+def units_by_way(
+    lengths: Mapping[bool, SampleLengths], costs: Mapping[bool, TokenCosts], budget: TokenBudget
+) -> dict[Way, list[SampledUnit]]:
+    """Return the micro-batches that stand for a step, in each way that cuts another one.
+
+    Args:
+        lengths: of its samples, padded (False) or packed (True), or both.
+        costs: what a micro-batch costs in each of them, and its cap if that is known.
+        budget: the largest cap, and what tokens cost.
+    """
+    found: dict[Way, list[SampledUnit]] = {}
+    for packed, of_samples in lengths.items():
+        costs_here = costs[packed]
+        # In few shapes a smaller cap could leave a sample without one.
+        caps = [ceil_div(budget.tokens, part) for part in _PARTS[: 1 if of_samples.shapes else None]]
+        for cap in caps if costs_here.cut_at is None else [costs_here.cut_at]:
+            units = sampled_units(of_samples, dataclasses.replace(costs_here, cut_at=cap).settled(budget))
+            if units not in [others for way, others in found.items() if way.packed == packed]:
+                found[Way(packed, cap)] = units
+    return found
+
+
+def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
+    """Return the largest cap that takes about as long as the fastest one, in one layout; None where none was timed."""
+    ways = [way for way in seconds if way.packed == packed]
+    least = min((seconds[way] for way in ways), default=0.0)
+    good = (way for way in ways if seconds[way] * _WORTH_A_SMALLER_CAP <= least)
+    return max(good, key=lambda way: way.cap, default=None)
+
+
 def seconds_of_steps(
-    runs: Runs, loads: Mapping[bool, Load], units: Mapping[bool, Sequence[SampledUnit]]
-) -> tuple[dict[bool, float], dict[bool, str]]:
-    """Time the micro-batches of a step in both layouts, in turns, so that a machine that slows down slows both.
+    runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]]
+) -> tuple[dict[K, float], dict[K, str]]:
+    """Time the micro-batches of a step in several ways, in turns, so that a machine that slows down slows all.
 
     Args:
         runs: function (pieces, number of samples) -> what runs them.
-        loads: loads samples padded (False), and packed (True).
-        units: the micro-batches that stand for a step in each layout.
+        loads: loads samples as each way lays them out.
+        units: the micro-batches that stand for a step in each way.
 
     Returns:
-        Seconds of all micro-batches of a step, by layout; and why one could not be timed, a clause.
+        Seconds of all micro-batches of a step, by way; and why one could not be timed, a clause.
     """
-    loaded = {packed: [loads[packed](unit.positions) for unit in chosen] for packed, chosen in units.items()}
-    shortest = {packed: [float("inf")] * len(chosen) for packed, chosen in units.items()}
-    failed: dict[bool, str] = {}
-    for _, packed in itertools.product(range(_TIMES), units):
-        for place, unit in enumerate(units[packed]):
-            if packed in failed:
+    loaded = {way: [loads[way](unit.positions) for unit in chosen] for way, chosen in units.items()}
+    shortest = {way: [float("inf")] * len(chosen) for way, chosen in units.items()}
+    failed: dict[K, str] = {}
+    for _, way in itertools.product(range(_TIMES), units):
+        for place, unit in enumerate(units[way]):
+            if way in failed:
                 continue
-            batch = loaded[packed][place]
+            batch = loaded[way][place]
             trial = runs(lambda _size, _most, batch=batch: [copied(batch)], len(unit.positions))  # type: ignore[misc]  # bound now
             result = trial.run(len(unit.positions), 1)
             if result.outcome != "ran":
-                failed[packed] = result.error or "it runs out of memory"
+                failed[way] = result.error or "it runs out of memory"
             elif result.seconds:  # a micro-batch that counts nothing is not run
-                shortest[packed][place] = min(shortest[packed][place], result.seconds[0])
+                shortest[way][place] = min(shortest[way][place], result.seconds[0])
     seconds = {
-        packed: sum(
-            unit.factor * time for unit, time in zip(chosen, shortest[packed], strict=True) if time < float("inf")
-        )
-        for packed, chosen in units.items()
-        if packed not in failed
+        way: sum(unit.factor * time for unit, time in zip(chosen, shortest[way], strict=True) if time < float("inf"))
+        for way, chosen in units.items()
+        if way not in failed
     }
     return seconds, failed
 
