@@ -130,6 +130,12 @@ def trees(number: int) -> st.SearchStrategy[Any]:
     "src/anybatch/core/tree.py",
     "leaf[start:stop] if _carries_samples(leaf)",
     "leaf[start : max(start + 1, stop - 1)] if _carries_samples(leaf)",
+)
+@sees(
+    "a slice of plain fields lacks its last sample",
+    "src/anybatch/core/tree.py",
+    "rows = [field[start:stop] for",
+    "rows = [field[start : max(start + 1, stop - 1)] for",
     also=["tests/examples/test_ladder_against_engine.py::test_trained_parameters"],
 )
 @pytest.mark.slow
