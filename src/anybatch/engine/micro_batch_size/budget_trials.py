@@ -89,7 +89,7 @@ class FoundBudget:
     """What was found.
 
     Attributes:
-        costs: what a micro-batch costs, in the layout that was taken.
+        costs: what a micro-batch costs, and its cap, in the layout that was taken.
         packed: whether to pack; None where there is no choice.
         layout: the choice in words; empty where there was none.
     """
