@@ -430,7 +430,7 @@ FAULTS: Mapping[str, Fault] = {
         Subject(LanguageModel, mean(predict_by_mask), marked),
         "loss_declaration",
         "loss",
-        "'mask'",
+        "batch['mask'].sum()",
         Subject(LanguageModel, lambda: ab.mean_over(predict_by_mask, lambda batch: batch["mask"].sum()), marked),
     ),
     "sum declared as mean": Fault(
