@@ -1,6 +1,7 @@
 """Padded or packed by measurement: the faster one by a simulated clock, the same gradient, told, and kept."""
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -413,6 +414,35 @@ def test_sampled_micro_batches_stand_for_all(lengths: list[int], packed: bool, f
     assert sum(one.factor * cost(one.positions) for one in chosen) == pytest.approx(
         sum(cost(plan.positions(unit)) for unit in plan.units)
     )
+
+
+@sees(
+    "micro-batches to time are chosen by weight",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "weighed.sort(key=lambda one: one[:2])",
+    "weighed.sort(key=lambda one: one[1])",
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sampled_micro_batches_stand_for_long_and_short_samples(packed: bool) -> None:
+    """Where a token of a long sample takes half as long again, the sampled ones take what all take, to 3%.
+
+    Short ones and long ones fill micro-batches to the same cap, so that their weights do not tell them apart.
+    """
+    draw = random.Random(0)
+    lengths = [draw.randint(20, 40) for _ in range(116)] + [draw.randint(400, 512) for _ in range(12)]
+    budget = TokenBudget(tokens=512, fixed_tokens=40.0)
+    of_batch = SampleLengths(tokens=lengths, packed=packed)
+
+    def seconds(positions: Any) -> float:
+        tokens = [lengths[place] for place in positions]
+        held = tokens if packed else [max(tokens)] * len(tokens)
+        return 40.0 + sum(one * (1.5 if own > 100 else 1.0) for one, own in zip(held, tokens, strict=True))
+
+    plan = plan_by_length(of_batch, 1, Cut(), budget)
+    assert len(plan.units) > 8
+    all_of_them = sum(seconds(plan.positions(unit)) for unit in plan.units)
+    sampled = sum(one.factor * seconds(one.positions) for one in sampled_units(of_batch, budget))
+    assert sampled == pytest.approx(all_of_them, rel=0.03)
 
 
 class Timed:

@@ -73,13 +73,15 @@ def sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[SampledUn
     for unit in plan.units:
         positions = plan.positions(unit)
         costs = [budget.cost(laid_out[place]) for place in positions]
-        weighed.append((fixed + tokens_of(costs, lengths), positions))
-    weighed.sort(key=lambda one: one[0])
+        weighed.append((sum(costs) / len(costs), fixed + tokens_of(costs, lengths), positions))
+    # By the length of their samples, on which the price of a token depends: those that are like each other stand side
+    # by side. Their weights tell less, since a smaller cap fills most of them alike.
+    weighed.sort(key=lambda one: one[:2])
     ends = itertools.accumulate(even_parts(len(weighed), min(_MOST_TIMED, len(weighed))), initial=0)
     found = []
     for start, stop in itertools.pairwise(ends):
-        weight, positions = weighed[(start + stop) // 2]
-        of_all = sum(one for one, _ in weighed[start:stop])
+        _, weight, positions = weighed[(start + stop) // 2]
+        of_all = sum(one for _, one, _ in weighed[start:stop])
         found.append(SampledUnit(positions, of_all / weight if weight else float(stop - start)))
     return found
 
