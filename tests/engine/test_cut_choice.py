@@ -1,6 +1,7 @@
 """Padded or packed by measurement: the faster one by a simulated clock, the same gradient, told, and kept."""
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -434,7 +435,7 @@ def test_sampled_micro_batches_stand_for_long_and_short_samples(packed: bool) ->
     of_batch = SampleLengths(tokens=lengths, packed=packed)
 
     def seconds(positions: Any) -> float:
-        tokens = [lengths[place] for place in positions]
+        tokens = [lengths[int(place)] for place in positions]
         held = tokens if packed else [max(tokens)] * len(tokens)
         return 40.0 + sum(one * (1.5 if own > 100 else 1.0) for one, own in zip(held, tokens, strict=True))
 
@@ -457,29 +458,54 @@ class Timed:
         return self._result
 
 
-def test_layouts_are_timed_in_turns() -> None:
-    """Each twice, of which the shorter one counts, times what it stands for."""
-    times = {False: iter([2.0, 3.0, 4.0, 1.0]), True: iter([5.0, 6.0])}
+@sees(
+    "the shortest time of each counts",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "unit.factor * median(taken)",
+    "unit.factor * min(taken)",
+)
+@sees(
+    "a way that is far slower is run again",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "taken <= _NOT_AGAIN * least or not drops_slow",
+    "True",
+)
+def test_ways_are_timed_in_turns() -> None:
+    """Each three times, of which the middle one counts, times what it stands for; what is far slower is run once."""
+    times = {
+        "first": iter([2.0, 3.0, 4.0, 1.0, 3.0, 5.0]),
+        "second": iter([2.5, 2.0, 2.75]),
+        "slow": itertools.repeat(3.0),
+    }
     order = []
 
     def runs(make: Any, num_samples: int) -> Any:
-        ((packed, positions),) = make(num_samples, 1)
-        order.append(packed)
+        ((way, positions),) = make(num_samples, 1)
+        order.append(way)
         assert len(positions) == num_samples
-        return Timed(TrialResult("ran", (next(times[packed]),)))
+        return Timed(TrialResult("ran", (next(times[way]),)))
 
-    units = {False: [SampledUnit([0, 1], 2.0), SampledUnit([2], 1.0)], True: [SampledUnit([0, 1, 2], 3.0)]}
-    seconds, failed = seconds_of_steps(runs, LOADS, units)
-    assert order == [False, False, True] * 2
-    assert seconds == {False: 2.0 * 2.0 + 1.0, True: 15.0}
+    units = {
+        "first": [SampledUnit([0, 1], 2.0), SampledUnit([2], 1.0)],
+        "second": [SampledUnit([0, 1, 2], 3.0)],
+        "slow": [SampledUnit([0, 1, 2], 3.0)],
+    }
+    loads = {way: functools.partial(lambda way, positions: (way, list(positions)), way) for way in units}
+    seconds, failed = seconds_of_steps(runs, loads, units)
+    assert order == ["first", "first", "second", "slow", *["first", "first", "second"] * 2]
+    assert seconds == {"first": 2.0 * 3.0 + 3.0, "second": 7.5, "slow": 9.0}
     assert not failed
+    order.clear()
+    times |= {"first": itertools.repeat(1.0), "second": itertools.repeat(9.0)}
+    seconds_of_steps(runs, loads, units, drops_slow=False)  # as ranks do that wait for each other
+    assert order == ["first", "first", "second", "slow"] * 3
 
 
 @sees(
     "a layout that runs out of memory takes no time",
     "src/anybatch/engine/micro_batch_size/cut_choice.py",
-    "if way not in failed\n",
-    "if True\n",
+    "            if way not in failed\n",
+    "",
 )
 @pytest.mark.parametrize("result", [TrialResult("out_of_memory"), TrialResult("failed", (), "ValueError: no")])
 def test_a_layout_that_fails_has_no_time(result: TrialResult) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths
-from anybatch.engine.micro_batch_size.cut_choice import Way, best_cap, seconds_of_steps, units_by_way
+from anybatch.engine.micro_batch_size.cut_choice import Way, best_cap, caps_to_time, seconds_of_steps, units_by_way
 from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs, pieces_to_time
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from tests.faults import sees
@@ -87,6 +87,26 @@ def test_smaller_micro_batches_are_made_where_their_tokens_are_cheaper() -> None
     """Cut at half of the budget where whole ones take half as long again for a token, and not for three percent."""
     assert cap_of(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0))) == 2_048
     assert cap_of(lambda tokens: 0.001 * (36 + tokens * (1.03 if tokens > 3_000 else 1.0))) == BUDGET.tokens
+
+
+@sees(
+    "parts of a budget are timed that hold the whole batch",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "for cap in halvings if cap < largest)",
+    "for cap in halvings)",
+)
+@sees(
+    "caps are timed that hold no long sample",
+    "src/anybatch/engine/micro_batch_size/cut_choice.py",
+    "lambda cap: cap >= max(laid_out)",
+    "lambda cap: cap > 1",
+)
+def test_caps_to_time_are_less_than_what_the_batch_has() -> None:
+    """A budget is halved to less than its largest micro-batch, however large it is, and down to the longest sample."""
+    budget = ab.token_budget(65_536)  # padded as it is cut with 256 tokens a micro-batch, the largest one has 4,000
+    assert caps_to_time(LENGTHS, budget) == [65_536, 2_048, 1_024, 512]
+    assert caps_to_time(LENGTHS, BUDGET) == [4_096, 2_048, 1_024, 512]
+    assert caps_to_time(SampleLengths(tokens=[300, 3_000]), BUDGET) == [4_096]
 
 
 def test_few_shapes_are_not_cut_smaller() -> None:

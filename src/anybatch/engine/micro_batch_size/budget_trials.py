@@ -162,11 +162,15 @@ class BudgetTrials:
             return "random numbers belong to samples (rng='per_sample'), and packed ones share a row"
         return ""
 
+    @property
+    def _waits(self) -> bool:
+        """Whether ranks wait for each other in each forward."""
+        return self._trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
+
     def _why_not_timed(self, lengths: SampleLengths) -> str:
-        waits = self._trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
         if len(lengths.tokens) * self._trial.num_parameters < WORTH_TIMING:
             return "a step takes too little to be worth timing"
-        if waits and (self._world.device.type != "cpu" or lengths.either):
+        if self._waits and (self._world.device.type != "cpu" or lengths.either):
             return "ranks run in lockstep, where none may run alone"
         return self._trial.why_clocks_do_not_count
 
@@ -198,7 +202,8 @@ class BudgetTrials:
             return FoundBudget(costs=next(iter(costs.values())))
         num_samples = len(next(iter(lengths.values())).tokens)
         loads = {way: layouts[way.packed].load for way in units}
-        seconds, failed = seconds_of_steps(functools.partial(self._runs, num_samples), loads, units)
+        runs = functools.partial(self._runs, num_samples)
+        seconds, failed = seconds_of_steps(runs, loads, units, drops_slow=not self._waits)
         best = {packed: way for packed in layouts if (way := best_cap(seconds, packed=packed)) is not None}
         is_open = len(layouts) > 1
         if not best:  # the step itself says why

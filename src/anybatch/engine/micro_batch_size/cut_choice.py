@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -23,9 +24,10 @@ from anybatch.engine.loss_check.by_cuts import CutRun, RealCuts, difference_of_c
 from anybatch.engine.loss_check.recorded_model import UndecidedError
 from anybatch.engine.micro_batch_size.token_costs import Runs, TokenCosts, tokens_of
 
-_TIMES = 2  # the shorter one counts: the first may have to warm up
+_TIMES = 3  # the middle one counts: large micro-batches take longer in most steps than in the best one
+_NOT_AGAIN = 1.1  # of the fastest way's time: what takes longer is run once
 _MOST_TIMED = 8
-_PARTS = (1, 2, 4, 8)
+_MOST_HALVINGS = 6
 _WORTH_A_SMALLER_CAP = 0.98  # of the time of a step: what is less may be chance, and smaller micro-batches are more
 _NUM_COMPARED = 4
 
@@ -99,13 +101,24 @@ def units_by_way(
     found: dict[Way, list[SampledUnit]] = {}
     for packed, of_samples in lengths.items():
         costs_here = costs[packed]
-        # In few shapes a smaller cap could leave a sample without one.
-        caps = [ceil_div(budget.tokens, part) for part in _PARTS[: 1 if of_samples.shapes else None]]
-        for cap in caps if costs_here.cut_at is None else [costs_here.cut_at]:
+        for cap in caps_to_time(of_samples, budget) if costs_here.cut_at is None else [costs_here.cut_at]:
             units = sampled_units(of_samples, dataclasses.replace(costs_here, cut_at=cap).settled(budget))
             if units not in [others for way, others in found.items() if way.packed == packed]:
                 found[Way(packed, cap)] = units
     return found
+
+
+def caps_to_time(lengths: SampleLengths, budget: TokenBudget) -> list[int]:
+    """Return the budget, and halvings of it: those that are less than its largest micro-batch, and hold any sample."""
+    laid_out = lengths.laid_out
+    plan = plan_by_length(lengths, 1, Cut(), budget)
+    if lengths.shapes or not plan.units:  # in few shapes a smaller cap could leave a sample without one
+        return [budget.tokens]
+    largest = max(tokens_of([laid_out[place] for place in plan.positions(unit)], lengths) for unit in plan.units)
+    halvings = itertools.takewhile(
+        lambda cap: cap >= max(laid_out), (ceil_div(budget.tokens, 2**number) for number in itertools.count(1))
+    )
+    return [budget.tokens, *itertools.islice((cap for cap in halvings if cap < largest), _MOST_HALVINGS)]
 
 
 def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
@@ -117,7 +130,7 @@ def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
 
 
 def seconds_of_steps(
-    runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]]
+    runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]], *, drops_slow: bool = True
 ) -> tuple[dict[K, float], dict[K, str]]:
     """Time the micro-batches of a step in several ways, in turns, so that a machine that slows down slows all.
 
@@ -125,30 +138,41 @@ def seconds_of_steps(
         runs: function (pieces, number of samples) -> what runs them.
         loads: loads samples as each way lays them out.
         units: the micro-batches that stand for a step in each way.
+        drops_slow: run a way once that takes far longer than another; False where ranks, each with a clock of its own,
+            have to run the same.
 
     Returns:
         Seconds of all micro-batches of a step, by way; and why one could not be timed, a clause.
     """
     loaded = {way: [loads[way](unit.positions) for unit in chosen] for way, chosen in units.items()}
-    shortest = {way: [float("inf")] * len(chosen) for way, chosen in units.items()}
+    times: dict[K, list[list[float]]] = {way: [[] for _ in chosen] for way, chosen in units.items()}
     failed: dict[K, str] = {}
-    for _, way in itertools.product(range(_TIMES), units):
-        for place, unit in enumerate(units[way]):
-            if way in failed:
-                continue
-            batch = loaded[way][place]
+
+    def run_once(way: K) -> None:
+        for unit, batch, taken in zip(units[way], loaded[way], times[way], strict=True):
             trial = runs(lambda _size, _most, batch=batch: [copied(batch)], len(unit.positions))  # type: ignore[misc]  # bound now
             result = trial.run(len(unit.positions), 1)
             if result.outcome != "ran":
                 failed[way] = result.error or "it runs out of memory"
-            elif result.seconds:  # a micro-batch that counts nothing is not run
-                shortest[way][place] = min(shortest[way][place], result.seconds[0])
-    seconds = {
-        way: sum(unit.factor * time for unit, time in zip(chosen, shortest[way], strict=True) if time < float("inf"))
-        for way, chosen in units.items()
-        if way not in failed
-    }
-    return seconds, failed
+                return
+            taken.extend(result.seconds)  # none of a micro-batch that counts nothing, which is not run
+
+    def seconds() -> dict[K, float]:
+        return {
+            way: sum(unit.factor * median(taken) for unit, taken in zip(chosen, times[way], strict=True) if taken)
+            for way, chosen in units.items()
+            if way not in failed
+        }
+
+    for way in units:
+        run_once(way)
+    first = seconds()
+    least = min(first.values(), default=0.0)
+    for _ in range(_TIMES - 1):
+        for way, taken in first.items():
+            if way not in failed and (taken <= _NOT_AGAIN * least or not drops_slow):
+                run_once(way)
+    return seconds(), failed
 
 
 def why_not_packed(run: CutRun, loads: Mapping[bool, Load], lengths: SampleLengths) -> str:
