@@ -46,6 +46,8 @@ LONG_FILES = (
     *("guide/tests/test_runs.py", "guide/tests/browser/test_answered_list.py", "guide/tests/test_tracing.py"),
 )
 """Files whose tests take longest: they begin first, so that none is still at work when all others are done."""
+NOT_FAST = ("slow", "ranks", "published")
+"""Marks of tests that `make test-fast` leaves out."""
 MOST_SECONDS = 10.0  # forty times what a test without a mark may take: a slow, busy machine is no reason to fail
 
 
@@ -123,12 +125,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Take the processor time of a test, and in CI fail one that is not marked as slow and takes long."""
+    """Take the processor time of a test, and in CI fail one of `make test-fast` that takes long."""
     begin = processor_seconds()
     yield
     seconds = processor_seconds() - begin
     item.user_properties.append(("processor_seconds", round(seconds, 2)))
-    if "CI" in os.environ and seconds > MOST_SECONDS and not any(map(item.get_closest_marker, ("slow", "ranks"))):
+    if "CI" in os.environ and seconds > MOST_SECONDS and not any(map(item.get_closest_marker, NOT_FAST)):
         pytest.fail(
             f"took {seconds:.1f} s of processor time, more than the {MOST_SECONDS:.0f} s that `make test-fast` allows: "
             "make it smaller, or mark it with pytest.mark.slow",
