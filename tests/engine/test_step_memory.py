@@ -169,7 +169,6 @@ def test_master_weights_and_averages_are_the_optimizers() -> None:
     "src/anybatch/engine/update/resident_tensors.py",
     "sizes[storage_key(storage)] = storage.nbytes()",
     "sizes[id(tensor)] = storage.nbytes()",
-    also=["tests/engine/test_step_memory.py::test_buffers_that_are_reduced_are_gradients"],
 )
 def test_shared_memory_counts_once() -> None:
     """Views of one tensor are its memory, a sparse tensor is its indices and values, and an empty one is nothing."""
@@ -282,6 +281,12 @@ def gradient_bytes_held() -> tuple[int, int]:
     return before, notebook.memory()[0].category_bytes["gradients"]
 
 
+@sees(
+    "memory report: buckets are no gradients",
+    "src/anybatch/engine/update/resident_tensors.py",
+    '"gradients": (*prepared.gradient_buffers, *gradients)',
+    '"gradients": (*gradients,)',
+)
 def test_buffers_that_are_reduced_are_gradients(two_ranks: Ranks) -> None:
     """Under all_reduce the gradients' memory is there from the beginning, and is counted once, in the buckets."""
     for before, told in two_ranks.run(gradient_bytes_held):
