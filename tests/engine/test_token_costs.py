@@ -92,14 +92,14 @@ def test_smaller_micro_batches_are_made_where_their_tokens_are_cheaper() -> None
 @sees(
     "parts of a budget are timed that hold the whole batch",
     "src/anybatch/engine/micro_batch_size/cut_choice.py",
-    "for cap in halvings if cap < largest)",
-    "for cap in halvings)",
+    "if longest <= cap < largest]",
+    "if longest <= cap]",
 )
 @sees(
     "caps are timed that hold no long sample",
     "src/anybatch/engine/micro_batch_size/cut_choice.py",
-    "lambda cap: cap >= max(laid_out)",
-    "lambda cap: cap > 1",
+    "if longest <= cap < largest]",
+    "if cap < largest]",
 )
 def test_caps_to_time_are_less_than_what_the_batch_has() -> None:
     """A budget is halved to less than its largest micro-batch, however large it is, and down to the longest sample."""
@@ -107,6 +107,8 @@ def test_caps_to_time_are_less_than_what_the_batch_has() -> None:
     assert caps_to_time(LENGTHS, budget) == [65_536, 2_048, 1_024, 512]
     assert caps_to_time(LENGTHS, BUDGET) == [4_096, 2_048, 1_024, 512]
     assert caps_to_time(SampleLengths(tokens=[300, 3_000]), BUDGET) == [4_096]
+    for tokens in ([], [0, 0], [1], [0, 1]):
+        assert caps_to_time(SampleLengths(tokens=tokens, packed=True), BUDGET) == [4_096]
 
 
 def test_few_shapes_are_not_cut_smaller() -> None:

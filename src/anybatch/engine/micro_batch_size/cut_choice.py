@@ -115,10 +115,9 @@ def caps_to_time(lengths: SampleLengths, budget: TokenBudget) -> list[int]:
     if lengths.shapes or not plan.units:  # in few shapes a smaller cap could leave a sample without one
         return [budget.tokens]
     largest = max(tokens_of([laid_out[place] for place in plan.positions(unit)], lengths) for unit in plan.units)
-    halvings = itertools.takewhile(
-        lambda cap: cap >= max(laid_out), (ceil_div(budget.tokens, 2**number) for number in itertools.count(1))
-    )
-    return [budget.tokens, *itertools.islice((cap for cap in halvings if cap < largest), _MOST_HALVINGS)]
+    longest = max(laid_out)
+    halvings = (ceil_div(budget.tokens, 2**number) for number in range(1, budget.tokens.bit_length()))
+    return [budget.tokens, *[cap for cap in halvings if longest <= cap < largest][:_MOST_HALVINGS]]
 
 
 def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
