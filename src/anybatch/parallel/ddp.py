@@ -18,6 +18,7 @@ from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError, UserError, WorldError
 from anybatch.parallel.compressed_sum import CompressedSum, Compression, check_compression, refuse_wide, told
 from anybatch.parallel.loss_caller import LossCaller
+from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
@@ -84,6 +85,7 @@ class DDP:
         self._initial = initial
         self._wrapper: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
+        self._owned = OwnedGradients()
         self._reduced = False
         self._prepared = False
         self._world = World()
@@ -102,6 +104,7 @@ class DDP:
             refuse_wide(parameters)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
+        self._owned = OwnedGradients(self._parameters)
         self._world = world
         self._reductions = _Reductions(weakly(on_reduction), world.roll_call, world.group, self._compression)
         self._wrapper = DistributedDataParallel(
@@ -130,7 +133,7 @@ class DDP:
         if turn.last:
             return self._reducing()
         assert self._wrapper is not None
-        return self._wrapper.no_sync()
+        return self._owned.around(self._wrapper.no_sync())
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
@@ -151,6 +154,7 @@ class DDP:
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""
         self._reduced = self._prepared = False
+        self._owned.restart()
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -27,6 +27,7 @@ from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.model_groups import comes_sharded
+from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.sharding import (
     Sharding,
@@ -106,6 +107,7 @@ class FSDP:
         self._hooks: list[Any] = []
         self._reduces: bool | None = None
         self._begun = False
+        self._owned = OwnedGradients()
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -147,6 +149,7 @@ class FSDP:
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
         self._watch(weakly(on_reduction))
+        self._owned = OwnedGradients(self._gathered_leaves())
         if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
             self._replicas = self._groups[0].mesh.shape[0]
         self._reduction, reason = self._chosen_reduction()
@@ -173,7 +176,7 @@ class FSDP:
         self._modules[0].set_is_last_backward(reduces)
         if not self._begun:
             self._begin(is_begun=True)
-        return _NOTHING
+        return _NOTHING if turn.last else self._owned
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
@@ -204,6 +207,7 @@ class FSDP:
         for parameter in self._parameters:
             parameter.grad = None
         self._used[:] = [False] * len(self._used)
+        self._owned.restart()
         if self._begun:
             self._begin(is_begun=False)
             assert self._root is not None, "prepare comes first"

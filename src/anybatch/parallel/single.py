@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anybatch.core.compatibility import Feature
 from anybatch.core.dtypes import is_low_precision
 from anybatch.parallel.gradient_buckets import GradientBuffers
+from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
@@ -23,6 +24,7 @@ class Single:
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
         self._buffers: GradientBuffers | None = None
+        self._owned = OwnedGradients()
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -33,6 +35,7 @@ class Single:
         self._parameters = list(parameters.values())
         low = [parameter for parameter in self._parameters if is_low_precision(parameter)]
         self._buffers = GradientBuffers(low) if low else None
+        self._owned = OwnedGradients([parameter for parameter in self._parameters if not is_low_precision(parameter)])
         return Prepared(
             parameters=parameters,
             call=caller_of(model),
@@ -43,9 +46,8 @@ class Single:
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Return an empty context: there is no other rank to reduce with."""
-        del turn
-        return _NOTHING
+        """Return a context that protects gradients from later micro-batches; there is no other rank to reduce with."""
+        return _NOTHING if turn.last else self._owned
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
@@ -63,6 +65,7 @@ class Single:
 
     def place_gradients(self) -> None:
         """Begin with every `.grad` at None; those of bf16 and fp16 parameters add up in their buffers."""
+        self._owned.restart()
         for parameter in self._parameters:
             parameter.grad = None
         if self._buffers is not None:

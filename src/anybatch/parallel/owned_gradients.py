@@ -1,0 +1,56 @@
+"""Accumulated gradients that no captured graph can overwrite."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import torch
+
+_NOTHING = nullcontext()
+
+
+class OwnedGradients:
+    """Copies each parameter's first gradient of an effective batch, after the backward that has produced it.
+
+    If `.grad` is None, autograd installs the gradient that it is given, without a copy. A captured graph
+    (`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`) returns gradients in static buffers,
+    so its next backward would overwrite what has been accumulated. Later gradients are added in place, and are safe.
+
+    Enter it around the forward and backward of every micro-batch but the last, after which no backward follows.
+
+    Args:
+        parameters: the tensors whose gradients accumulate in `.grad`.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        self._parameters = parameters
+        self._pending = parameters
+        self._around: AbstractContextManager[object] = _NOTHING
+
+    def restart(self) -> None:
+        """Begin an effective batch, whose gradients are all None."""
+        self._pending = self._parameters
+
+    def around(self, context: AbstractContextManager[object]) -> "OwnedGradients":
+        """Enter another context too, around a micro-batch."""
+        self._around = context
+        return self
+
+    def __enter__(self) -> object:
+        return self._around.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._around.__exit__(kind, error, traceback)
+        if (
+            kind is None and self._pending
+        ):  # after the first micro-batch, only parameters that no sample has reached yet
+            self._pending = [parameter for parameter in self._pending if not _copy_gradient(parameter)]
+
+
+def _copy_gradient(parameter: torch.Tensor) -> bool:
+    if parameter.grad is None:
+        return False
+    parameter.grad = parameter.grad.clone()
+    return True
