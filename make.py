@@ -7,6 +7,7 @@ guide    open the guide in a browser; arguments are handed on: python make.py gu
 test     run the tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
 test-published  make again what pages, recordings and documents show, and compare; --draw 0.3 draws some, by --seed
 test-fast  run those that take no ranks and less than a quarter of a second each, in about a minute
+gpu      measure what needs a GPU, in nine minutes: docs/gpu.md; arguments are handed on: make.py gpu --device cpu
 matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
@@ -17,7 +18,7 @@ release  write wheels and sources of both packages, and the guide as one file, i
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
-`train`, `guide`, `test`, `check`, `format` and `release` set up first, which costs nothing when nothing has changed.
+`train`, `guide`, `test`, `gpu`, `check`, `format` and `release` set up first, which costs nothing when nothing changed.
 """
 
 import hashlib
@@ -137,6 +138,21 @@ def side_by_side() -> list[str]:
     return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
+def gpu(arguments: Sequence[str]) -> int:
+    """Measure what needs a GPU, with this Python if it can import anybatch already, else with .venv."""
+    script = "benchmarks/on_a_gpu.py"
+    if importable("anybatch"):
+        return run([sys.executable, script, *arguments])
+    setup()
+    return run([venv_program("python"), script, *arguments])
+
+
+def importable(package: str) -> bool:
+    """Whether this Python can import a package, tried in a process of its own: this one may not import torch."""
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
 def matrix(arguments: Sequence[str]) -> int:
     """Test on several versions of torch and Python, each in an environment of its own, which takes long."""
     return run([sys.executable, "benchmarks/version_matrix.py", *arguments])
@@ -249,7 +265,8 @@ def refuse(arguments: Sequence[str]) -> None:
     """End the program if a verb that takes no arguments was given some."""
     if arguments:
         sys.exit(
-            f"make.py: unexpected arguments {' '.join(arguments)}; only `train`, `guide`, `test` and `matrix` take any."
+            f"make.py: unexpected arguments {' '.join(arguments)}; "
+            "only `train`, `guide`, `test`, `gpu` and `matrix` take any."
         )
 
 
@@ -275,6 +292,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "test": run_tests,
     "test-published": run_published_tests,
     "test-fast": run_fast_tests,
+    "gpu": gpu,
     "matrix": matrix,
     "check": check,
     "format": format_sources,

@@ -60,14 +60,17 @@ def samples() -> dict[str, Tensor]:
 
 
 def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean cross-entropy."""
     return functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def encode(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return one vector of length 1 per sample."""
     return functional.normalize(model(batch["x"]), dim=1)
 
 
 def contrast(_: nn.Module, outputs: Tensor) -> Tensor:
+    """Return a loss that compares all samples with each other."""
     return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
