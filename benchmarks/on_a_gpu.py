@@ -29,6 +29,8 @@ from gpu.stage import FAILED, Row, Setting, read_rows, row_writer, run_checks, t
 ROOT = Path(__file__).resolve().parents[1]
 FOUND_NONE = "no CUDA device: nothing was run (`--device cpu` rehearses every stage on the CPU)"
 SECONDS_TO_END = 5
+SOME_FAILED = 3
+"""Exit status of a stage some of whose checks failed; they are in its table."""
 SMALLER_FACTOR = 4
 """A rehearsal on a CPU may take longer than the same stage on a GPU."""
 
@@ -67,7 +69,7 @@ def run_apart(stage: Stage, setting: Setting, rows: Path, seconds: float) -> str
     command = [sys.executable, __file__, "--stage", stage.name, "--rows", str(rows)]
     command += ["--device", setting.device, "--size", setting.size]
     begin = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT / "benchmarks", start_new_session=os.name != "nt")
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=os.name != "nt")
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -75,7 +77,7 @@ def run_apart(stage: Stage, setting: Setting, rows: Path, seconds: float) -> str
     finally:
         end(process)
     took = f"{time.monotonic() - begin:.0f} s of at most {seconds:.0f} s"
-    if status > 1:  # 1: some checks failed, and are in the table
+    if status not in (0, SOME_FAILED) and status > 0:
         return f"ended with exit status {status} after {took}: later rows are missing"
     if status < 0:
         return f"killed by signal {-status} after {took}: later rows are missing"
@@ -187,7 +189,7 @@ def main() -> int:
         return 1
     setting = Setting(given.device, given.size or ("small" if given.device == "cpu" else "full"))
     if given.stage:
-        return int(run_here(given.stage, setting, given.rows) > 0)
+        return SOME_FAILED if run_here(given.stage, setting, given.rows) else 0
     try:
         return run_stages(given, setting)
     except KeyboardInterrupt:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,9 +264,9 @@ def nccl(setting: Setting) -> Rows:
         port = probe.getsockname()[1]
     launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment = {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", NCCL],
-        cwd=Path(__file__).parents[1],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
