@@ -218,7 +218,7 @@ def plain_step(model: nn.Module, batch: Batch, num_micro_batches: int, clip: flo
 def engine_overhead(setting: Setting) -> Rows:
     """Compare the engine's step with a plain loop, on models so small that the host decides how long a step takes."""
     models = {"3 layers, 1 thousand parameters": overhead.tiny, "13 layers, 10 million parameters": overhead.mid}
-    for name, make in models.items():
+    for name, make in list(models.items())[: setting.pick(2, 2, 1)]:
         for num_micro_batches in setting.pick((1, 4, 16), (1, 4), (4,)):
             for clip in (None, 1.0):
                 print(f"  {name}, {num_micro_batches} micro-batches", flush=True)
@@ -267,7 +267,10 @@ def overhead_engine(model: nn.Module, size: int, clip: float | None, setting: Se
 def meters(setting: Setting) -> Rows:
     """Compare steps with meters and reports with the same steps without."""
     small, large = replace(CASES[TIMED[0]], micro_batch_size=1), CASES[TIMED[0]]
-    cases = {"small decoder": (small, SCALES["small"]), "decoder": (large, SCALES[setting.size])}
+    cases = {
+        "small decoder": (small, SCALES[setting.pick("small", "small", "tiny")]),
+        "decoder": (large, SCALES[setting.size]),
+    }
     for name, (case, scale) in list(cases.items())[: setting.pick(2, 2, 1)]:
         print(f"  {name}", flush=True)
         batch = on_device(case.batch(scale, NUM_MICRO_BATCHES * case.micro_batch_size * scale.times), setting)
