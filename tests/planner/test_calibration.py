@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from anybatch.memory.torch_internals import FakeTensorMode
 from anybatch.planner.cost import calibration
 from anybatch.planner.cost.calibration import measure_rates
 from anybatch.planner.cost.calibration_programs import Program, programs, small_program
@@ -28,8 +29,8 @@ class Meter:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure with a few of the programs only, as all of them take seconds."""
 
-    def few() -> list[Callable[[], Program]]:
-        return [small_program, *programs()[1:5]]
+    def few(times: int) -> list[Callable[[], Program]]:
+        return [small_program, *programs(times)[1:5]]
 
     monkeypatch.setattr(calibration, "programs", few)
 
@@ -89,3 +90,20 @@ def test_programs_cover_what_networks_do() -> None:
     kinds = ("view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "other")
     assert {kind for kind, _ in seen} == {*kinds, "foreach"}
     assert {("other", "update"), ("foreach", "update")} <= seen
+
+
+@pytest.mark.slow
+def test_larger_programs_run_the_same_operations_with_more_work() -> None:
+    """Enlarged for an accelerator, each program runs the same operations, moves more bytes and multiplies more."""
+    num_compared = 0
+    with FakeTensorMode():
+        for small, large in zip(programs(), programs(4), strict=True):
+            program, enlarged = small(), large()
+            if program.optimizer is not None:  # its step reads numbers, and fake tensors hold none
+                continue
+            before, after = (calibration._noted(one) for one in (program, enlarged))  # noqa: SLF001 (what the measuring sees)
+            assert [one.name for one in before] == [one.name for one in after]
+            assert sum(one.num_bytes for one in after) >= 3 * sum(one.num_bytes for one in before)
+            assert sum(one.flops for one in after) >= 16 * sum(one.flops for one in before)
+            num_compared += 1
+    assert num_compared > 50

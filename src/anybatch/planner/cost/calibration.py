@@ -23,6 +23,7 @@ Clock = Callable[[], float]
 _NUM_SMALL_STEPS = 15
 _MANY_BYTES = 1 << 18
 _LEAST_SECONDS = 1e-7
+_TIMES_AS_LARGE = 4  # on an accelerator: 30 GFLOP for the largest product
 _LONG_SECONDS = 0.05  # what takes so long is measured once: it is less disturbed
 _COMPUTING: tuple[Phase, ...] = ("forward", "backward")
 
@@ -36,11 +37,15 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
         device: where to run, as torch calls it.
         num_rounds: how often each program is measured, after one round that is not; medians are taken.
     """
-    with torch.random.fork_rng(enabled=device == "cpu"), torch.device(device):
+    kind = torch.device(device).type
+    on_cpu = kind == "cpu"
+    forked = torch.random.fork_rng([]) if on_cpu else torch.random.fork_rng([device], device_type=kind)
+    with forked, torch.device(device):
         torch.manual_seed(0)
         small = small_program()
         watching = _seconds_of_watching(small, clock)
-        measured = [_measure(make(), clock, num_rounds, watching) for make in programs()]
+        made = programs(1 if on_cpu else _TIMES_AS_LARGE)
+        measured = [_measure(make(), clock, num_rounds, watching) for make in made]
         rates = calibrated(_plain_rates(name, [row for rows in measured for row in rows]), measured)
         return _with_host_seconds(rates, small, clock, watching)
 

@@ -60,24 +60,41 @@ class Program:
             parameter.grad = None
 
 
-def programs() -> list[Callable[[], Program]]:
-    """Return functions that make the programs, each on torch's default device at the time of the call."""
+def programs(times: int = 1) -> list[Callable[[], Program]]:
+    """Return functions that make the programs, each on torch's default device at the time of the call.
+
+    Args:
+        times: factor on rows, widths, images and channels. An accelerator reaches its peaks only with larger programs
+            than those that suit a thread of a CPU.
+    """
+    linears = [(rows * times**2, inputs * times, outputs * times) for rows, inputs, outputs in _LINEARS]
+    convolutions = [_enlarged(sizes, times) for sizes in _CONVOLUTIONS]
+    attentions = [tuple(times * length for length in sizes) for sizes in _ATTENTIONS]
+    heads = [tuple(times * length for length in sizes) for sizes in _HEADS]
+    rows = [times**2 * num for num in _POINTWISE_ROWS]
     return [
-        *(partial(_linear, *sizes) for sizes in _LINEARS),
-        *(partial(_convolution, *sizes) for sizes in _CONVOLUTIONS),
-        *(partial(_attention, *sizes) for sizes in _ATTENTIONS),
-        *(partial(_head, *sizes) for sizes in _HEADS),
-        *(partial(_pointwise, rows) for rows in _POINTWISE_ROWS),
-        *(partial(_autocast, partial(_linear, *sizes)) for sizes in _LINEARS[1::3]),
-        *(partial(_autocast, partial(_convolution, *sizes)) for sizes in _CONVOLUTIONS[1::2]),
-        *(partial(_autocast, partial(_attention, *sizes)) for sizes in _ATTENTIONS[::2]),
-        *(partial(_autocast, partial(_head, *sizes)) for sizes in _HEADS[1:3]),
-        *(partial(_pointwise, rows, torch.bfloat16) for rows in _POINTWISE_ROWS[1:3]),
-        _large,
-        partial(_pairs, 12, 60, 40),
-        partial(_pairs, 4, 200, 64),
-        *(partial(_update, make, *sizes) for make in _OPTIMIZERS for sizes in _PARAMETERS),
+        *(partial(_linear, *sizes) for sizes in linears),
+        *(partial(_convolution, *sizes) for sizes in convolutions),
+        *(partial(_attention, *sizes) for sizes in attentions),
+        *(partial(_head, *sizes) for sizes in heads),
+        *(partial(_pointwise, num) for num in rows),
+        *(partial(_autocast, partial(_linear, *sizes)) for sizes in linears[1::3]),
+        *(partial(_autocast, partial(_convolution, *sizes)) for sizes in convolutions[1::2]),
+        *(partial(_autocast, partial(_attention, *sizes)) for sizes in attentions[::2]),
+        *(partial(_autocast, partial(_head, *sizes)) for sizes in heads[1:3]),
+        *(partial(_pointwise, num, torch.bfloat16) for num in rows[1:3]),
+        partial(_large, times),
+        partial(_pairs, 12 * times, 60 * times, 40 * times),
+        partial(_pairs, 4 * times, 200 * times, 64 * times),
+        *(partial(_update, make, num, times**2 * length) for make in _OPTIMIZERS for num, length in _PARAMETERS),
     ]
+
+
+def _enlarged(sizes: tuple[int, ...], times: int) -> tuple[int, ...]:
+    images, inputs, outputs, kernel, stride, side, groups = sizes
+    # A convolution with a group for each channel keeps that.
+    groups = groups * times if groups == inputs else groups
+    return images * times, inputs * times, outputs * times, kernel, stride, side, groups
 
 
 def small_program() -> Program:
@@ -139,8 +156,8 @@ def _head(num_tokens: int, width: int, vocabulary: int) -> Program:
 
 def _pointwise(rows: int, dtype: torch.dtype = torch.float32) -> Program:
     smooth = (nn.GELU(), nn.Tanh(), nn.SiLU(), nn.Sigmoid())
-    module = nn.Sequential(*smooth, nn.Dropout(0.1), nn.LayerNorm(_COLUMNS), nn.ReLU())
-    return _of_module(module.to(dtype), torch.randn(rows, _COLUMNS, dtype=dtype))
+    module = nn.Sequential(*smooth, nn.Dropout(0.1), nn.LayerNorm(_COLUMNS, dtype=dtype), nn.ReLU())
+    return _of_module(module, torch.randn(rows, _COLUMNS, dtype=dtype))
 
 
 def _autocast(make: Callable[[], Program]) -> Program:
@@ -154,8 +171,8 @@ def _autocast(make: Callable[[], Program]) -> Program:
     return replace(program, loss=loss)
 
 
-def _large() -> Program:
-    return _of_module(nn.Sequential(nn.GELU(), nn.ReLU()), torch.randn(_LARGE_ROWS, _COLUMNS))
+def _large(times: int) -> Program:
+    return _of_module(nn.Sequential(nn.GELU(), nn.ReLU()), torch.randn(times * _LARGE_ROWS, _COLUMNS))
 
 
 def _pairs(batch: int, length: int, width: int) -> Program:
