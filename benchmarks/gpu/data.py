@@ -56,7 +56,7 @@ def traced(step: Callable[[], object], setting: Setting) -> tuple[list[Interval]
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     # By category: annotations on the device's timeline look like kernels to `profile.events()`.
     kernel = "kernel" if setting.on_gpu else "cpu_op"
-    spans = [(one["cat"], one["name"], (one["ts"], one["ts"] + one["dur"])) for one in events if "dur" in one]
+    spans = [(one.get("cat"), one["name"], (one["ts"], one["ts"] + one["dur"])) for one in events if "dur" in one]
     copies = [span for category, name, span in spans if category == "gpu_memcpy" and "HtoD" in name]
     return copies, [span for category, _, span in spans if category == kernel]
 

@@ -228,15 +228,17 @@ def train(case: Case, setting: Setting, size: int, num_bytes: int, *, room: int 
 def deterministic() -> Iterator[None]:
     """Let torch use deterministic kernels only."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
+    torch.set_deterministic_debug_mode("error")  # as torch.use_deterministic_algorithms, without importing inductor
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(mode=False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def continued_runs(setting: Setting) -> Rows:
     """Compare runs that run out of memory in forward, backward and update with runs that never do."""
+    if not setting.on_gpu:
+        gc.freeze()  # a rehearsal spends most of its time on collecting garbage otherwise
     with deterministic():
         for case in cases(setting):
             large, small = (train(case, setting, size, UNLIMITED) for size in (case.size, case.size // 2))
