@@ -1,6 +1,7 @@
 """From a batch of any kind to micro-batches that are planned, counted and lined up."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,8 +325,18 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     return _copied_beside(batches, device)
 
 
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for copies to a device, the same one in all steps.
+
+    torch's allocator shares no memory between streams: with a new one for each step, memory would stay reserved for
+    each of the 32 streams of torch's pool.
+    """
+    return torch.cuda.Stream(device)
+
+
 def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    copies = torch.cuda.Stream(device)
+    copies = _copy_stream(device)
     for batch in batches:
         with torch.cuda.stream(copies):
             moved = moved_to(batch, device, non_blocking=True)
