@@ -314,7 +314,7 @@ def synchronisations(setting: Setting) -> Rows:
             with sync_debug(setting):
                 step(batch)
         places = [
-            f"{'/'.join(Path(w.filename).parts[-3:])}:{w.lineno}" for w in caught if "synchroni" in str(w.message)
+            f"{'/'.join(Path(w.filename).parts[-3:])}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)
         ]
         at = ", ".join(dict.fromkeys(places)) or "-"
         yield Row(SYNCS, {"trainer": name, "synchronisations": str(len(places)), "at": at})
