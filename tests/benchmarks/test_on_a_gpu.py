@@ -1,0 +1,44 @@
+"""`make gpu`, rehearsed on the CPU at the smallest size: results survive an interruption. CI runs every stage."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, str(ROOT / "benchmarks" / "on_a_gpu.py"), "--device", "cpu", "--size", "tiny")
+
+
+def start(folder: Path, *stages: str) -> "subprocess.Popen[str]":
+    """Start some stages as a user would, with their files in a folder."""
+    # One thread: tests run next to each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*COMMAND, "--stages", *stages, "--out", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+@pytest.mark.slow
+def test_interrupted_stage_keeps_its_rows(tmp_path: Path) -> None:
+    """After Ctrl-C the stage that was running has its rows on disk, and its file says that others are missing."""
+    process = start(tmp_path, "exactness", "memory")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "micro-batches of 7" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output = process.stdout.read()
+    process.stdout.close()
+    assert process.wait() == 130, output
+    (path,) = tmp_path.iterdir()
+    text = path.read_text(encoding="utf-8")
+    assert path.name.startswith("gpu_exactness_")
+    assert "later rows are missing" in text
+    assert "| single, micro-batches of 7 |" in text
