@@ -104,20 +104,26 @@ def machine(device: str) -> str:
     cores = f"Python {platform.python_version()}, {os.cpu_count()} cores"
     if device == "cpu":
         return f"torch {torch.__version__}, {cores}, {platform.machine()} CPU: a rehearsal, no GPU"
-    index = torch.device(device).index or 0
-    properties = torch.cuda.get_device_properties(index)
-    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={index}"])
+    name, memory, driver = gpu_facts(device)
     return (
-        f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB, driver {driver}), torch {torch.__version__}, "
-        f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {cores}"
+        f"{name} ({memory}, driver {driver}), torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"cuDNN {torch.backends.cudnn.version()}, {cores}"
     )
+
+
+def gpu_facts(device: str) -> list[str]:
+    """Return the name, memory and driver of a GPU without a CUDA context, which would count in every stage's memory."""
+    query = "--query-gpu=name,memory.total,driver_version"
+    found = _output(["nvidia-smi", query, "--format=csv,noheader", f"--id={torch.device(device).index or 0}"])
+    facts = [fact.strip() for fact in found.split(",")]
+    return facts if len(facts) == 3 else ["unknown GPU", "unknown memory", "unknown"]
 
 
 def hardware(device: str) -> str:
     """Return the device as a word for file names, such as "h100"."""
     if device == "cpu":
         return "cpu"
-    name = torch.cuda.get_device_name(torch.device(device))
+    name, *_ = gpu_facts(device)
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word not in ("nvidia", "geforce")]
     return "_".join(words[:2] if words[0] in ("rtx", "tesla") else words[:1])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpu.stage import Row, Rows, Setting
-from gpu.token_budgets import token_budgets
+from gpu.token_budgets import new_lengths, token_budgets
 from gpu.two_models import (
     Decoder,
     class_loss,
@@ -338,4 +338,4 @@ def per_sample(setting: Setting) -> Rows:
     yield from against_loop(setting, heading, decoder, next_token_loss, {"x": words, "y": words.roll(-1, 1)}, ways=ways)
 
 
-CHECKS = (overlap, token_budgets, waiting, joint_loss, exact_norms, per_sample)
+CHECKS = (overlap, new_lengths, token_budgets, waiting, joint_loss, exact_norms, per_sample)

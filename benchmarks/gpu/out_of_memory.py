@@ -195,6 +195,9 @@ def train(case: Case, setting: Setting, size: int, num_bytes: int, *, room: int 
         warnings.simplefilter("ignore")  # of the smaller size
         watch.memory = memory
         if room is not None:
+            gc.collect()
+            if setting.on_gpu:
+                torch.cuda.empty_cache()  # cached blocks would be room too
             memory.limit(sum(memory.now()[:2]) + room)
             try:
                 engine.step(batch)

@@ -2,12 +2,13 @@
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from gpu.stage import Row, Rows, Setting
-from gpu.two_models import Decoder, engine_of, milliseconds, new_model, ratio, seconds_of
+from gpu.two_models import Decoder, attend, engine_of, milliseconds, new_model, ratio, seconds_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -100,6 +101,31 @@ def by_budget(engine: ab.Engine, dataset: Any, collate: Any, num_samples: int) -
     return step
 
 
+def new_lengths(setting: Setting) -> Rows:
+    """Time attention at lengths that it has not met before, and again: some backends compile a plan for each."""
+    if not setting.on_gpu:
+        return
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    for name, is_allowed in (("torch's choice", enabled), ("without cuDNN", False)):
+        torch.backends.cuda.enable_cudnn_sdp(is_allowed)
+        first, again = [], []
+        for length in range(523 + is_allowed, 823, 37):
+            parts = [
+                torch.randn(8, length, 12, 64, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            ]
+            for found in (first, again, again):
+                setting.synchronize()
+                begin = time.perf_counter()
+                attend(*parts).sum().backward()
+                setting.synchronize()
+                found.append(time.perf_counter() - begin)
+        cells = {"at a new length, ms": f"{1e3 * statistics.median(first[1:]):.2f}"}
+        cells["at the same length again, ms"] = f"{1e3 * statistics.median(again[2:]):.2f}"
+        yield Row("Attention forward and backward, 8 samples, 12 heads in bf16", {"backend": name, **cells})
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
 def token_budgets(setting: Setting) -> Rows:
     """Compare token budgets with padding in arrival order and with transformers' samplers on log-normal lengths."""
     try:
@@ -112,6 +138,8 @@ def token_budgets(setting: Setting) -> Rows:
         (768, 12, 2048, 5.7, 64, 12), (64, 2, 128, 3.0, 16, 8), (32, 1, 32, 2.0, 16, 4)
     )
     vocabulary, cap = setting.pick(16_384, 256, 256), 8 * longest
+    if setting.on_gpu:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # noqa: FBT003 (plans per length, see `new_lengths`)
     draw = random.Random(0)  # noqa: S311 (lengths)
     lengths = [min(longest, max(2, int(draw.lognormvariate(middle, 0.8)))) for _ in range(num_batches * size)]
     dataset, packed = Texts(lengths), Packed(boundaries=True)

@@ -16,7 +16,7 @@ def start(folder: Path, *stages: str) -> "subprocess.Popen[str]":
     """Start some stages as a user would, with their files in a folder."""
     # One thread: tests run next to each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return subprocess.Popen(  # noqa: S603 (our own program)
         [*COMMAND, "--stages", *stages, "--out", str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -117,8 +117,9 @@ class FSDP:
         Raises:
             ParameterError: the model has a form that cannot be sharded.
             ReplicaError: ranks hold different models, see `align_replicas`.
-            WorldError: ranks do not make up the replicas.
+            WorldError: ranks do not make up the replicas, or GPUs communicate over gloo.
         """
+        _refuse_gloo_on_gpus(world)
         self._world, self._model, self._reduces = world, model, None
         differed: tuple[str, ...] = ()
         form = "as the model came"
@@ -387,3 +388,18 @@ def _reset_forward(root: nn.Module) -> None:
         return
     for module in _sharded_modules(root):
         module.reshard()
+
+
+def _refuse_gloo_on_gpus(world: World) -> None:
+    """Refuse GPUs whose collectives run over gloo, where FSDP2 ends in a segmentation fault (seen with torch 2.11).
+
+    Raises:
+        WorldError: with what to do.
+    """
+    if world.device.type != "cuda" or not world.connected or "nccl" in dist.get_backend_config(world.group):
+        return
+    message = (
+        f"strategy='fsdp' on {world.device} needs NCCL, and these {world.size} ranks communicate over gloo, because "
+        f"they share {torch.cuda.device_count()} GPUs. Start one rank per GPU, or use strategy='all_reduce'."
+    )
+    raise WorldError(message)

@@ -46,7 +46,8 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
         watching = _seconds_of_watching(small, clock)
         made = programs(1 if on_cpu else _TIMES_AS_LARGE)
         measured = [_measure(make(), clock, num_rounds, watching) for make in made]
-        rates = calibrated(_plain_rates(name, [row for rows in measured for row in rows]), measured)
+        plain = replace(_plain_rates(name, [row for rows in measured for row in rows]), overlaps=not on_cpu)
+        rates = calibrated(plain, measured)
         return _with_host_seconds(rates, small, clock, watching)
 
 

@@ -99,6 +99,8 @@ class Rates:
     Attributes:
         name: of the device.
         flops_per_second: peak, by number format.
+        convolution_flops_per_second: peak of convolutions of fp32 tensors, which cuDNN computes in TF32 unless
+            `torch.backends.cudnn.allow_tf32` is False; None where it is that of "fp32".
         bytes_per_second: bandwidth of its memory.
         launch_seconds: for any operation, at the least.
         host_seconds: what the host takes on top of an operation, by phase: Python, autograd, the optimizer's loops.
@@ -112,6 +114,7 @@ class Rates:
     flops_per_second: Mapping[DtypeName, float]
     bytes_per_second: float
     launch_seconds: float
+    convolution_flops_per_second: float | None = None
     host_seconds: Mapping[Phase, float] = field(default_factory=dict)
     overlaps: bool = False
     efficiency: Mapping[OperationKind, float] = field(default_factory=dict)
@@ -130,6 +133,8 @@ class Rates:
             operation: with its floating-point operations and bytes.
         """
         peak = self.flops_per_second.get(operation.dtype, self.flops_per_second["fp32"])
+        if operation.dtype == "fp32" and operation.kind in ("convolution", "convolution backward"):
+            peak = self.convolution_flops_per_second or peak
         # The roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         work = max(operation.flops / peak, operation.num_bytes / self.bytes_per_second)
         return self.launch_seconds * operation.num_tensors + work
@@ -174,6 +179,7 @@ def rates_of(device: Device, *, tf32: bool = False) -> Rates:
     return Rates(
         name=device.name,
         flops_per_second={"fp32": device.peak(single), "bf16": device.peak("bf16"), "fp16": device.peak("fp16")},
+        convolution_flops_per_second=device.peak("tf32"),
         bytes_per_second=device.bytes_per_second,
         launch_seconds=UNMEASURED_LAUNCH_SECONDS,
         host_seconds=dict.fromkeys(("forward", "backward", "reduce", "clip", "update"), UNMEASURED_HOST_SECONDS),
