@@ -264,6 +264,7 @@ class Engine:
             parts.guard.run_hooks(tuple(found.values()))
             # Only after the copies are made: gradients may be views of buckets, which this sets to zero.
             parts.clear_gradients()
+            parts.updater.state.skip()
         return found
 
     def evaluate(
@@ -497,4 +498,5 @@ class Engine:
             noise=self._parts.with_noise(summed),
         )
         self.num_steps += 1
+        self._parts.updater.confirm()
         return report

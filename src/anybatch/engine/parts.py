@@ -34,7 +34,7 @@ from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.replica_check import ReplicaCheck
-from anybatch.engine.rng.generators import CallersRandomness
+from anybatch.engine.rng.generators import advancing_generators
 from anybatch.engine.spike_watch.kept_state import SCHEDULED
 from anybatch.engine.spike_watch.watch import SpikeGuard
 from anybatch.engine.step_planner import StepPlanner
@@ -115,7 +115,7 @@ class Parts:
     @property
     def state(self) -> StateParts:
         """The parts that change while an engine trains."""
-        updater, randomness = self.updater, self.context.randomness
+        updater = self.updater
         return StateParts(
             modules=self.modules,
             layout=self.context.prepared.layout,
@@ -125,7 +125,7 @@ class Parts:
             scheduler=updater.scheduler,
             average=updater.average,
             noise=self.noise,
-            generators=tuple(randomness.generators) if isinstance(randomness, CallersRandomness) else (),
+            generators=tuple(advancing_generators(self.context.randomness)),
             further=self.further_state,
         )
 
@@ -257,7 +257,7 @@ class Parts:
                 "spike watch, and this engine has none: it goes on at the full rates. Build it with spikes=, as before."
             )
             self.notifier.warn("rate_not_lowered", message)
-        self.updater.restored()
+        self.updater.confirm()
 
     def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
         """Average in what a step has said about its gradient's noise; None if it was not measured."""
