@@ -332,7 +332,7 @@ def as_lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "src/anybatch/data/prefetch.py",
     "if _can_be_pickled(type(error)):",
     "if True:",
-    cases=["raises"],
+    cases=["raises-8"],
 )
 @sees(
     "a batch that cannot be pickled is sent",
@@ -343,7 +343,7 @@ def as_lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """
             return LoadedUnit, (self.key_hash, self.value)
         except ArithmeticError as error:""",
-    cases=["returns"],
+    cases=["returns-8"],
 )
 @pytest.mark.usefixtures("without_cycle_collection")
 @pytest.mark.parametrize("num_values", [8, SMALL_BYTES])

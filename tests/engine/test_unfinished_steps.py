@@ -105,9 +105,9 @@ def test_a_watch_skips_a_step() -> None:
 
 @sees(
     "a gradient keeps its buffers",
-    "src/anybatch/engine/engine.py",
+    "src/anybatch/engine/parts.py",
     """
-            parts.updater.state.skip()
+        self.updater.state.skip()
 """,
     "",
 )

@@ -292,9 +292,31 @@ class Parts:
             scheduler.load_state_dict(scheduled)
         return loaded.path
 
+    def describe(self, num_steps: int, position: Position) -> str:
+        """Return the engine in a paragraph.
+
+        Args:
+            num_steps: effective batches run.
+            position: the place in the data.
+        """
+        world, sizes = self.world, self.sizes.sizes
+        num_weights = sum(parameter.numel() for parameter in self.context.prepared.parameters.values())
+        ranks = f"{world.size} rank{'s' * (world.size > 1)} ({world.device})"
+        parts = (
+            f"{num_weights:,} trainable weights",
+            f"loss: {self.context.loss}",
+            f"optimizer: {type(self.updater.target.optimizer).__name__}",
+            f"strategy: {self.context.strategy.capabilities.name} on {ranks}",
+            f"micro-batches of at most {sizes.micro_batch_size} samples" if sizes.micro_batch_size else "",
+            f"{num_steps} step{'s' * (num_steps != 1)} made",
+            f"next: epoch {position.epoch}, sample {position.sample_offset}",
+        )
+        return f"Engine: {', '.join(filter(None, parts))}"
+
     def clear_gradients(self) -> None:
-        """Clear all gradients, also half-finished ones."""
+        """Clear all gradients, and end a step without an update: restore its buffers."""
         self.context.strategy.clear_gradients()
+        self.updater.state.skip()
 
     def close(self) -> None:
         """Remove every hook from the model and the optimizer."""
