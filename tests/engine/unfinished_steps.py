@@ -84,7 +84,7 @@ class Centered(nn.Module):
         return values - self.center
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Return a small model with BatchNorm, dropout and buffers that the forward updates.
 
     BatchNorm sees several values per sample, so that single samples can be normalised.
@@ -194,7 +194,7 @@ class Trial:
             for number, parameter in enumerate(one for group in groups for one in group["params"])
         }
         found |= _flat("optimizer", engine.optimizer.state_dict())
-        assert engine.scheduler is not None
+        assert isinstance(engine.scheduler, torch.optim.lr_scheduler.LRScheduler)
         found |= _flat("scheduler", engine.scheduler.state_dict())
         found["generator"] = torch.get_rng_state()
         found["modes"] = [module.training for module in model.modules()]
