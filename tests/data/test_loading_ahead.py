@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -298,6 +299,20 @@ def test_an_error_in_a_worker_is_the_users_own(workers: Callable[[], set[int]]) 
     assert not workers(), "the error does not keep the workers alive"
 
 
+@pytest.fixture
+def patience() -> Iterator[None]:
+    """Raise in a test that waits for more than 20 seconds, as one for a batch that is never sent does."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, former)
+
+
 class Fickle(Drawing):
     """Raises for one sample, or returns something with it, that no process can send."""
 
@@ -345,7 +360,7 @@ def as_lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
         except ArithmeticError as error:""",
     cases=["returns-8"],
 )
-@pytest.mark.usefixtures("without_cycle_collection")
+@pytest.mark.usefixtures("without_cycle_collection", "patience")
 @pytest.mark.parametrize("num_values", [8, SMALL_BYTES])
 @pytest.mark.parametrize("way", ["raises", "returns"])
 def test_what_cannot_be_pickled_is_named(way: str, num_values: int, workers: Callable[[], set[int]]) -> None:
