@@ -4,16 +4,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 
-from anybatch.checkpoints import load, load_latest, save
+from anybatch.checkpoints import load, load_latest, save, step_of
 from anybatch.errors import (
     AnyBatchError,
     CheckpointAccessError,
@@ -277,3 +278,78 @@ def test_a_damaged_file_does_not_run(newest: Path) -> None:
     torch.save({"a": torch.ones(2)}, newest / TENSORS)
 
     assert isinstance(refused(newest), DamagedCheckpointError)
+
+
+def _in(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return what makes a checkpoint in which one file is replaced."""
+
+    def make_with(path: Path) -> None:
+        save(path.parent, step_of(path), state_of(2), disk=FaultyDisk())
+        (path / name).unlink()
+        make(path / name)
+
+    return make_with
+
+
+UNREADABLE: Mapping[str, Callable[[Path], object]] = {
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a FIFO": os.mkfifo,
+    "a folder": Path.mkdir,
+}
+ENTRIES: Mapping[str, Callable[[Path], object]] = {
+    **UNREADABLE,
+    "a file": Path.touch,
+    "a link to a file": lambda path: path.symlink_to("notes"),
+    "a link to an older checkpoint": lambda path: path.symlink_to("step-00000001"),
+    "a copy of an older checkpoint": lambda path: copytree(path.with_name("step-00000001"), path),
+    **{f"{name}: {entry}": _in(name, make) for name in FILES for entry, make in UNREADABLE.items()},
+}
+"""What has the name of the newest checkpoint, or of a file in it."""
+
+
+@sees(
+    "the step in a checkpoint's name is not compared",
+    "src/anybatch/checkpoints/loading.py",
+    "    if named is not None and saved is not None and named != saved:",
+    "    if False:",
+    cases=["a copy of an older checkpoint"],
+)
+@sees(
+    "a link to itself ends the search",
+    "src/anybatch/checkpoints/files.py",
+    "_UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})",
+    "_UNREADABLE: Final = frozenset({errno.EIO})",
+    cases=["a link to itself"],
+)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_that_is_not_the_newest_checkpoint(entry: str, tmp_path: Path) -> None:
+    """Whatever has the name of the newest checkpoint without being it is passed over, with a reason."""
+    (tmp_path / "notes").touch()
+    save(tmp_path, 1, state_of(1), disk=FaultyDisk())
+    newest = tmp_path / "step-00000002"
+    ENTRIES[entry](newest)
+
+    assert isinstance(refused(newest), (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError))
+    # The next checkpoint of that step takes its place.
+    save(tmp_path, 2, state_of(2), disk=FaultyDisk())
+    assert exactly(load_latest(tmp_path).state) == exactly(state_of(2))
+
+
+def test_a_checkpoint_may_be_kept_by_another_name(newest: Path) -> None:
+    """A copy whose name has no step, such as the best one, is loaded."""
+    best = newest.rename(newest.with_name("best"))
+
+    assert exactly(load(best)) == exactly(state_of(2))
+
+
+def test_a_folder_that_is_a_link_to_itself(tmp_path: Path) -> None:
+    """A folder of checkpoints that leads nowhere is refused by its path."""
+    folder = tmp_path / "run"
+    folder.symlink_to(folder)
+
+    with pytest.raises(NotACheckpointError) as caught:
+        load_latest(folder)
+    assert caught.value.path == folder
+    with pytest.raises(CheckpointError):
+        save(folder, 1, state_of(1), disk=FaultyDisk())

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
 from anybatch.core.tree import tensors_of
 from anybatch.data.prefetch import SMALL_BYTES, Prefetcher
+from anybatch.errors import DataError
 from tests.faults import sees
 
 PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
@@ -295,6 +297,84 @@ def test_an_error_in_a_worker_is_the_users_own(workers: Callable[[], set[int]]) 
     assert ids == [[4, 5], [6, 7], [8, 9], [10]]
     run.close()
     assert not workers(), "the error does not keep the workers alive"
+
+
+@pytest.fixture
+def patience() -> Iterator[None]:
+    """Raise in a test that waits for more than 20 seconds, as one for a batch that is never sent does."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, former)
+
+
+class Fickle(Drawing):
+    """Raises for one sample, or returns something with it, that no process can send."""
+
+    def __init__(self, way: str, num_values: int = 8) -> None:
+        super().__init__()
+        self.way, self.num_values = way, num_values
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        sample["values"] = torch.zeros(self.num_values)
+        sample["function"] = None
+        if index == 1 and self.way == "raises":
+
+            class LocalError(Exception):
+                """A class that no other process can import."""
+
+            message = "file 17 is damaged"
+            raise LocalError(message)
+        if index == 1:
+            sample["function"] = lambda: None
+        return sample
+
+
+def as_lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Stack tensors, and keep functions as they are."""
+    stacked = {name: torch.stack([torch.as_tensor(one[name]) for one in samples]) for name in ("id", "values")}
+    return {**stacked, "functions": [one["function"] for one in samples]}
+
+
+@sees(
+    "an error that cannot be pickled is sent",
+    "src/anybatch/data/prefetch.py",
+    "if _can_be_pickled(type(error)):",
+    "if True:",
+    cases=["raises-8"],
+)
+@sees(
+    "a batch that cannot be pickled is sent",
+    "src/anybatch/data/prefetch.py",
+    """
+            return self._packed()
+        except Exception as error:""",
+    """
+            return LoadedUnit, (self.key_hash, self.value)
+        except ArithmeticError as error:""",
+    cases=["returns-8"],
+)
+@pytest.mark.usefixtures("without_cycle_collection", "patience")
+@pytest.mark.parametrize("num_values", [8, SMALL_BYTES])
+@pytest.mark.parametrize("way", ["raises", "returns"])
+def test_what_cannot_be_pickled_is_named(way: str, num_values: int, workers: Callable[[], set[int]]) -> None:
+    """An error or a batch that a worker cannot send is an error here, and the batches after it are still right."""
+    data = Fickle(way, num_values)
+    run = iter(ab.batches(data, effective_batch_size=4, shuffle=False, num_workers=2, collate=as_lists))
+    first, second = next(run), next(run)
+    with pytest.raises(RuntimeError if way == "raises" else DataError) as caught:
+        list(PAIRS.micro_batches(first))
+    assert ("LocalError: file 17 is damaged" if way == "raises" else "num_workers=0") in str(caught.value)
+    assert [unit["id"].tolist() for unit in PAIRS.micro_batches(second)] == [[4, 5], [6, 7]]
+    run.close()
+    del caught
+    assert not workers()
 
 
 def test_an_interrupted_wait_loses_nothing(workers: Callable[[], set[int]]) -> None:

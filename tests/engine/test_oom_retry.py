@@ -66,35 +66,18 @@ SWEEPS: Mapping[str, tuple[Run, int]] = {
     "src/anybatch/engine/micro_batch_size/oom_retry.py",
     """
         self._clear()
-        self._buffers.restore()
+        self._state.restore()
 """,
     """
-        self._buffers.restore()
+        self._state.restore()
 """,
     cases=["all_reduce, after"],
 )
 @sees(
     "a step that is begun anew draws on",
-    "src/anybatch/engine/micro_batch_size/oom_retry.py",
-    """
-        self._randomness.rewind()
-""",
-    "",
-    cases=["the caller's numbers"],
-)
-@sees(
-    "what runs out of memory before the first micro-batch goes back to the numbers of the step before",
-    "src/anybatch/engine/step_runner.py",
-    """
-            with self._context.randomness:  # first: whatever runs out of memory, its numbers are drawn once more
-                self._context.strategy.place_gradients()
-                counts = _as_tensor(counted.divisors, widest_dtype(device))
-""",
-    """
-            counts = _as_tensor(counted.divisors, widest_dtype(device))
-            with self._context.randomness:
-                self._context.strategy.place_gradients()
-""",
+    "src/anybatch/engine/step_state.py",
+    "self._states = [generator.get_state() for generator in self._generators]",
+    "self._states = self._states or [generator.get_state() for generator in self._generators]",
     cases=["the caller's numbers"],
 )
 @pytest.mark.parametrize("name", SWEEPS)
@@ -134,7 +117,7 @@ ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
     "src/anybatch/engine/micro_batch_size/oom_retry.py",
     """
         self._clear()
-        self._buffers.restore()
+        self._state.restore()
 """,
     """
         self._clear()

@@ -161,11 +161,11 @@ def changed_by_refusal() -> dict[str, list[str]]:
     "a failed step leaves its gradients",
     "src/anybatch/engine/update/updater.py",
     """
-        self._clear()
-        self._optimizer_memory.undo()
+        self._clear_gradients()
+        self.scaler.forget_gradients()
 """,
     """
-        self._optimizer_memory.undo()
+        self.scaler.forget_gradients()
 """,
 )
 def test_a_refused_step_leaves_nothing_behind() -> None:

@@ -180,12 +180,10 @@ def test_positions_run_on() -> None:
     "looking at gradients leaves them",
     "src/anybatch/engine/engine.py",
     """
+            # Only after the copies are made: gradients may be views of buckets, which this sets to zero.
             parts.clear_gradients()
-        return found
 """,
-    """
-        return found
-""",
+    "",
 )
 def test_looking_at_gradients_changes_nothing() -> None:
     """engine.gradients leaves parameters, gradients, progress and the next step as they were."""

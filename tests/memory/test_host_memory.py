@@ -1,10 +1,13 @@
 """What the system says of its memory, and what is made of it before a size is doubled."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
 from anybatch.memory.host_memory import HostReading, HostRoom, device_name, read_host
+from tests.faults import sees
 
 MEBIBYTE = 2**20
 
@@ -32,6 +35,50 @@ def test_what_linux_tells(tmp_path: Path) -> None:
     )
     assert tight is not None
     assert tight.available_bytes == 600 * MEBIBYTE
+
+
+GROUPS: Mapping[str, tuple[str, Mapping[str, tuple[str, int]]]] = {
+    "version 2, in a container": ("0::/", {"": (str(1000 * MEBIBYTE), 400)}),
+    "version 2, limited above": ("0::/a/b", {"a/b": ("max", 10), "a": (str(700 * MEBIBYTE), 100)}),
+    "version 2, limited twice": ("0::/a/b", {"a/b": (str(900 * MEBIBYTE), 10), "a": (str(700 * MEBIBYTE), 100)}),
+    "version 2, the host's path": ("0::/../../init", {"": (str(1000 * MEBIBYTE), 400)}),
+    "version 1, in a container": ("4:memory:/docker/1f", {"memory": (str(1000 * MEBIBYTE), 400)}),
+    "version 1, nested": (
+        "11:cpu,cpuacct:/x\n4:memory:/a/b",
+        {"memory/a/b": (str(600 * MEBIBYTE), 0), "memory": ("9223372036854771712", 0)},
+    ),
+    "both versions": (
+        "1:name=systemd:/x\n2:hugetlb,memory:/a\n0::/x",
+        {"memory/a": (str(600 * MEBIBYTE), 0), "": (str(900 * MEBIBYTE), 0)},
+    ),
+}
+"""What `/proc/self/cgroup` says, and (limit, MiB used) of groups by their folder; 600 MiB are left in all of them."""
+
+
+@sees(
+    "limits of control groups above are not read",
+    "src/anybatch/memory/host_memory.py",
+    "for folder in (group, *group.parents):",
+    "for folder in (group,):",
+    cases=["version 2, limited above"],
+)
+@pytest.mark.parametrize("name", GROUPS)
+def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
+    """The tightest limit of the group and those above it counts, in both versions, whatever path the kernel reports."""
+    root = system(tmp_path, available=4000, resident=300, peak=500)
+    of_process, groups = GROUPS[name]
+    (root / "proc/self/cgroup").write_text(f"{of_process}\n")
+    for folder, (limit, used) in groups.items():
+        path = root / "sys/fs/cgroup" / folder
+        path.mkdir(parents=True, exist_ok=True)
+        names = ("limit_in_bytes", "usage_in_bytes") if folder.startswith("memory") else ("max", "current")
+        for file, value in zip(names, (limit, used * MEBIBYTE), strict=True):
+            (path / f"memory.{file}").write_text(f"{value}\n")
+
+    found = read_host(root)
+
+    assert found is not None
+    assert found.available_bytes == 600 * MEBIBYTE
 
 
 def test_where_nothing_is_told(tmp_path: Path) -> None:

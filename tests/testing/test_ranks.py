@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from anybatch.testing import RankPool
+from anybatch.testing import RankPool, run_ranks
 from tests.faults import sees
 
 
@@ -30,3 +30,23 @@ def test_forked_ranks_end_by_themselves() -> None:
 
     assert len(ranks) == 3
     assert [rank.exitcode for rank in ranks] == [0, 0, 0]
+
+
+def what_cannot_be_pickled() -> object:
+    """Run on every rank."""
+    return lambda: None
+
+
+@sees(
+    "a rank dies of a value that cannot be pickled",
+    "src/anybatch/testing/ranks.py",
+    "        except Exception:  # noqa: BLE001 (the caller gets it as text)",
+    "        except ZeroDivisionError:",
+)
+@pytest.mark.slow
+def test_a_value_that_cannot_be_pickled() -> None:
+    """The outcome is pickle's own error, and not only the exit code of a rank that died."""
+    (outcome,) = run_ranks(1, what_cannot_be_pickled)
+
+    assert outcome.error is not None
+    assert "what_cannot_be_pickled.<locals>.<lambda>" in outcome.error

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from anybatch.checkpoints.disk import LOCAL_DISK
-from anybatch.checkpoints.files import DIGESTS, write_file
+from anybatch.checkpoints.files import has_digests, write_file
 from anybatch.checkpoints.folder import list_checkpoints
 from anybatch.checkpoints.loading import LoadedCheckpoint, newest_intact, stored_state, verify
 from anybatch.checkpoints.saving import file_errors_explained
@@ -43,7 +43,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     if target.exists():
         message = f"{target} exists already. Give another name, or remove it first."
         raise UserError(message)
-    if (path / DIGESTS).exists():
+    if has_digests(path):
         verify(path)
     else:
         path = newest_intact(path, list_checkpoints(path), _checked).path

@@ -34,6 +34,8 @@ STATE, TENSORS, DIGESTS = "state.json", "tensors.safetensors", "digests.json"
 VERSION: Final = 1
 _PART: Final = re.compile(r"tensors-(\d{5,})-of-(\d{5,})\.safetensors")
 _HEAD: Final = {"format": "anybatch checkpoint", "version": VERSION}
+_UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})
+"""Errors of one path alone: a link in a circle, a bad sector."""
 _CURE = "Load an older checkpoint (load_latest falls back by itself), and remove this one."
 
 
@@ -86,6 +88,18 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) 
     return Digest(num_bytes, sha256.hexdigest())
 
 
+def has_digests(path: Path) -> bool:
+    """Return whether `path` is one checkpoint; a folder of checkpoints has no digests.
+
+    Raises:
+        CheckpointAccessError: it may not be read.
+    """
+    try:
+        return (path / DIGESTS).exists()
+    except PermissionError as error:
+        raise access_error(path, error) from error
+
+
 def read_digests(path: Path) -> dict[str, Digest]:
     """Return the digests of the checkpoint `path`.
 
@@ -99,7 +113,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
     _refuse_foreign(path)
     with opened(path / DIGESTS) as file:
         content = file.read()
-    body = _parsed(content)
+    body = parsed(content)
     if body is None or body.get("format") != _HEAD["format"]:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
@@ -148,11 +162,12 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
 def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a file of a checkpoint, and explain the error if the system does not give its bytes."""
     try:
+        # Links are followed. Opening a FIFO would wait for a writer.
+        if not path.is_file():
+            message = f"{path} is missing from the checkpoint: no such file. {_CURE}"
+            raise DamagedCheckpointError(message, path=path)
         with path.open("rb") as file:
             yield file
-    except (FileNotFoundError, IsADirectoryError) as error:
-        message = f"{path} is missing from the checkpoint: no such file. {_CURE}"
-        raise DamagedCheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
     except OSError as error:
@@ -183,6 +198,11 @@ def _refuse_foreign(path: Path) -> None:
         raise NotACheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        message = f"{path} cannot be read as a folder ({error.strerror}). {_CURE}"
+        raise NotACheckpointError(message, path=path) from error
     if not names & {STATE, TENSORS, DIGESTS} and not any(map(_PART.fullmatch, names)):
         message = (
             f"{path} is not a checkpoint: it holds {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
@@ -195,7 +215,7 @@ def _refuse_newer(path: Path, version: object) -> None:
     if not isinstance(version, int) or version <= VERSION:
         return
     with opened(path / STATE) as file:
-        body = _parsed(file.read())
+        body = parsed(file.read())
     if body is None or body.get("version") != version:  # both files say it, or one of them is damaged
         message = f"{path / DIGESTS} is damaged: it is of version {version}, and {STATE} is not. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
@@ -206,7 +226,7 @@ def _refuse_newer(path: Path, version: object) -> None:
     raise NewerCheckpointError(message, path=path)
 
 
-def _parsed(content: bytes) -> dict[str, Any] | None:
+def parsed(content: bytes) -> dict[str, Any] | None:
     """Return a JSON object; None for anything else."""
     try:
         body = json.loads(content)

@@ -11,6 +11,7 @@ A folder gets a name that is read only by one rename, when all of it is on the d
 before any of it is removed. So whatever has such a name is whole, whenever the process dies.
 """
 
+import errno
 import os
 import re
 from contextlib import suppress
@@ -34,9 +35,15 @@ def folder_name(step: int) -> str:
 
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name."""
+    step = step_in_name(path)
+    assert step is not None, f"{path.name} is not the name of a checkpoint"
+    return step
+
+
+def step_in_name(path: Path) -> int | None:
+    """Return the step in a folder's name; None for a name that is not one of a checkpoint."""
     match = _CHECKPOINT.fullmatch(path.name)
-    assert match, f"{path.name} is not the name of a checkpoint"
-    return int(match[1])
+    return None if match is None else int(match[1])
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -58,6 +65,11 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         raise NotACheckpointError(message, path=Path(folder)) from error
     except PermissionError as error:
         raise access_error(Path(folder), error) from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        message = f"{folder} is a symbolic link to itself. Give the folder that save was given."
+        raise NotACheckpointError(message, path=Path(folder)) from error
     # The former checkpoint of a step comes before the one that replaces it, so that the newest is the last.
     return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))
 
@@ -80,7 +92,7 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
         elif _HALF_REMOVED.fullmatch(path.name):
             failures += _remains(path, disk=disk)
         # A run that was killed between the two renames of `put_in_place` left only the former checkpoint.
-        elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not path.with_suffix("").exists():
+        elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not os.path.lexists(path.with_suffix("")):
             disk.rename(path, path.with_suffix(""))
     return failures
 
@@ -88,10 +100,11 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
 def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
     """Give a written folder its name. A folder that has that name already stays readable under another until then."""
     former = target.with_suffix(REPLACED)
-    if not target.exists():
+    # A link that leads nowhere is in the way, too.
+    if not os.path.lexists(target):
         disk.rename(partial, target)
     else:
-        if former.exists():
+        if os.path.lexists(former):
             discard(former, disk=disk)
         # POSIX cannot swap two folders in one operation. Between these two renames the former one is found by its name.
         disk.rename(target, former)

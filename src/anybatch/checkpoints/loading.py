@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.checkpoints.files import STATE, intact, opened, read_digests, tensor_files
-from anybatch.checkpoints.folder import list_checkpoints
+from anybatch.checkpoints.files import STATE, intact, opened, parsed, read_digests, tensor_files
+from anybatch.checkpoints.folder import folder_name, list_checkpoints, step_in_name
 from anybatch.checkpoints.structure import read_stored, unpack
 from anybatch.checkpoints.tensors import stored_tensors
 from anybatch.errors import DamagedCheckpointError, MissingCheckpointError, NotACheckpointError
@@ -79,8 +79,28 @@ def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
     names = tensor_files(digests)
     own = names[process::num_processes] if len(names) > 1 else names
     for name in (STATE, *own):
-        with intact(path / name, digests[name]):
-            pass
+        with intact(path / name, digests[name]) as file:
+            if name == STATE:
+                refuse_renamed(path, file.read())
+
+
+def refuse_renamed(path: Path, state: bytes) -> None:
+    """Refuse a checkpoint of one step under the name of another, which would be taken for the newest.
+
+    Args:
+        path: its folder; a name without a step, such as `best`, is not compared.
+        state: content of its state file.
+
+    Raises:
+        DamagedCheckpointError: with both steps.
+    """
+    named, saved = step_in_name(path), (parsed(state) or {}).get("step")
+    if named is not None and saved is not None and named != saved:
+        message = (
+            f"{path} holds the checkpoint of step {saved}: the folder was renamed or copied. Rename it to "
+            f"{folder_name(saved)}, remove it, or load it by a name without a step."
+        )
+        raise DamagedCheckpointError(message, path=path)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from anybatch.core.loss_kinds import (
     LossFunction,
     LossKind,
     Term,
+    name_of,
     times,
 )
 from anybatch.core.tree import Batch
@@ -58,6 +59,10 @@ class Loss:
 
     function: LossFunction
     kind: LossKind
+
+    def __repr__(self) -> str:
+        """Return the declaration in words: `mean over samples of classify`."""
+        return self.kind.describe(name_of(self.function))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -64,6 +64,10 @@ class Term:
     items: Items = SAMPLES
     is_sum: bool = False
 
+    def __str__(self) -> str:
+        """Return what becomes of its values: `mean over samples`."""
+        return f"sum over {self.items.description}" if self.is_sum else f"mean over {self.items.description}"
+
 
 class LossKind(Protocol):
     """Through what the loss of a sample depends on the other samples; decides how an effective batch is run.
@@ -99,6 +103,10 @@ class LossKind(Protocol):
     @property
     def feature(self) -> Feature:
         """The row of the composition table."""
+        ...
+
+    def describe(self, function: str) -> str:
+        """Return the declaration of a function of this name in words."""
         ...
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
@@ -154,6 +162,16 @@ class CountedBefore:
         """One term or several."""
         return Feature.SEVERAL_TERMS if len(self.terms) > 1 else Feature.COUNT_BEFORE
 
+    def describe(self, function: str) -> str:
+        """See `LossKind`."""
+        if not self.named:
+            return f"{next(iter(self.terms.values()))} of {function}"
+        weighted = [
+            f"{name} ({term}{f', times {term.weight:g}' if term.weight != 1.0 else ''})"
+            for name, term in self.terms.items()
+        ]
+        return f"sum of {', '.join(weighted)} of {function}"
+
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
         """See `LossKind`; a tensor (1,) is likely a mean."""
         if self.terms[name].is_sum:
@@ -195,6 +213,10 @@ class CountedByLoss:
     encode = None
     feature = Feature.COUNT_LATE
 
+    def describe(self, function: str) -> str:
+        """See `LossKind`."""
+        return f"mean over the count that {function} returns"
+
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
         """See `LossKind`: any number of items is right, since they are counted when they come."""
 
@@ -220,6 +242,10 @@ class AcrossSamples:
     brings_count = False
     feature = Feature.JOINT
 
+    def describe(self, function: str) -> str:
+        """See `LossKind`."""
+        return f"joint loss {function} of the outputs of {name_of(self.encode)}"
+
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_items(name, values, count)
@@ -231,6 +257,11 @@ class AcrossSamples:
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
+
+
+def name_of(function: LossFunction) -> str:
+    """Return the name of a function or the class of a callable object, without its address in memory."""
+    return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
 
 
 def times(value: torch.Tensor, factor: float) -> torch.Tensor:

@@ -48,6 +48,22 @@ class StepReport:
     noise: NoiseEstimate | None = None
     too_large: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the report in a paragraph. Reads its numbers, so it waits for the device."""
+        terms = ", ".join(f"{name} {value:.4g}" for name, value in self.losses.items())
+        rates = ", ".join(f"{float(rate):.4g}" for rate in dict.fromkeys(self.learning_rates))
+        sizes = ", ".join(map(str, self.too_large))
+        parts = (
+            f"loss {self.loss:.4g}" + f" ({terms})" * (len(self.weights) > 1),
+            "" if self.gradient_norm is None else f"gradient norm {self.grad_norm:.4g}",
+            f"learning rate {rates}",
+            str(self.plan),
+            f"next: epoch {self.position.epoch}, sample {self.position.sample_offset}",
+            "update skipped" if self.skipped else "",
+            f"repeated after out of memory at micro-batches of {sizes}" if sizes else "",
+        )
+        return f"step {self.step}: {', '.join(filter(None, parts))}"
+
     @property
     def loss(self) -> float:
         """The loss of the whole effective batch, over all ranks."""

@@ -103,9 +103,10 @@ def batches(
             yield collate([dataset[i] for i in ids])
     ```
 
-    Samples are loaded one by one when a batch is fed, unit by unit; those of a stream when its batch is reached. Which
-    samples make a step depends on the data, `seed` and `effective_batch_size` only. So does augmentation that draws
-    from the global generators of python, numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before
+    Samples are loaded one by one when a batch is fed, unit by unit; those of a stream when its batch is reached. To see
+    them, call `batch.load()`, which returns all samples of a batch, collated. Which samples make a step depends on the
+    data, `seed` and `effective_batch_size` only. So does augmentation that draws from the global generators of python,
+    numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before
     each sample, and the caller's state is put back. Before `collate` they are seeded from the unit's first sample, so a
     collate function that draws numbers depends on how the batch is cut. Generators that a data set makes for itself
     are its own affair. A data set of Hugging Face without a transform draws nothing, and its units are read at once.

@@ -1,11 +1,14 @@
 """The effective batch that a data set yields: ids and positions now, samples when it is fed."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch
+from anybatch.errors import DataError
+
+_LOAD = "Samples are loaded micro-batch by micro-batch; batch.load() returns all of them, collated."
 
 
 def _no_lengths(sample_ids: Sequence[int]) -> None:  # noqa: ARG001 (nobody has said how long they are)
@@ -81,9 +84,22 @@ class DatasetBatch:
         self._samples = samples
 
     def __repr__(self) -> str:
-        """Return what stands where, without looking into a batch that nobody has looked into."""
-        where = "not placed yet" if self._samples is None else f"start={self.start}, end={self.end}"
-        return f"DatasetBatch({where}, seed={self.seed})"
+        """Return the batch in a paragraph, without finding out its samples if nobody has asked for them."""
+        if self._samples is None:
+            place = "the engine's step decides where in the data it begins"
+        else:
+            start, stop = self.start.sample_offset, self.start.sample_offset + self.num_samples
+            place = f"{self.num_samples} samples, {start} to {stop - 1} of epoch {self.epoch}"
+        return f"Effective batch {self.number} ({place}). {_LOAD}"
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse to be read like a loaded batch.
+
+        Raises:
+            DataError: names `load`.
+        """
+        message = f"batch[{key!r}]: an effective batch holds sample ids, not tensors. {_LOAD}"
+        raise DataError(message)
 
     @property
     def sample_ids(self) -> Sequence[int]:
@@ -136,6 +152,17 @@ class DatasetBatch:
         """
         samples = self.samples
         return samples.feeder(samples, units, later_units)
+
+    def load(self) -> Batch:
+        """Return the whole effective batch, collated in one piece, on the host: to print shapes or to draw images.
+
+        The engine does not need it: `step` loads the samples of each micro-batch itself. Without `start=` the place of
+        the first batch of an iteration is the data's beginning until a step moves it to where the engine stands.
+
+        Returns:
+            What the collate function returns for all samples of all ranks.
+        """
+        return next(iter(self.feed([range(self.num_samples)])))
 
     def in_layout(self, *, packed: bool) -> "DatasetBatch":
         """Return the same samples padded or packed, where the collate function is a `PaddedOrPacked`."""

@@ -1,8 +1,10 @@
 """Workers that run ahead: one persistent loader, driven by keys that say what comes next."""
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,24 +13,40 @@ from torch.utils.data import DataLoader, Dataset
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.fetch import pinned
 from anybatch.data.serialization import is_plain, packed, unpacked
+from anybatch.errors import DataError
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 SMALL_BYTES = 128 * 2**10
 """Most bytes of tensors that are sent as bytes: a fifth of the time of shared memory, which is faster from 1 MB on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedUnit(Generic[Value]):
-    """The batch that a worker loaded, with the hash of its key: the key itself would be sent there and back."""
+    """The batch that a worker loaded, with the hash of its key: the key itself would be sent there and back.
+
+    Attributes:
+        key_hash: hash of the key.
+        value: the batch.
+        failure: why the batch could not be sent; empty if it could.
+    """
 
     key_hash: int
     value: Value
+    failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be sent as these two: what a dataclass is sent as takes twice as long."""
+        """Pickle the hash and the bytes of the value: a dataclass takes twice as long."""
+        # A queue's thread calls this. It drops what it cannot pickle, and the caller would wait for it forever.
+        try:
+            return self._packed()
+        except Exception as error:  # noqa: BLE001 (raised in the caller's process)
+            return LoadedUnit, (self.key_hash, None, f"{type(error).__name__}: {error}")
+
+    def _packed(self) -> tuple[Any, ...]:
         value, tensors = self.value, list(tensors_of(self.value))
         if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
             # Torch sends the memory of a tensor, and forgets that it stands for its conjugate or its negative.
@@ -36,11 +54,24 @@ class LoadedUnit(Generic[Value]):
             tensors = list(tensors_of(value))
         if tensors and all(map(is_plain, tensors)) and sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
             return _from_bytes, (self.key_hash, packed(value))
-        return LoadedUnit, (self.key_hash, value)
+        if _is_sure_to_pickle(value):  # as bytes, large arrays would be copied twice more
+            return LoadedUnit, (self.key_hash, value)
+        return _from_bytes, (self.key_hash, bytes(ForkingPickler.dumps(value)))
 
     def pin_memory(self) -> "LoadedUnit[Value]":
         """Return the same with its tensors in pinned memory. The loader's pinning thread calls this."""
-        return LoadedUnit(self.key_hash, pinned(self.value))
+        return LoadedUnit(self.key_hash, pinned(self.value), self.failure)
+
+
+def _is_sure_to_pickle(value: Any) -> bool:  # noqa: ANN401 (a nested batch)
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_sure_to_pickle, value)) and all(map(_is_sure_to_pickle, value.values()))
+    if kind is list or kind is tuple:
+        return all(map(_is_sure_to_pickle, value))
+    if kind.__module__ == "numpy":
+        return hasattr(value, "dtype") and not value.dtype.hasobject
+    return kind in _PLAIN or (kind is torch.Tensor and is_plain(value))
 
 
 def _from_bytes(key_hash: int, data: bytes) -> LoadedUnit[Any]:
@@ -96,6 +127,12 @@ class Prefetcher(Generic[Key, Value]):
             # workers alive. What the user needs, the worker's own traceback, is in the message.
             raise error.with_traceback(None)  # noqa: B904 (the error itself, not another one)
         assert item.key_hash == hash(key), key
+        if item.failure:
+            message = (
+                f"a batch cannot be sent from its worker process: {item.failure}. Return tensors, numbers, text and "
+                "objects that can be pickled from the data set and collate, or load with num_workers=0."
+            )
+            raise DataError(message)
         return item.value
 
     def close(self) -> None:
@@ -145,7 +182,22 @@ class _Keyed(Dataset[Any]):
     load: Callable[[Any], Any]
 
     def __getitem__(self, key: Any) -> LoadedUnit[Any]:  # noqa: ANN401 (the caller's key)
-        return LoadedUnit(hash(key), self.load(key))
+        try:
+            return LoadedUnit(hash(key), self.load(key))
+        except Exception as error:
+            # A worker sends the class of an error along, and one that cannot be pickled is never received.
+            if _can_be_pickled(type(error)):
+                raise
+            message = f"{type(error).__qualname__}: {error}"
+            raise RuntimeError(message) from error
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 (a class may define how it is pickled)
+        return False
+    return True
 
 
 def _unchanged(item: Any) -> Any:  # noqa: ANN401 (instead of torch's conversion of numbers and arrays to tensors)

@@ -29,11 +29,13 @@ from anybatch.engine.micro_batch_size.budget_trials import TrialParts
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
 from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
+from anybatch.engine.rng.generators import advancing_generators
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.spike_watch.kept_state import KeptState
 from anybatch.engine.spike_watch.watch import SpikeGuard
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner
+from anybatch.engine.step_state import StepState
 from anybatch.engine.telemetry.decisions import Decisions, first_decisions
 from anybatch.engine.telemetry.notifier import Notifier, start_record
 from anybatch.engine.update.clipping import refuse_groups
@@ -62,7 +64,7 @@ class _TrainedModel:
     sharding: UpdateSharding | None
     average: WeightAverage | None
     batch_norm: BatchNormRunner
-    buffers: BufferKeeper
+    state: StepState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
             autocast=arguments.autocast,
             device=world.device,
         ),
-        buffers=BufferKeeper(modules),
+        state=StepState(BufferKeeper(modules), advancing_generators(arguments.randomness)),
     )
 
 
@@ -160,6 +162,7 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
         clip=arguments.clip,
         measures_norm=spec.measure_gradient_norm,
         layout=model.prepared.layout,
+        state=model.state,
         finite=FiniteCheck(world.device),
         average=model.average,
         scheduler=model.scheduler,
@@ -168,7 +171,6 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
         update_statistics=update_statistics,
         run_hooks=model.guard.run_hooks,
         clear=arguments.strategy.clear_gradients,
-        buffers=model.buffers,
         resident=resident,
         notifier=notifier,
     )
@@ -303,8 +305,7 @@ def _step_runner(
     num_further = 0 if noise is None else noise.num_numbers
     executor = choose_executor(context, modules, world, notifier, model.batch_norm, num_further=num_further)
     retry = OomRetry(
-        buffers=model.buffers,
-        randomness=arguments.randomness,
+        state=model.state,
         world=world,
         backoff=backoff,
         notifier=notifier,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, list_checkpoints, save
-from anybatch.checkpoints.files import DIGESTS
+from anybatch.checkpoints.files import has_digests
 from anybatch.checkpoints.loading import newest_intact, stored_state, verify
 from anybatch.checkpoints.parts import HeldPart
 from anybatch.checkpoints.saving_together import SharedSave
@@ -111,12 +111,12 @@ def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
     Raises:
         CheckpointError: there is none, none is intact, or ranks do not see the same one.
     """
-    # A checkpoint holds its digests, a folder of checkpoints does not.
-    is_one = (path / DIGESTS).exists()
+    is_one = False
     found: Sequence[Path] = ()
 
     def find() -> list[str]:
-        nonlocal found
+        nonlocal is_one, found
+        is_one = has_digests(path)
         found = [path] if is_one else list_checkpoints(path)
         return [one.name for one in found]
 

@@ -175,6 +175,9 @@ class Engine:
         self._position = Position()
         self._stepped_data: object | None = None
 
+    def __repr__(self) -> str:
+        return self._parts.describe(self.num_steps, self._position)
+
     @property
     def position(self) -> Position:
         """Where the data stands: the epoch, and how many samples of it have made a step. Batches go on from here."""
@@ -418,9 +421,7 @@ class Engine:
         self._parts.updater.reschedule(scheduler)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove every hook from the model and tell the observer. The model and optimizer stay as they are.
-
-        A world that the engine has made itself is closed, so what needs other ranks cannot be called any more.
+        """Remove every hook from the model, tell the observer, and close a world that the engine has made itself.
 
         Args:
             error: what ended the run, if it did not end by itself.
@@ -451,11 +452,8 @@ class Engine:
         """Let one more observer look in for a while, and a function see every micro-batch on its device.
 
         Args:
-            observer: gets the records that the engine's own observer gets, after it.
+            observer: gets the records that the engine's own observer gets, after it, while the context is entered.
             on_micro_batch: function (micro-batch), called before its forward; what it returns is not looked at.
-
-        Returns:
-            A context manager; both look in as long as it is entered.
         """
         return self._parts.notifier.also(observer, on_micro_batch)
 
@@ -497,4 +495,5 @@ class Engine:
             noise=self._parts.with_noise(summed),
         )
         self.num_steps += 1
+        self._parts.updater.confirm()
         return report

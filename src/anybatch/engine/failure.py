@@ -71,14 +71,23 @@ class failures_reported:  # noqa: N801 (entered where it is called, as the funct
     def _leave_behind(self, error: BaseException) -> None:
         """Undo, tell the other ranks, and raise what is to be raised in the place of an error, if anything is."""
         try:
-            # First, since every way from here raises.
-            self._undo()
+            # First, because every path from here raises.
+            self._restore_state(error)
             raised = _told(error, self._world, self._step)
             if raised is not error:
                 raise raised from error
         finally:
             if self._world.roll_call is not None:
                 self._world.roll_call.leave()
+
+    def _restore_state(self, error: BaseException) -> None:
+        try:
+            self._undo()
+        except Exception as second:  # noqa: BLE001 (as on a device that fails every call: the first error is the cause)
+            error.add_note(
+                f"anybatch: restoring the state from before the step failed too ({type(second).__name__}: {second}). "
+                "Load the last checkpoint before you continue."
+            )
 
 
 def _told(error: BaseException, world: World, step: int | None) -> BaseException:

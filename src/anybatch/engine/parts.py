@@ -34,7 +34,7 @@ from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.replica_check import ReplicaCheck
-from anybatch.engine.rng.generators import CallersRandomness
+from anybatch.engine.rng.generators import advancing_generators
 from anybatch.engine.spike_watch.kept_state import SCHEDULED
 from anybatch.engine.spike_watch.watch import SpikeGuard
 from anybatch.engine.step_planner import StepPlanner
@@ -115,7 +115,7 @@ class Parts:
     @property
     def state(self) -> StateParts:
         """The parts that change while an engine trains."""
-        updater, randomness = self.updater, self.context.randomness
+        updater = self.updater
         return StateParts(
             modules=self.modules,
             layout=self.context.prepared.layout,
@@ -125,7 +125,7 @@ class Parts:
             scheduler=updater.scheduler,
             average=updater.average,
             noise=self.noise,
-            generators=tuple(randomness.generators) if isinstance(randomness, CallersRandomness) else (),
+            generators=tuple(advancing_generators(self.context.randomness)),
             further=self.further_state,
         )
 
@@ -257,7 +257,7 @@ class Parts:
                 "spike watch, and this engine has none: it goes on at the full rates. Build it with spikes=, as before."
             )
             self.notifier.warn("rate_not_lowered", message)
-        self.updater.restored()
+        self.updater.confirm()
 
     def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
         """Average in what a step has said about its gradient's noise; None if it was not measured."""
@@ -292,9 +292,31 @@ class Parts:
             scheduler.load_state_dict(scheduled)
         return loaded.path
 
+    def describe(self, num_steps: int, position: Position) -> str:
+        """Return the engine in a paragraph.
+
+        Args:
+            num_steps: effective batches run.
+            position: the place in the data.
+        """
+        world, sizes = self.world, self.sizes.sizes
+        num_weights = sum(parameter.numel() for parameter in self.context.prepared.parameters.values())
+        ranks = f"{world.size} rank{'s' * (world.size > 1)} ({world.device})"
+        parts = (
+            f"{num_weights:,} trainable weights",
+            f"loss: {self.context.loss}",
+            f"optimizer: {type(self.updater.target.optimizer).__name__}",
+            f"strategy: {self.context.strategy.capabilities.name} on {ranks}",
+            f"micro-batches of at most {sizes.micro_batch_size} samples" if sizes.micro_batch_size else "",
+            f"{num_steps} step{'s' * (num_steps != 1)} made",
+            f"next: epoch {position.epoch}, sample {position.sample_offset}",
+        )
+        return f"Engine: {', '.join(filter(None, parts))}"
+
     def clear_gradients(self) -> None:
-        """Clear all gradients, also half-finished ones."""
+        """Clear all gradients, and end a step without an update: restore its buffers."""
         self.context.strategy.clear_gradients()
+        self.updater.state.skip()
 
     def close(self) -> None:
         """Remove every hook from the model and the optimizer."""

@@ -181,7 +181,7 @@ class StepRunner:
         loss, device = self._context.loss, self._world.device
         try:
             self._notifier.begin_step(step, counted)
-            with self._context.randomness:  # first: whatever runs out of memory, its numbers are drawn once more
+            with self._context.randomness:
                 self._context.strategy.place_gradients()
                 counts = _as_tensor(counted.divisors, widest_dtype(device))
                 late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None

@@ -1,7 +1,8 @@
 """This machine's name, and the memory that a process may still take, as far as the system reports them."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def read_host(root: Path = Path("/")) -> HostReading | None:
     except (OSError, KeyError, ValueError):
         return None
     # A container's limit may be far below what the machine has free.
-    return HostReading(min(available, _left_in_container(root, available)), resident, peak)
+    return HostReading(min([available, *_left_in_groups(root)]), resident, peak)
 
 
 class HostRoom:
@@ -101,12 +102,30 @@ def _kilobytes(path: Path) -> dict[str, int]:
     return found
 
 
-def _left_in_container(root: Path, otherwise: int) -> int:
-    """Return the bytes that the limit of the container leaves; `otherwise` without one."""
-    # Control groups of version 2, as they are seen from inside a container.
-    folder = root / "sys/fs/cgroup"
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes that each memory limit of this process's control groups leaves.
+
+    A limit holds for all groups below it. A container may see its own group as the root, where the path that the kernel
+    reports does not exist.
+    """
     try:
-        limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # there is none, or it is "max"
-        return otherwise
-    return max(0, limit - used)
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    fields = [line.split(":", 2) for line in lines if line.count(":") > 1]
+    paths = {controllers: path for _, controllers, path in fields}
+    for top, names, path in (
+        (root / "sys/fs/cgroup", ("memory.max", "memory.current"), paths.get("", "/")),  # version 2
+        (
+            root / "sys/fs/cgroup/memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), "/"),
+        ),
+    ):
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # no such group or file, or the limit is "max"
+                limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in names)
+                yield max(0, limit - used)
+            if folder == top:
+                break

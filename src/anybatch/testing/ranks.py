@@ -199,9 +199,10 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
             break
         try:
             outcome = RankOutcome(value=function(*args))
+            pipe.send(outcome)  # raises before it sends anything where the value cannot be pickled
         except Exception:  # noqa: BLE001 (the caller gets it as text)
             outcome = RankOutcome(error=traceback.format_exc())
-        pipe.send(outcome)
+            pipe.send(outcome)
         if outcome.error:
             break  # the connection to the others may be out of step
     dist.destroy_process_group()

@@ -50,10 +50,6 @@ class Randomness(Protocol):
         """Start the random numbers of one forward and backward. The same micro-batch again draws the same numbers."""
         ...
 
-    def rewind(self) -> None:
-        """Put the caller's generators back to where they were when this was entered last."""
-        ...
-
     def whole(self, seed: int) -> None:
         """Start the random numbers of what is drawn once for the effective batch, outside of any micro-batch."""
         ...

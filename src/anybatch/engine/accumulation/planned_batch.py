@@ -28,6 +28,12 @@ class RankShare:
 
     batch: Batch | None
 
+    def __repr__(self) -> str:
+        """Return the share in a sentence, without the numbers in its tensors."""
+        if self.batch is None:
+            return "Share of a rank whose loader has ended: no samples."
+        return f"Share of one rank in an effective batch: {type(self.batch).__name__} in share.batch."
+
 
 class PlannedBatch(NamedTuple):
     """An effective batch that has been planned; nothing of it is loaded yet. A tuple, since each step makes one.

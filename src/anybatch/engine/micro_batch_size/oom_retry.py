@@ -10,15 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from anybatch.core.buffers import BufferKeeper
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan, CutConstraints
 from anybatch.core.torch_internals import num_changes
 from anybatch.core.tree import tensors_of
-from anybatch.engine.accumulation.accumulate import Randomness
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.oom_halving import free_cached_memory
+from anybatch.engine.step_state import StepState
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import CannotRedoError, DoesNotFitError
@@ -53,8 +52,7 @@ class OomRetry:
     """Makes a step ready to be run again in smaller micro-batches.
 
     Args:
-        buffers: everything that a forward may change; they are kept at the beginning of each step.
-        randomness: goes back too.
+        state: buffers and generators, copied at the beginning of each step.
         world: the ranks.
         backoff: finds the smaller size.
         notifier: reports each time.
@@ -67,8 +65,7 @@ class OomRetry:
     def __init__(
         self,
         *,
-        buffers: BufferKeeper,
-        randomness: Randomness,
+        state: StepState,
         world: World,
         backoff: SizeBackoff,
         notifier: Notifier,
@@ -77,8 +74,7 @@ class OomRetry:
         executor: Abortable,
         impossible: str,
     ) -> None:
-        self._buffers = buffers
-        self._randomness = randomness
+        self._state = state
         self._world = world
         self._backoff = backoff
         self._notifier = notifier
@@ -88,8 +84,8 @@ class OomRetry:
         self._impossible = impossible
 
     def begin_step(self, step: int) -> None:
-        """Keep what a step may have to go back to."""
-        self._buffers.keep()
+        """Copy the state that a retry begins from."""
+        self._state.keep()
         self._backoff.begin_step(step)
 
     def retry_smaller_or_raise(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
@@ -114,8 +110,7 @@ class OomRetry:
         if failed.phase is not None:
             self._abort(failed, plan, step)
         self._clear()
-        self._buffers.restore()
-        self._randomness.rewind()
+        self._state.restore()
         before, after = self._backoff.shrink(plan, step)
         self._notifier.out_of_memory(failed.phase, failed.message, before, after)
         if after is None:

@@ -33,6 +33,11 @@ def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Ran
     return SampleRandomness(rng if isinstance(rng, PerSample) else PerSample(), modules, device)
 
 
+def advancing_generators(randomness: Randomness) -> list[torch.Generator]:
+    """Return the generators that a step advances: none where random numbers are keyed."""
+    return randomness.generators if isinstance(randomness, CallersRandomness) else []
+
+
 class UnitRandomness:
     """Seeds torch's generators per micro-batch, and puts the caller's state back at the end.
 
@@ -68,9 +73,6 @@ class UnitRandomness:
         for generator in self._generators:
             generator.manual_seed(seed)
 
-    def rewind(self) -> None:
-        """Leaving has put them back already."""
-
     @contextmanager
     def parked(self) -> Iterator[None]:
         """Let another micro-batch draw meanwhile; afterwards the numbers go on as if it had not."""
@@ -83,20 +85,19 @@ class UnitRandomness:
 
 
 class CallersRandomness:
-    """Leaves random numbers as they come, which is `rng=None`. They are restored only where a step is repeated.
+    """Leaves random numbers as they come, which is `rng=None`.
 
     Attributes:
-        generators: torch's own, of the CPU and the rank's device; a checkpoint holds their state.
+        generators: torch's own, of the CPU and the rank's device; `StepState` restores them after an unfinished step,
+            and a checkpoint holds their state.
     """
 
     covers_backward = False
 
     def __init__(self, device: torch.device) -> None:
         self.generators = [torch.default_generator, *device_generators(device)]
-        self._states: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
-        self._states = [generator.get_state() for generator in self.generators]
         return self
 
     def __exit__(
@@ -110,11 +111,6 @@ class CallersRandomness:
 
     def whole(self, seed: int) -> None:
         """Nothing is seeded."""
-
-    def rewind(self) -> None:
-        """Go back to what was there before the step."""
-        for generator, state in zip(self.generators, self._states, strict=True):
-            generator.set_state(state)
 
     def parked(self) -> AbstractContextManager[None]:
         """Others draw from the same numbers."""

@@ -82,9 +82,6 @@ class SampleRandomness:
         for generator, state in zip(self._draws.generators, self._states, strict=True):
             generator.set_state(state)
 
-    def rewind(self) -> None:
-        """Leaving has put the generators back already."""
-
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Key the draws of one forward and backward.

@@ -88,6 +88,13 @@ class Target:
         groups = [[known.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups]
         return [[gradient for gradient in group if gradient is not None] for group in groups]
 
+    def detach(self) -> None:
+        """Free the gradients of master weights; those of the model belong to the strategy."""
+        if self.update == "master_weights":
+            for parameter, master in zip(self.parameters, self.updated, strict=True):
+                if master is not parameter:
+                    master.grad = None
+
     def cast(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give low-precision parameters their summed (and clipped) gradients, rounded once."""
         if self.update == "cast":
@@ -95,7 +102,7 @@ class Target:
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def copy_back(self) -> None:
-        """Copy updated master weights into the model, and free their gradients."""
+        """Copy updated master weights into the model."""
         if self.update != "master_weights":
             return
         with torch.no_grad():
@@ -103,7 +110,6 @@ class Target:
                 # What was float32 already is updated where it is.
                 if master is not parameter:
                     parameter.copy_(master)
-                    master.grad = None
 
 
 def make_target(
@@ -180,6 +186,11 @@ class LossScaler:
         """Divide gradients by the scale, looking for overflow."""
         if self.enabled:
             self.scaler.unscale_(self._optimizer)
+
+    def forget_gradients(self) -> None:
+        """Forget unscaled gradients after an error, because `GradScaler` refuses to unscale twice; keep the scale."""
+        if self.enabled:
+            self.scaler.update(self.scaler.get_scale())
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a copy of a gradient divided by the scale, for looking at; no update follows."""

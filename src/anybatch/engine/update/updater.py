@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.buffers import BufferKeeper
 from anybatch.core.records import PhaseName
 from anybatch.engine.checkpoint_state import Scheduler
+from anybatch.engine.step_state import StepState
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy, clip_gradients
 from anybatch.engine.update.finite_check import FiniteCheck
@@ -24,6 +24,7 @@ from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, U
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 
 _NOTHING = nullcontext()
+_INTERRUPTED = "interrupted before the step was counted"
 Gradients = Sequence[torch.Tensor | None]
 """The summed gradient of each trainable parameter; None for one that no rank used."""
 
@@ -34,8 +35,8 @@ class Updated(NamedTuple):
     Attributes:
         gradient_norm: from before clipping, on the device; None where it was not measured.
         learning_rates: of each parameter group, as the update used them.
-        skipped: whether fp16 gradients had overflowed, or a spike watch left out what was not finite: nothing was
-            changed.
+        skipped: whether fp16 gradients had overflowed, or a spike watch left out what was not finite: parameters,
+            buffers and optimizer have not changed.
     """
 
     gradient_norm: Float[Tensor, ""] | None
@@ -52,6 +53,7 @@ class Updater:
         clip: the clipping policy; None clips nothing.
         measures_norm: measure the gradient's norm also where nothing is clipped by it.
         layout: how gradients lie on the ranks.
+        state: buffers and generators from before the step, restored unless the update is made.
         finite: looks for a loss or gradient that is not finite.
         average: averaged weights; None for none.
         scheduler: stepped once per update; None for none.
@@ -59,7 +61,6 @@ class Updater:
         update_statistics: called after each update, for running statistics of layers.
         run_hooks: runs the user's hooks on parameters on the summed gradients, in place.
         clear: clears gradients.
-        buffers: the buffers of the model as they were before the step.
         sharding: how the optimizer's step is shared out over ranks; None if every rank makes all of it.
         resident: what stays in memory from step to step, for errors.
         notifier: reports phases.
@@ -77,6 +78,7 @@ class Updater:
         clip: ClipPolicy | None,
         measures_norm: bool,
         layout: ParameterLayout,
+        state: StepState,
         finite: FiniteCheck,
         average: WeightAverage | None,
         scheduler: Scheduler | None,
@@ -85,7 +87,6 @@ class Updater:
         update_statistics: Callable[[], None],
         run_hooks: Callable[[Gradients], None],
         clear: Callable[[], None],
-        buffers: BufferKeeper,
         resident: ResidentMemory,
         notifier: Notifier,
     ) -> None:
@@ -94,6 +95,7 @@ class Updater:
         self.average = average
         self.scheduler = scheduler
         self.finite = finite
+        self.state = state
         self._clip = clip
         self._measures_norm = measures_norm or isinstance(clip, ClipByNorm)
         self._layout = layout
@@ -102,7 +104,6 @@ class Updater:
         self._update_statistics = update_statistics
         self._run_hooks = run_hooks
         self._clear = clear
-        self._buffers = buffers
         self.resident = resident
         self._notifier = notifier
         self._broken_off = ""
@@ -144,21 +145,26 @@ class Updater:
         except NonFiniteError:
             if not self.skips_non_finite:
                 raise
-            self._clear()
+            self._clear_gradients()
+            self.state.skip()
             return Updated(contributions.new_tensor(math.inf), rates, skipped=True)
         except torch.OutOfMemoryError as error:
-            # Clipping comes before the update: going back to the buffers leaves the engine as it was before the step.
-            self._buffers.restore()
             said = f"{_out_of_memory('clip', step, error)} Parameters and optimizer are as before the step."
             message = f"{said} {self.resident.remedy()}"
             raise DoesNotFitError(message, step=step, phase="clip") from error
         self._step = step
+        self._broken_off = _INTERRUPTED
         try:
             with self._notifier.phase("update"):
                 with _NOTHING if self.rate_factor == 1.0 else at_rate(self.target.optimizer, self.rate_factor):
                     stepped = self._stepped(gradients)
-                self._update_statistics()
+                if stepped:
+                    self._update_statistics()
+                    self.state.release()
+                else:
+                    self.state.skip()
         except NonFiniteError:  # gradients have overflowed, and nothing was updated
+            self._broken_off = ""
             raise
         except torch.OutOfMemoryError as error:
             message = (
@@ -205,8 +211,8 @@ class Updater:
             )
             raise UpdateFailedError(message, step=self._step)
 
-    def restored(self) -> None:
-        """Forget an update that broke off: all state has come from a checkpoint, or from another rank."""
+    def confirm(self) -> None:
+        """Allow further steps: the last update is counted, or all state comes from a checkpoint or another rank."""
         self._broken_off = ""
 
     def reschedule(self, scheduler: SchedulerFunction) -> None:
@@ -214,9 +220,19 @@ class Updater:
         self.scheduler = scheduler_of(scheduler, self.target.optimizer)
 
     def undo(self) -> None:
-        """Leave nothing half-done behind an error: clear gradients, drop state that no update has used yet."""
-        self._clear()
+        """Restore the state from before an unfinished step: gradients, loss scaling, buffers, generators.
+
+        Optimizer state that no update has used yet is dropped. After a finished step only gradients are cleared.
+        """
+        self._clear_gradients()
+        self.scaler.forget_gradients()
         self._optimizer_memory.undo()
+        self.state.restore()
+        self.state.release()
+
+    def _clear_gradients(self) -> None:
+        self._clear()
+        self.target.detach()
 
     def _clipped(
         self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int
@@ -256,7 +272,7 @@ class Updater:
             self.target.copy_back()
             if self.average is not None:
                 self.average.update()
-        self._clear()
+        self._clear_gradients()
         return stepped
 
 

@@ -1,0 +1,189 @@
+"""Every way of leaving an unfinished step restores the same state, under every strategy."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import anybatch as ab
+from anybatch.errors import UpdateFailedError
+from tests.engine.cases import InMemory
+from tests.engine.unfinished_steps import (
+    OPTIONS,
+    WAYS,
+    FaultError,
+    Outcome,
+    Trial,
+    UserInterrupt,
+    differing,
+    leave,
+    samples,
+)
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:the forward updates state")
+IN_ONE_PROCESS = ("single", "data_parallel")
+AFTER_AGREEMENT = ("refused batch", "parameter hook", "out of memory while clipping")
+"""Planning that every rank refuses alike, and hooks that run once the ranks have agreed on the update."""
+OVERFLOWS = ("NaN loss", "NaN gradient")
+"""What fp16 skips instead of raising."""
+
+
+def is_restored(outcomes: list[Outcome]) -> bool:
+    """Whether a step raised on every rank, changed nothing there and left no trace in the next one."""
+    return all(error is not None and changed == later == [] for error, changed, later in outcomes)
+
+
+@sees(
+    "an unfinished step keeps its buffers",
+    "src/anybatch/engine/update/updater.py",
+    """
+        self.state.restore()
+        self.state.release()
+""",
+    """
+        self.state.release()
+""",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp", "zero1", "fsdp", "data_parallel"])
+def test_every_rank_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
+    """State before == state after on every rank, and the next step equals that of an engine that has not failed."""
+    is_alone = strategy in IN_ONE_PROCESS
+    outcomes = [leave(strategy, way)] if is_alone else two_ranks.run(leave, strategy, way)
+
+    assert is_restored(outcomes), outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in AFTER_AGREEMENT])
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
+def test_one_of_two_ranks_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
+    """The rank that fails and its peer both restore their state, and make the next step as if nothing had happened."""
+    outcomes = two_ranks.run(leave, strategy, way, "plain", "last rank")
+
+    assert is_restored(outcomes), outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+def test_options(options: str, way: str) -> None:
+    """The same for policies about BatchNorm, random numbers, pooled buffers, joint losses and precisions."""
+    outcome = leave("single", way, options)
+
+    if options == "fp16" and way in OVERFLOWS:
+        assert outcome.error is None
+        assert {name.partition(".")[0] for name in outcome.changed} == {"steps", "scaler"}
+    else:
+        assert is_restored([outcome]), outcome
+
+
+@sees(
+    "a skipped step keeps its buffers",
+    "src/anybatch/engine/update/updater.py",
+    """
+            self.state.skip()
+            return Updated""",
+    """
+            return Updated""",
+)
+@pytest.mark.filterwarnings("ignore:the loss of step 1 is not finite")
+def test_a_watch_skips_a_step() -> None:
+    """A step that a spike watch skips is counted, and changes neither parameters, buffers nor optimizer."""
+    trial = Trial("single", {"spikes": "roll_back"}, ab.World())
+    trial.engine.step(InMemory(samples(0)))
+    before = trial.state()
+    report = trial.fail("NaN loss")
+
+    assert isinstance(report, ab.StepReport)
+    assert report.skipped
+    assert differing(before, trial.state()) == ["steps"]
+
+
+@sees(
+    "a gradient keeps its buffers",
+    "src/anybatch/engine/parts.py",
+    """
+        self.updater.state.skip()
+""",
+    "",
+)
+def test_gradients_change_nothing() -> None:
+    """`Engine.gradients` leaves buffers as they are, too."""
+    trial = Trial("single", {}, ab.World())
+    trial.engine.step(InMemory(samples(0)))
+    before = trial.state()
+    trial.engine.gradients(InMemory(samples(1)))
+
+    assert differing(before, trial.state()) == []
+
+
+@sees(
+    "a failed step restores the buffers of the step before",
+    "src/anybatch/engine/update/updater.py",
+    """
+                    self.state.release()
+                else:
+""",
+    """
+                else:
+""",
+    cases=["evaluation"],
+)
+@pytest.mark.parametrize("call", ["evaluation", "saving", "loading"])
+def test_between_steps(call: str, tmp_path: Path) -> None:
+    """A failed call between steps does not restore the state from before the last step."""
+    trial = Trial("single", {"rng": None}, ab.World())
+    trial.engine.step(InMemory(samples(0)))
+    before = trial.state()
+    (tmp_path / "file").touch()
+    calls: dict[str, Callable[[], object]] = {
+        "evaluation": lambda: trial.engine.evaluate([InMemory(samples(0))], lambda *_: 1 // 0),
+        "saving": lambda: trial.engine.save(tmp_path / "file"),
+        "loading": lambda: trial.engine.load(tmp_path / "nowhere"),
+    }
+    with pytest.raises((ZeroDivisionError, ab.errors.CheckpointError)):
+        calls[call]()
+
+    assert differing(before, trial.state()) == []
+
+
+@sees(
+    "an update that is not counted is forgotten",
+    "src/anybatch/engine/update/updater.py",
+    "self._broken_off = _INTERRUPTED",
+    "pass",
+)
+def test_interrupted_before_the_step_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C after the update and before it is counted allows no further step until a checkpoint is loaded."""
+
+    def interrupt(**_: object) -> None:
+        raise UserInterrupt
+
+    trial = Trial("single", {}, ab.World())
+    trial.engine.step(InMemory(samples(0)))
+    trial.engine.save(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("anybatch.engine.engine.StepReport", interrupt)
+        assert isinstance(trial.fail(""), UserInterrupt)
+    with pytest.raises(UpdateFailedError):
+        trial.engine.step(InMemory(samples(1)))
+    trial.engine.load(tmp_path)
+    trial.engine.step(InMemory(samples(1)))
+
+
+def test_a_state_that_cannot_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error is raised, and a note says that restoring failed too."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError
+
+    trial = Trial("single", {}, ab.World())
+    monkeypatch.setattr("anybatch.engine.step_state.StepState.restore", fail)
+    error = trial.fail("loss")
+
+    assert isinstance(error, FaultError)
+    assert any("RuntimeError" in note for note in error.__notes__)

@@ -1,0 +1,303 @@
+"""Ways of leaving an unfinished step, and the state that each of them must restore."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.batch import LaterUnits, Positions
+from anybatch.core.records import MicroBatchRecord, Record
+from anybatch.errors import AnyBatchError, DoesNotFitError, NonFiniteError, RankFailedError
+from anybatch.norms import Exact, Ghost
+from anybatch.parallel.local_parts import local_part
+from anybatch.parallel.registry import choose_strategy
+from anybatch.recipes.run.session import StoppedOnRequest
+from tests.engine.cases import Batch, InMemory
+
+State = dict[str, Any]
+NUM_SAMPLES = 16
+
+
+class FaultError(Exception):
+    """A failure in the user's code."""
+
+
+class UserInterrupt(KeyboardInterrupt):
+    """Ctrl-C; pytest ends at the plain one."""
+
+
+class StopRequested(StoppedOnRequest):
+    """A request of the recipe to stop."""
+
+
+WAYS: Mapping[str, type[BaseException]] = {
+    "forward hook": FaultError,
+    "loss": FaultError,
+    "backward": FaultError,
+    "parameter hook": FaultError,
+    "observer": FaultError,
+    "loading": FaultError,
+    "refused batch": AnyBatchError,  # before the first micro-batch, so the copy of the step before must not return
+    "NaN loss": NonFiniteError,
+    "NaN gradient": NonFiniteError,
+    "Ctrl-C": UserInterrupt,
+    "stop request": StopRequested,
+    "out of memory": AnyBatchError,  # DoesNotFitError, or CannotRedoError where the strategy cannot retry
+    "out of memory while clipping": DoesNotFitError,
+}
+"""How a step fails, and what the engine raises."""
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "callers' numbers": {"rng": None},
+    "numbers by sample": {"rng": "per_sample"},
+    "pooled buffer": {"buffers": {"*center": "mean"}},
+    "exact norms": {"norms": Exact()},
+    "ghost norms": {"norms": Ghost(2)},
+    "frozen norms": {"norms": "freeze"},
+    "joint": {"joint": True},
+    "fp16": {"precision": "fp16"},
+    "master weights": {"dtype": torch.bfloat16},
+    "averaged": {"average_decay": 0.9, "clip": 1.0},
+}
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean, which each forward updates in place, and counts calls in a replaced tensor."""
+
+    center: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return centred values."""
+        self.center.mul_(0.9).add_(values.detach().mean(0), alpha=0.1)
+        self.calls = self.calls + 1
+        return values - self.center
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return a small model with BatchNorm, dropout and buffers that the forward updates.
+
+    BatchNorm sees several values per sample, so that single samples can be normalised.
+    """
+    torch.default_generator.manual_seed(3)
+    norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()
+    return nn.Sequential(nn.Linear(4, 6), *norm, Centered(), nn.Dropout(0.3), nn.Linear(6, 3)).to(dtype)
+
+
+def samples(step: int) -> Batch:
+    """Return an effective batch."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return {
+        "x": torch.randn(NUM_SAMPLES, 4, generator=generator),
+        "y": torch.randint(0, 3, (NUM_SAMPLES,), generator=generator),
+    }
+
+
+class Trial:
+    """An engine whose step fails on some ranks while `way` is set."""
+
+    def __init__(self, strategy: str, options: Mapping[str, Any], world: ab.World) -> None:
+        self.way: str | None = None
+        options = dict(options)
+        self.dtype = options.pop("dtype", torch.float32)
+        is_joint = options.pop("joint", False)
+        self.model = network(self.dtype)
+        self.model[4].register_forward_hook(self.on_forward)
+        self.engine = ab.Engine(
+            self.model,
+            lambda named: torch.optim.Adam(named, lr=0.1),
+            ab.joint(self.encode, self.spread) if is_joint else ab.mean_over_samples(self.loss),
+            micro_batch_size=4,
+            strategy=choose_strategy(strategy, world),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            observer=self,
+            world=world,
+            check_loss=False,
+            **{"norms": "keep", **options},
+        )
+
+    def on_forward(self, *_: object) -> None:
+        """Fail in a hook of a module, after the buffers have changed."""
+        if self.way == "forward hook":
+            raise FaultError
+
+    def observe(self, record: Record) -> None:
+        """Fail as an observer does."""
+        if self.way == "observer" and isinstance(record, MicroBatchRecord):
+            raise FaultError
+
+    def encode(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return outputs, or fail."""
+        return self.fail_in_loss(model(batch["x"].to(self.dtype)).float())
+
+    def spread(self, _: nn.Module, outputs: torch.Tensor) -> torch.Tensor:
+        """Return a loss across samples."""
+        return outputs.square().mean() + outputs.mean(0).square().sum()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the mean, or fail."""
+        return self.fail_in_loss(F.cross_entropy(model(batch["x"].to(self.dtype)).float(), batch["y"]))
+
+    def fail_in_loss(self, value: torch.Tensor) -> torch.Tensor:
+        """Raise or spoil a value in the way that is set."""
+        if self.way in ("loss", "Ctrl-C", "stop request"):
+            raise WAYS[self.way]
+        if self.way == "out of memory":
+            raise torch.OutOfMemoryError
+        if self.way == "NaN loss":
+            return value * torch.nan
+        if self.way in ("backward", "NaN gradient") and value.requires_grad:
+            value.register_hook(self.on_gradient)
+        return value
+
+    def on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Fail in a backward, or in the hook of a parameter."""
+        if self.way == "out of memory while clipping":
+            raise torch.OutOfMemoryError
+        if self.way in ("backward", "parameter hook"):
+            raise FaultError
+        return gradient * torch.nan
+
+    def fail(self, way: str) -> BaseException | ab.StepReport:
+        """Run a step that fails, and return what it raises, or the report of a skipped step."""
+        self.way = way
+        hooks = []
+        if way in ("parameter hook", "out of memory while clipping"):
+            hooks.append(next(self.model.parameters()).register_hook(self.on_gradient))
+        try:
+            return self.engine.step(BATCHES.get(way, InMemory)(samples(7)))
+        except (Exception, UserInterrupt, StopRequested) as error:  # noqa: BLE001 (returned)
+            return error
+        finally:
+            self.way = None
+            for hook in hooks:
+                hook.remove()
+
+    def state(self) -> State:
+        """Return a copy of all that a step changes."""
+        engine, model = self.engine, self.model
+        found: State = {f"model: {name}": value for name, value in model.state_dict().items()}
+        found |= {f"gradient of {name}": _gradient(parameter) for name, parameter in model.named_parameters()}
+        groups = engine.optimizer.param_groups
+        found |= {
+            f"gradient {number} of the optimizer": _gradient(parameter)
+            for number, parameter in enumerate(one for group in groups for one in group["params"])
+        }
+        found |= _flat("optimizer", engine.optimizer.state_dict())
+        assert isinstance(engine.scheduler, torch.optim.lr_scheduler.LRScheduler)
+        found |= _flat("scheduler", engine.scheduler.state_dict())
+        found["generator"] = torch.get_rng_state()
+        found["modes"] = [module.training for module in model.modules()]
+        found["momentum"] = model[2].momentum
+        found["steps"], found["position"] = engine.num_steps, engine.position
+        scaler = engine._parts.updater.scaler  # noqa: SLF001 (its state shows in checkpoints alone)
+        found |= _flat("scaler", scaler.scaler.state_dict()) if scaler.enabled else {}
+        if engine.average is not None:
+            found |= {f"average {number}": value for number, value in enumerate(engine.average.weights)}
+        return {name: copy.deepcopy(_local(value)) for name, value in found.items()}
+
+
+class Unreadable(InMemory):
+    """An effective batch whose second micro-batch cannot be loaded."""
+
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
+        """Yield one micro-batch and fail."""
+        feed = super().feed(units, later_units)
+        yield next(feed)
+        raise FaultError
+
+
+BATCHES: Mapping[str, Callable[[Batch], InMemory]] = {
+    "loading": Unreadable,
+    "refused batch": lambda _: InMemory({"x": torch.empty(0, 4), "y": torch.empty(0)}),
+}
+
+
+def _flat(name: str, value: Any) -> State:
+    """Return the leaves of a state by their paths."""
+    if isinstance(value, Mapping):
+        return {k: v for key, one in value.items() for k, v in _flat(f"{name}.{key}", one).items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for number, one in enumerate(value) for k, v in _flat(f"{name}.{number}", one).items()}
+    return {name: value}
+
+
+def _local(value: Any) -> Any:
+    return local_part(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient; zeros are none."""
+    gradient = None if parameter.grad is None else local_part(parameter.grad)
+    return gradient if gradient is not None and gradient.any() else None
+
+
+def differing(first: State, second: State) -> list[str]:
+    """Return the names under which two states differ in any bit."""
+    names = first.keys() | second.keys()
+    return sorted(name for name in names if not _same(first.get(name), second.get(name)))
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return bool(type(first) is type(second) and first == second)
+
+
+class Outcome(NamedTuple):
+    """What a step that fails leaves on one rank.
+
+    Attributes:
+        error: class that was raised; None for a skipped step.
+        changed: names in the state that differ from before the step.
+        later: names in the state that differ, after one more step, from an engine that has not failed.
+    """
+
+    error: str | None
+    changed: list[str]
+    later: list[str]
+
+
+def leave(strategy: str, way: str, options: str = "plain", fails_on: str = "every rank") -> Outcome:
+    """Run on every rank: two steps, one that fails on every rank or on the last, and one more."""
+    world = ab.World.from_environment()
+    try:
+        return _leave(
+            strategy, way, options, world, fails_here=fails_on == "every rank" or world.rank == world.size - 1
+        )
+    finally:
+        world.close()
+
+
+def _leave(strategy: str, way: str, options: str, world: ab.World, *, fails_here: bool) -> Outcome:
+    trials, changed, error = [], [], None
+    for fails in (True, False):
+        trial = Trial(strategy, OPTIONS[options], world)
+        trials.append(trial)
+        torch.manual_seed(5 + world.rank)
+        for step in range(2):
+            trial.engine.step(InMemory(samples(step)))
+        if fails:
+            before = trial.state()
+            raised = trial.fail(way if fails_here else "")
+            changed = differing(before, trial.state())
+            if not isinstance(raised, ab.StepReport):
+                error = type(raised).__name__
+                assert isinstance(raised, WAYS[way] if fails_here else (RankFailedError, NonFiniteError)), raised
+        if way != "out of memory":  # the next step would be cut into smaller micro-batches
+            trial.engine.step(InMemory(samples(2)))
+        trial.engine.close()
+    failed, reference = (trial.state() for trial in trials)
+    del failed["generator"], reference["generator"]
+    later = [] if way == "out of memory" else differing(failed, reference)
+    return Outcome(error, changed, later)
