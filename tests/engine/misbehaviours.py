@@ -1,0 +1,503 @@
+"""The ways in which one rank misbehaves, each with the endings that are right."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.core.records import Observers
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.ddp import DDP
+from tests.engine.misbehaving_ranks import Act, Block, Misbehaviour, Program, step_in_thread, stop_for
+
+SLOW_SECONDS = 2.0
+PLANTED = "ValueError: planted"
+ENDED = r"RankFailedError: .*rank 1 (has )?ended"
+DIFFERS = "RanksDifferError: "
+APART = (
+    r"finished|RankFailedError: .*planted|RanksDifferError|ReplicaError|UpdateFailedError|WorldError: .*earlier error"
+)
+"""Ends of ranks whose loops survive errors: together again, or refused with a reason."""
+
+BEFORE = ("model", "optimizer function", "scheduler function")
+"""Places while the engine is built."""
+IN_STEP = (
+    "loss",
+    "end of loss",
+    "forward",
+    "backward",
+    "autograd function",
+    "dataset",
+    "optimizer hook",
+    "optimizer",
+    "scheduler",
+    "observer, micro-batch",
+    "observer",
+)
+NOW_AND_THEN = {"between": 2, "state_dict": 1, "metric": 2, "evaluated data": 2, "load_state_dict": 3}
+"""Places outside of steps, and behind which step the program gets there."""
+
+
+def fail(_: Program) -> None:
+    """Raise."""
+    message = "planted"
+    raise ValueError(message)
+
+
+def raising(error: BaseException) -> Act:
+    """Return what raises an error."""
+
+    def act(_: Program) -> None:
+        raise error
+
+    return act
+
+
+def die(_: Program) -> None:
+    """End without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(_: Program) -> None:
+    """End without a word, as a library does that calls exit()."""
+    os._exit(7)
+
+
+def delay(_: Program) -> None:
+    """Be slow."""
+    time.sleep(SLOW_SECONDS)
+
+
+def all_misbehaviours() -> dict[str, Misbehaviour]:
+    """Return all of them by name."""
+    sources = (raising_ranks, dying_ranks, slow_ranks, other_calls, other_builds, other_data, other_states)
+    found = {case.name: case for source in sources for case in source()}
+    assert len(found) == sum(len(list(source())) for source in sources), "a name comes twice"
+    return found
+
+
+def raising_ranks() -> Iterator[Misbehaviour]:
+    """Yield ranks that raise."""
+    steps = {place: 2 for place in IN_STEP} | NOW_AND_THEN
+    for place, step in steps.items():
+        case = partial(Misbehaviour, place=place, act=fail, step=step)
+        yield case(name=f"raises in {place}, ends", own=PLANTED, peers=f"RankFailedError: .*{PLANTED}")
+        yield case(
+            name=f"raises in {place}, lingers", own=PLANTED, peers=f"RankFailedError: .*{PLANTED}", mode="lingers"
+        )
+        if place != "between":
+            yield case(name=f"raises in {place}, goes on", own=APART, peers=APART, mode="goes on")
+    for place in BEFORE:
+        case = partial(Misbehaviour, place=place, act=fail, own=PLANTED)
+        yield case(name=f"raises in {place}, ends", peers=f"RankFailedError: .*({PLANTED}|rank 1 (has )?ended)")
+    yield Misbehaviour(
+        name="raises in the first step", place="loss", step=0, act=fail, own=PLANTED, peers=f"RankFailed.*{PLANTED}"
+    )
+    yield Misbehaviour(
+        name="raises while the loss is checked",
+        place="loss",
+        step=0,
+        act=fail,
+        own=PLANTED,
+        peers=f"RankFailed.*{PLANTED}",
+        common={"check_loss": True},
+    )
+    yield Misbehaviour(
+        name="rank 0 raises in backward, lingers",
+        place="backward",
+        act=fail,
+        odd_rank=0,
+        own=PLANTED,
+        peers=f"RankFailedError: .*{PLANTED}",
+        mode="lingers",
+    )
+    yield Misbehaviour(
+        name="one of three raises in backward, lingers",
+        place="backward",
+        act=fail,
+        own=PLANTED,
+        peers=f"RankFailedError: .*{PLANTED}",
+        mode="lingers",
+        num_ranks=3,
+    )
+    yield from _raising_others()
+
+
+def _raising_others() -> Iterator[Misbehaviour]:
+    """Yield ranks that raise something else than usual."""
+    errors: dict[str, BaseException] = {
+        "KeyboardInterrupt": KeyboardInterrupt("planted"),
+        "SystemExit": SystemExit("planted"),
+        "RuntimeError like gloo's": RuntimeError("Connection closed by peer: planted"),
+        "OutOfMemoryError": torch.OutOfMemoryError("planted"),
+        "StopIteration": StopIteration("planted"),
+    }
+    for name, error in errors.items():
+        for place in ("loss", "backward", "optimizer"):
+            kind = type(error).__name__
+            peers = f"RankFailedError: .*({kind}|planted)"
+            if name == "OutOfMemoryError":  # all repeat the step in smaller micro-batches, where that is possible
+                kind, peers = "finished|planted", "finished|RankFailedError: .*planted"
+            if name == "StopIteration":
+                kind = "StopIteration|RuntimeError"
+            yield Misbehaviour(name=f"{name} in {place}", place=place, act=raising(error), own=kind, peers=peers)
+
+
+def dying_ranks() -> Iterator[Misbehaviour]:
+    """Yield ranks that end without a word."""
+    for place, step in ({place: 2 for place in IN_STEP} | NOW_AND_THEN).items():
+        yield Misbehaviour(name=f"killed in {place}", place=place, act=die, step=step, own="died -9", peers=ENDED)
+    for place in BEFORE:
+        yield Misbehaviour(name=f"killed in {place}", place=place, act=die, own="died -9", peers=ENDED)
+    for place in ("forward", "backward", "optimizer", "between"):
+        yield Misbehaviour(name=f"exits in {place}", place=place, act=leave, own="died 7", peers=ENDED)
+    for place in ("forward", "backward"):
+        case = partial(Misbehaviour, place=place, act=die, own="died -9", num_ranks=3)
+        yield case(name=f"one of three killed in {place}", peers=ENDED)
+        yield case(name=f"rank 0 of three killed in {place}", odd_rank=0, peers=ENDED.replace("rank 1", "rank 0"))
+    yield Misbehaviour(
+        name="killed before the ranks meet",
+        place="before meeting",
+        act=die,
+        own="died -9",
+        peers="WorldError: .*rank 1",
+        timeout_seconds=6.0,
+    )
+    yield Misbehaviour(
+        name="killed before the engine is built", place="before engine", act=die, own="died -9", peers=ENDED
+    )
+    yield Misbehaviour(
+        name="killed between meeting and connecting",
+        place="before meeting",
+        act=_die_while_connecting,
+        own="died -9",
+        peers=r"(RankFailed|World)Error: .*rank 1",
+    )
+    yield Misbehaviour(
+        name="killed while a world is made",
+        place="before meeting",
+        act=_die_while_making_a_world,
+        own="died -9",
+        peers=r"(RankFailed|World)Error: .*rank 1",
+    )
+
+
+def _die_while_connecting(_: Program) -> None:
+    torch.distributed.init_process_group = lambda *_, **__: die(_)  # type: ignore[assignment,arg-type]
+
+
+def _die_while_making_a_world(_: Program) -> None:
+    torch.distributed.new_group = lambda *_, **__: die(_)  # type: ignore[assignment,arg-type]
+
+
+def slow_ranks() -> Iterator[Misbehaviour]:
+    """Yield ranks that are late."""
+    places = {"loss": 2, "backward": 2, "dataset": 2, "optimizer": 2, "scheduler": 2, "before engine": 2, "model": 2}
+    for place, step in (places | NOW_AND_THEN).items():
+        yield Misbehaviour(name=f"slow in {place}", place=place, act=delay, step=step)
+    yield Misbehaviour(name="slow to come", place="before meeting", act=delay)
+    yield Misbehaviour(name="stopped by the system", place="loss", act=lambda _: stop_for(SLOW_SECONDS))
+    for place in ("forward", "backward", "between"):
+        yield Misbehaviour(
+            name=f"slower than the time-out in {place}",
+            place=place,
+            act=lambda _: time.sleep(9.0),
+            timeout_seconds=4.0,
+            own=r"RankFailedError: .*rank 0.*waited|WorldError",
+            peers=r"WorldError: .*rank 1 (has )?not",
+        )
+    yield Misbehaviour(
+        name="slower than the time-out to save",
+        place="save",
+        step=1,
+        act=lambda _: time.sleep(9.0),
+        timeout_seconds=4.0,
+        own=r"RankFailedError: .*rank 0.*waited|WorldError",
+        peers=r"WorldError: .*rank 1 (has )?not",
+    )
+
+
+def other_calls() -> Iterator[Misbehaviour]:
+    """Yield ranks that call something else."""
+    apart = partial(Misbehaviour, own=DIFFERS, peers=DIFFERS)
+    loop = {"skips a step": "skip", "makes a step twice": "again"}
+    for name, word in loop.items():
+        yield apart(name=name, place="between", act=lambda _, word=word: word)
+    yield Misbehaviour(
+        name="ends its loop", place="between", act=lambda _: "stop", peers=r".*rank 1 (has )?(ended|closed)"
+    )
+    calls: dict[str, Callable[[Program], object]] = {
+        "saves": lambda p: p.engine.save(p.folder),
+        "evaluates": lambda p: p.engine.evaluate(p.evaluated()),
+        "loads": lambda p: p.engine.load(p.folder),
+        "asks for gradients": lambda p: p.engine.gradients(p.batch),
+        "aligns replicas": lambda p: p.engine.align_replicas(),
+    }
+    for name, call in calls.items():
+        yield apart(name=f"{name} alone", place="between", act=partial(_call, call), peers=DIFFERS, own=DIFFERS)
+    for name in ("save", "evaluate", "load"):
+        step = {"save": 1, "evaluate": 2, "load": 3}[name]
+        yield apart(name=f"leaves out {name}", place=name, step=step, act=lambda _: "left out")
+    yield Misbehaviour(
+        name="saves alone behind the last step",
+        place="before close",
+        step=5,
+        act=partial(_call, calls["saves"]),
+        own=r"(RankFailed|World)Error: .*(rank 0 (has )?(closed|ended)).*",
+    )
+    yield Misbehaviour(
+        name="closes the engine",
+        place="between",
+        act=partial(_call, lambda p: p.engine.close()),
+        own="UserError",
+        peers=r".*rank 1 (has )?(ended|closed)|RankFailedError: .*closed",
+    )
+    yield apart(name="builds one more engine", place="between", act=_one_more_engine)
+    yield apart(name="makes one more world", place="between", act=lambda _: _one_more_world())
+    yield Misbehaviour(
+        name="builds one more engine behind the last step",
+        place="before close",
+        step=5,
+        act=_one_more_engine,
+        own=r"(RankFailed|World)Error: .*rank 0",
+    )
+    yield from _calls_inside()
+
+
+def _calls_inside() -> Iterator[Misbehaviour]:
+    """Yield ranks that call the engine from within a call."""
+    inside: dict[str, Act] = {
+        "steps": lambda p: p.engine.step(p.batch) and None,
+        "saves": lambda p: p.engine.save(p.folder) and None,
+        "evaluates": lambda p: p.engine.evaluate(p.evaluated()) and None,
+        "steps in a thread": step_in_thread,
+    }
+    for name, act in inside.items():
+        for place in ("loss", "backward"):
+            yield Misbehaviour(
+                name=f"{name}, in {place}", place=place, act=act, own="UserError", peers="RankFailedError: .*UserError"
+            )
+
+
+def _call(call: Callable[[Program], object], program: Program) -> None:
+    call(program)
+
+
+def _one_more_engine(program: Program) -> None:
+    program.build(ab.World.from_environment(device="cpu"))
+
+
+def _one_more_world() -> None:
+    ab.World.from_environment(device="cpu")
+
+
+def other_builds() -> Iterator[Misbehaviour]:
+    """Yield ranks that build something else."""
+    options: dict[str, Any] = {
+        "check_loss": True,
+        "measure_gradient_norm": False,
+        "precision": "bf16",
+        "clip": 1.0,
+        "average_decay": 0.9,
+        "norms": "keep",
+        "noise": GradientNoise(),
+        "rng": "per_sample",
+        "seed": 5,
+        "spikes": "warn",
+        "bf16_weights": "split",
+        "effective_batch_size": 8,
+        "micro_batch_size": 1,
+        "accumulation_steps": 3,
+        "deal": "fixed",
+        "scheduler": None,
+        "buffers": {"none": "mean"},
+        "strategy": "auto",
+    }
+    for name, value in options.items():
+        peers = rf"RanksDifferError: .*{name}"
+        odd: dict[str, Any] = {name: value}
+        if name == "accumulation_steps":
+            odd["micro_batch_size"], peers = None, "RanksDifferError: .*(accumulation_steps|micro_batch_size)"
+        yield Misbehaviour(name=f"built with another {name}", odd=odd, own=peers, peers=peers)
+    for name, strategy in {"ddp": DDP, "all_reduce": AllReduce}.items():
+        yield Misbehaviour(
+            name=f"built with {name}'s other buckets",
+            odd={"strategy": strategy(bucket_bytes=64)},
+            common={"strategy": strategy()},
+            own="RanksDifferError: .*strategy",
+            peers="RanksDifferError: .*strategy",
+            strategies=("all_reduce",),
+        )
+    for strategy in ("zero1", "fsdp", "all_reduce", "ddp"):
+        yield Misbehaviour(
+            name=f"built with {strategy}",
+            odd={"strategy": strategy},
+            own="RanksDifferError: .*strategy",
+            peers="RanksDifferError: .*strategy",
+            strategies=tuple(s for s in ("all_reduce", "ddp", "zero1", "fsdp") if s != strategy),  # type: ignore[misc]
+        )
+    yield from _other_losses()
+    yield from _other_models()
+    yield Misbehaviour(
+        name="built with an observer that the others lack", common={"observer": None}, odd={"observer": Observers()}
+    )
+
+
+def _other_losses() -> Iterator[Misbehaviour]:
+    def value(m: Any, b: Any) -> torch.Tensor:
+        return F.cross_entropy(m(b["x"]), b["y"])
+
+    def terms(m: Any, b: Any) -> dict[str, torch.Tensor]:
+        return {"a": value(m, b), "b": value(m, b)}
+
+    losses: dict[str, Any] = {
+        "a sum": lambda _: ab.sum_over_samples(value),
+        "a bare function": lambda _: value,
+        "a mean over items": lambda _: ab.mean_over(value, lambda b: torch.tensor(len(b["y"]))),
+        "two terms": lambda _: ab.sum_of(terms, a=ab.samples(), b=ab.samples()),
+        "a joint loss": lambda _: ab.joint(lambda m, b: m(b["x"]), lambda _m, o: o.square().mean()),
+    }
+    for name, loss in losses.items():
+        pattern = "RanksDifferError: .*loss"
+        yield Misbehaviour(name=f"built with {name}", odd={"loss": loss}, own=pattern, peers=pattern)
+    weighted = [{"loss": lambda _, w=w: ab.sum_of(terms, a=ab.samples(), b=ab.samples(weight=w))} for w in (1.0, 0.5)]
+    yield Misbehaviour(
+        name="built with another weight of a term", common=weighted[0], odd=weighted[1], own=pattern, peers=pattern
+    )
+
+
+def _other_models() -> Iterator[Misbehaviour]:
+    def frozen(program: Program) -> nn.Module:
+        model = nn.Sequential(Block(program, 0), Block(program, 1), nn.Linear(6, 3))
+        model[0].requires_grad_(requires_grad=False)
+        return model
+
+    models: dict[str, Callable[[Program], nn.Module]] = {
+        "a frozen block": frozen,
+        "a wider layer": lambda p: nn.Sequential(Block(p, 0), Block(p, 1), nn.Linear(6, 4)),
+        "one block less": lambda p: nn.Sequential(Block(p, 0), nn.Linear(6, 3)),
+        "other types": lambda p: nn.Sequential(Block(p, 0), Block(p, 1), nn.Linear(6, 3)).double(),
+        "other names": lambda p: nn.ModuleDict({"a": Block(p, 0), "b": Block(p, 1), "c": nn.Linear(6, 3)}),
+    }
+    for name, model in models.items():
+        pattern = "(ReplicaError|RanksDifferError): .*model|RanksDifferError: .*trainable"
+        yield Misbehaviour(name=f"built with {name}", makes={"model": model}, own=pattern, peers=pattern)
+
+    def other_values(program: Program) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(Block(program, 0), Block(program, 1), nn.Linear(6, 3))
+
+    yield Misbehaviour(name="built with other values", makes={"model": other_values})
+    yield Misbehaviour(
+        name="built with another optimizer",
+        makes={"optimizer class": _Plain},
+        own="RanksDifferError: .*optimizer",
+        peers="RanksDifferError: .*optimizer",
+    )
+    yield Misbehaviour(
+        name="built with another learning rate",
+        makes={"lr": 1e-3},
+        own="RanksDifferError: .*lr",
+        peers="RanksDifferError: .*lr",
+    )
+
+
+class _Plain(torch.optim.SGD):
+    """Another optimizer."""
+
+    program: Program
+
+
+def other_data() -> Iterator[Misbehaviour]:
+    """Yield ranks with other data."""
+    pattern = "RanksDifferError: .*batch"
+    for name, value in {"data_seed": 1, "batch_size": 12, "size": 38}.items():
+        yield Misbehaviour(name=f"loads with another {name}", makes={name: value}, own=pattern, peers=pattern)
+    yield Misbehaviour(
+        name="has fewer steps", makes={"steps": 3}, own=".*", peers=r".*rank 1 (has )?(ended|closed)|Differ"
+    )
+    for name, factor in {"NaN": float("nan"), "infinite": float("inf")}.items():
+        yield Misbehaviour(
+            name=f"reads {name} samples", makes={"factor": factor}, own="NonFiniteError", peers="NonFiniteError"
+        )
+    yield Misbehaviour(
+        name="reads samples of another width",
+        makes={"features": 7},
+        own="RuntimeError",
+        peers="RankFailedError: .*shape",
+    )
+
+
+def other_states() -> Iterator[Misbehaviour]:
+    """Yield ranks that change something on the way."""
+
+    def rate(program: Program) -> None:
+        program.engine.optimizer.param_groups[0]["lr"] = 0.5
+
+    def freeze(program: Program) -> None:
+        next(iter(program.engine.model.parameters())).requires_grad_(requires_grad=False)  # type: ignore[union-attr]
+
+    def weight(program: Program) -> None:
+        with torch.no_grad():
+            for parameter in program.engine.model.parameters():  # type: ignore[union-attr]
+                parameter.mul_(1.5)
+
+    def gradients(program: Program) -> None:
+        for parameter in program.engine.model.parameters():  # type: ignore[union-attr]
+            parameter.grad = torch.ones_like(parameter)
+
+    def advance(program: Program) -> None:
+        program.engine.scheduler.step()  # type: ignore[union-attr]
+
+    def renumber(program: Program) -> None:
+        program.engine.num_steps += 1
+
+    def move(program: Program) -> None:
+        program.engine.position = ab.Position(0, 0)
+
+    settings = "RanksDifferError: .*(lr|scheduler|settings)"
+    replicas = ("all_reduce", "ddp", "zero1")
+    yield Misbehaviour(name="sets another rate", place="between", act=rate, own=settings, peers=settings)
+    yield Misbehaviour(name="advances the scheduler", place="between", act=advance, own=settings, peers=settings)
+    yield Misbehaviour(name="renumbers its steps", place="between", act=renumber, own=DIFFERS, peers=DIFFERS)
+    yield Misbehaviour(
+        name="sets another position", place="between", act=move, own="finished|" + DIFFERS, peers="finished|" + DIFFERS
+    )
+    yield Misbehaviour(
+        name="freezes a parameter",
+        place="between",
+        act=freeze,
+        own="ParameterError",
+        peers="RankFailedError: .*ParameterError",
+        strategies=replicas,
+    )
+    yield Misbehaviour(
+        name="changes weights before it saves",
+        place="save",
+        step=1,
+        act=weight,
+        own="ReplicaError",
+        peers="ReplicaError",
+        strategies=replicas,
+    )
+    yield Misbehaviour(name="leaves gradients behind", place="between", act=gradients, strategies=replicas)
+    forms: dict[str, dict[str, Any]] = {
+        "sharded": {"sharded": True},
+        "only_trainable": {"only_trainable": True},
+        "wait": {"wait": False},
+        "keep_last": {"keep_last": 5},
+    }
+    for name, form in forms.items():
+        pattern = f"RanksDifferError: .*{name}"
+        alike: tuple[Any, ...] = replicas if name == "sharded" else (*replicas, "fsdp")
+        yield Misbehaviour(
+            name=f"saves in another form, {name}", makes={"save": form}, own=pattern, peers=pattern, strategies=alike
+        )
