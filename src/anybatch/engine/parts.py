@@ -29,6 +29,7 @@ from anybatch.engine.checkpoint_state import (
     state_of_first_rank,
 )
 from anybatch.engine.failure import failures_reported
+from anybatch.engine.fingerprint import refuse_other_forms
 from anybatch.engine.gradient_noise import NoiseMeter
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
@@ -189,6 +190,7 @@ class Parts:
             self.notifier.warn("scheduler_not_saved", unsaved)
         in_parts = self.context.prepared.layout.in_parts if form.sharded is None else form.sharded
         with self.failures_reported("engine.save", num_steps, needs_whole_update=True, barrier=True):
+            refuse_other_forms(form, self.world)
             self.announce(self.saver.settle())
             # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
             updater.finite.settle()
@@ -265,8 +267,12 @@ class Parts:
 
     def behind_step(self, report: StepReport, updated: Updated) -> None:
         """Tell of a step, set the next one's learning rates, and look whether the run is on its course."""
-        self.notifier.step(report)
-        self.updater.advance_schedule(updated)
+        try:
+            self.notifier.step(report)
+            self.updater.advance_schedule(updated)
+        except BaseException as error:
+            self.world.fail_between_calls(error, report.step)
+            raise
         if self.spikes is None:
             return
         spike = self.spikes.look(report)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class AllGather(_Memory):
     ) -> dist.Work | None:
         """Gather the parts of all ranks of the group."""
         all_gather = partial(getattr(dist, _ALL_GATHER), output_tensor, input_tensor, group=group)
-        return _finished(all_gather, self._roll_call, async_op)
+        return _finished(all_gather, self._roll_call, async_op=async_op)
 
 
 class ReduceScatter(_Memory):
@@ -75,14 +76,22 @@ class ReduceScatter(_Memory):
         if on_reduction is not None:
             num_bytes = input_tensor.numel() * input_tensor.itemsize
             on_reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
-        reduce_scatter = partial(getattr(dist, _REDUCE_SCATTER), output_tensor, input_tensor, op=op, group=group)
-        return _finished(reduce_scatter, self._roll_call, async_op)
+        if self._roll_call is None or async_op:
+            return cast(
+                "dist.Work | None",
+                getattr(dist, _REDUCE_SCATTER)(output_tensor, input_tensor, op=op, group=group, async_op=async_op),
+            )
+        # Gloo's own is an all-reduce of a copy too, but waits for all ranks without a time-out.
+        _finished(partial(dist.all_reduce, input_tensor, op=op, group=group), self._roll_call, async_op=False)
+        output_tensor.copy_(input_tensor.view(-1, *output_tensor.shape)[dist.get_rank(group)])
+        return None
 
 
 def _finished(
     start: Callable[..., "dist.Work | None"],
     roll_call: RollCall | None,
-    async_op: bool,  # noqa: FBT001 (torch's)
+    *,
+    async_op: bool,
 ) -> dist.Work | None:
     """Run a collective as it was asked for; return what is to be waited for, None if it is over."""
     if roll_call is None or async_op:
