@@ -316,6 +316,8 @@ class Program:
     def weights(self) -> tuple[float, ...]:
         """Return all weights as numbers."""
         state = self.engine.model.state_dict().values()  # type: ignore[union-attr]
+        if self.strategy == "fsdp" and self.survived:
+            return ()  # gathering them needs ranks that are together
         whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]
         return tuple(float(number) for tensor in whole for number in tensor.reshape(-1))
 

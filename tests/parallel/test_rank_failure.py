@@ -17,7 +17,7 @@ def published() -> tuple[RankFailure | None, RankFailedError]:
     if world.rank == 1:
         world.publish_failure(NonFiniteError(AWKWARD), STEP)
     world.gather_numbers([0.0])  # until it is there
-    return world.published_failure(), world.first_failure(RuntimeError("connection closed"))
+    return world.published_failure(), world.roll_call.cause_of(RuntimeError("connection closed"))
 
 
 def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:

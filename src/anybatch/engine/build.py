@@ -19,10 +19,10 @@ from anybatch.engine.checkpoint_saver import CheckpointSaver
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.compatibility import features_of_ranks
 from anybatch.engine.executors import choose_executor
-from anybatch.engine.forward_state.state_watch import StateWatch
-from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_builds
+from anybatch.engine.forward_state.state_watch import StateWatch
+from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
 from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
@@ -100,7 +100,10 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         return _build(check_arguments(spec, hardware, loss, modules, world), observer)
     with failures_reported(world, "ab.Engine", None, undo=lambda: None, barrier=True):
         refuse_other_builds(spec, hardware, loss, modules, world)
-        return _build(check_arguments(spec, hardware, loss, modules, world), observer)
+        parts = _build(check_arguments(spec, hardware, loss, modules, world), observer)
+        # So that no rank begins to train where another could not build.
+        world.gather_numbers((0.0,))
+    return parts
 
 
 def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:

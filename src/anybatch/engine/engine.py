@@ -396,7 +396,7 @@ class Engine:
         with parts.failures_reported("engine.align_replicas", self.num_steps, barrier=True):
             names, state = parts.of_first_rank(self.num_steps, self.position)
             if state is not None:
-                self._restore(state)
+                parts.world.run_on_all_processes(lambda: self._restore(state))
         return names
 
     def _restore(self, state: Mapping[str, Any], path: Path | None = None) -> None:

@@ -206,7 +206,8 @@ class Parts:
         """Find a checkpoint and restore it; see `Engine.load`."""
         self.announce(self.saver.settle())
         with loaded_on_all_ranks(path, self.world) as loaded:
-            restore(loaded.state, loaded.path)
+            # Together: a rank that cannot restore must not leave the others behind in the next step.
+            self.world.run_on_all_processes(lambda: restore(loaded.state, loaded.path))
         return loaded
 
     def announce(self, saved: SavedCheckpoint | None) -> None:
@@ -291,7 +292,11 @@ class Parts:
         scheduled = copy.deepcopy(scheduler.state_dict()) if isinstance(scheduler, Stateful) else None
         self.announce(self.saver.settle())
         with loaded_on_all_ranks(folder, self.world) as loaded:
-            restore_state(self.state, loaded.state, self.world)
+
+            def restore() -> None:
+                restore_state(self.state, loaded.state, self.world)
+
+            self.world.run_on_all_processes(restore)
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in values.items() if name != "params"})
         if isinstance(scheduler, Stateful):

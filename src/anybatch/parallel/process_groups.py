@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.launchers import Launch
+from anybatch.parallel.meshes import forget_meshes
 from anybatch.parallel.messenger import Message, Messenger
 from anybatch.parallel.roll_call import RollCall, default_group
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store, set_timeout
@@ -41,6 +42,7 @@ class _GroupResources:
     Attributes:
         groups: the process group; empty once it has ended.
         keep_alive: connection to the next rank.
+        roll_call: tells the other ranks that this one makes no more calls.
         messengers: the thread that passes messages on; empty on one rank, and once it has ended.
         num_pending: messages that have not been waited for yet.
         process_id: of the process that made it; forked children must not end it.
@@ -48,6 +50,7 @@ class _GroupResources:
 
     groups: list["dist.ProcessGroup"]
     keep_alive: KeepAlive
+    roll_call: RollCall
     messengers: list[Messenger]
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
@@ -111,7 +114,7 @@ class ControlGroup:
         self.roll_call.keep_alive = keep_alive
         self._rank, self._size = rank, size
         messengers = [Messenger(group, rank, size, timeout)] if size > 1 else []
-        self._resources = _GroupResources([group], keep_alive, messengers)
+        self._resources = _GroupResources([group], keep_alive, self.roll_call, messengers)
         _KEEP_ALIVES[default_group()] = keep_alive
         self._finalizer = weakref.finalize(self, _destroy, self._resources)
         self._finalizer.atexit = (
@@ -150,8 +153,6 @@ class ControlGroup:
     def close(self) -> bool:
         """End the group, and return whether it was still there."""
         was_open = self._finalizer.alive
-        if was_open:
-            self.roll_call.close()
         self._finalizer()
         return was_open
 
@@ -198,6 +199,7 @@ def count_open_worlds(change: int) -> int | None:
 
 def end_default_group() -> None:
     """Destroy all process groups of this process."""
+    forget_meshes()
     groups = [dist.group.WORLD]
     dist.destroy_process_group()
     # Gloo's destructor waits for the other ranks where a collective is under way, as it is after some errors.
@@ -263,6 +265,8 @@ def _destroy(resources: _GroupResources) -> None:
     """Destroy the group of a control group that was closed or collected."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
+    # Before the goodbye: a rank that has heard one looks here for the reason.
+    resources.roll_call.close()
     resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(resources.groups[0])

@@ -226,7 +226,7 @@ class RollCall:
             return True
 
         try:
-            self._wait(wait)
+            self._wait(wait, in_control_group=in_control_group)
         except RuntimeError as error:
             if not in_control_group:
                 _LEFT_MESSAGES[default_group()] = str(self.here)
@@ -245,10 +245,12 @@ class RollCall:
             threading.Event().wait(_BETWEEN_LOOKS_SECONDS)
         if self._has_timed_out:
             return self._late_ranks()
+        who = f"rank {1 - self._rank}" if self._size == 2 else "another rank"  # noqa: PLR2004
         message = (
-            f"the connection to another rank broke, and no rank has reported why: the network failed, the rank or "
-            f"launcher that keeps the store has ended, or a rank took longer than the process group's time-out. "
-            f"{self._waited_in()} ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            f"the connection to {who} broke, and no rank has reported why: it was killed, its program was over before "
+            "this one's (loaders of different lengths: wrap them in ab.shares), the network failed, or it took longer "
+            f"than the process group's time-out. {self._waited_in()} "
+            f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
         )
         return RankFailedError(message, step=self._step)
 
@@ -256,7 +258,7 @@ class RollCall:
         """Return why another rank does not come, as far as that is known by now."""
         # The rank that saw a deadlock first may have ended, and its connections, before this one looked again.
         if deadlocked := self._deadlocks.published(self.number):
-            return self._apart(deadlocked, has_names=True)
+            return self._apart(deadlocked)
         failure: RankFailure | None = None
         with suppress(RuntimeError, ValueError):  # the store went with its rank
             failure = self.published()
@@ -265,12 +267,14 @@ class RollCall:
             failure = RankFailure.of_ended(self.keep_alive.next_rank, self._step)
             with suppress(RuntimeError, ValueError):
                 self.publish(failure)
+        if failure is not None and failure.error_type == RanksDifferError.__name__:  # true of all ranks
+            return RanksDifferError(failure.reason, step=self._step)
         if failure is not None and failure.rank == self._rank:
             return failure.error(f"the other ranks stopped after an error of this one: {failure}. {_START_AGAIN}")
         if failure is not None:
             return failure.error(f"{failure}. {self._waited_in()}")
         if closed := self._closed():
-            return self._apart(closed, has_names=True)
+            return self._apart(closed)
         return None
 
     def _closed(self) -> list[str]:
@@ -279,7 +283,7 @@ class RollCall:
             return []
         found = [Whereabouts.from_json(text) for rank in range(self._size) if (text := self._read("closed", rank))]
         gone = [
-            f"rank {one.rank} closed its engine after {one.name}{_at(one.step)}"
+            f"rank {one.rank} closed or dropped its engine after {one.name}{_at(one.step)}"
             for one in found
             if one.number < self.number
         ]
@@ -363,10 +367,12 @@ class RollCall:
 
         self._wait(wait, announce=True)
 
-    def _wait(self, wait: Callable[[timedelta], bool], *, announce: bool = False) -> None:
+    def _wait(
+        self, wait: Callable[[timedelta], bool], *, announce: bool = False, in_control_group: bool = True
+    ) -> None:
         patience, was_left, left_seconds = _FIRST_PATIENCE_SECONDS, False, self._timeout.total_seconds()
         self._has_timed_out = False
-        self._deadlocks.begin_wait()
+        self._deadlocks.begin_wait(in_control_group=in_control_group)
         if announce:
             self._try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
@@ -398,16 +404,17 @@ class RollCall:
         found = [Whereabouts.from_json(text) for text in others if text]
         left = self._read("left", self.number)
         is_left = bool(left) and int(left) != self._rank
+        # A rank that looks for the others after an error has published a better reason.
+        if any(other.contradicts(here) for other in found) and not (
+            is_left and all(o.name == here.name for o in found)
+        ):
+            at_call = [here, *(other for other in found if other.number == here.number)]
+            raise self._apart([str(one) for one in sorted(at_call, key=lambda one: one.rank)])
         if is_left and was_left:
             self._out_of_step = str(here)
             raise self._cause() or AssertionError("a rank publishes its error before it leaves")
-        if not is_left and any(other.contradicts(here) for other in found):
-            stands = sorted(
-                [here, *(other for other in found if other.number == here.number)], key=lambda one: one.rank
-            )
-            raise self._apart([str(one) for one in stands], has_names=len({one.name for one in stands}) > 1)
         if deadlocked := self._deadlocks.poll(self.number, str(here)):
-            raise self._apart(deadlocked, has_names=True)
+            raise self._apart(deadlocked)
         if self._closed() and (cause := self._cause()):
             raise cause
         return is_left
@@ -423,19 +430,19 @@ class RollCall:
             leave_groups_alone()
             raise cause
 
-    def _apart(self, stands: list[str], *, has_names: bool) -> RanksDifferError:
-        """Return the error for ranks in different calls.
+    def _apart(self, stands: Sequence[str]) -> RanksDifferError:
+        """Return the error for ranks in different calls; what they called tells why, or only that they lost step.
 
         Args:
-            stands: where ranks are, by rank.
-            has_names: what they called tells why; otherwise they called the same at different times.
+            stands: clauses that say where ranks are, by rank.
         """
         self._out_of_step = str(self.here)
+        names = {stand.partition(" called ")[2].partition(" at step ")[0] for stand in stands}
         remedy = (
             "Every rank must build engines and call engine.step, evaluate, save, load and close at the same place of "
             "its program: take `if rank == 0` away from around them (ranks agree on who writes a checkpoint), and wrap "
             "loaders of different lengths in ab.shares."
-            if has_names
+            if len(names) > 1
             else "An error on one of them was caught there while the others went on: start again from a checkpoint."
         )
         message = f"ranks wait for each other in different calls: {'; '.join(stands)}. {remedy}"

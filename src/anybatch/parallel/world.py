@@ -272,6 +272,10 @@ class World:
             value = None if function is None else function()
         except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
             error = caught
+            if self.roll_call is not None and self.roll_call.is_inside:
+                # Others may wait for this rank in a collective of the function.
+                self.publish_failure(error, self.roll_call.here.step)
+                self.roll_call.fail()
         # A rank that has failed takes part as well, since the others wait for its answer.
         failed = None if error is None else RankFailure.of(error, self.process, None)
         outcomes = self.gather_from_processes((value, failed))
