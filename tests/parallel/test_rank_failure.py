@@ -28,7 +28,9 @@ def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
     assert seen == expected
     assert own is None
     assert (error.rank, error.step, error.error_type, error.reason) == (1, STEP, "NonFiniteError", AWKWARD)
-    assert str(error).startswith(f"rank 1 failed in step {STEP}: NonFiniteError: {AWKWARD}. Rank 0 stops too: ")
+    assert str(error).startswith(
+        f"rank 1 failed in step {STEP}: NonFiniteError: {AWKWARD}. Rank 0 waited for it, and stops too."
+    )
 
 
 def published_by_another_world() -> RankFailure | None:

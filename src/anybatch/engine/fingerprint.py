@@ -35,7 +35,7 @@ def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules
         for field in fields(one)
         if field.name not in _COMPARED_BY_CONTENT
     }
-    found["loss"] = _text(loss)
+    found["loss"] = _loss(loss)
     found["strategy"] = _text(hardware.strategy)
     found["device"] = world.device.type
     tensors = [*modules.named_parameters(), *modules.named_buffers()]
@@ -101,6 +101,15 @@ def _text(value: Any) -> str:  # noqa: ANN401 (any argument of an engine)
     if hasattr(value, "prepare") and hasattr(value, "capabilities"):
         return _options(value)
     return _name(value)
+
+
+def _loss(loss: Loss) -> str:
+    terms = [
+        f"{name}: {'sum' if term.is_sum else 'mean'} over {term.items.name}, weight {term.weight:g}"
+        for name, term in loss.kind.terms.items()
+    ]
+    functions = [_name(function) for function in loss.functions.values()]
+    return f"{type(loss.kind).__name__} of {', '.join(functions)} ({'; '.join(terms)})"
 
 
 def _options(strategy: Strategy) -> str:

@@ -45,7 +45,7 @@ from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.engine.update.schedule import unsaved_scheduler
 from anybatch.engine.update.updater import Updated, Updater
-from anybatch.errors import CheckpointError
+from anybatch.errors import CheckpointError, UserError
 from anybatch.parallel.world import World
 
 _GOES_ON = (
@@ -140,7 +140,16 @@ class Parts:
             step: its number.
             needs_whole_update: refused behind an update that broke off.
             barrier: wait for all ranks first; for what is called now and then.
+
+        Raises:
+            UserError: a step is running.
         """
+        if needs_whole_update and self.runner.is_running:
+            message = (
+                f"{name} was called while a step runs: from inside it (a loss function, hook or observer), or from "
+                "another thread. Call one after the other, from one thread."
+            )
+            raise UserError(message)
         check = self._check_whole_update if needs_whole_update else self._check_saver
         return failures_reported(self.world, name, step, self.updater.undo, check=check, barrier=barrier)
 

@@ -2,8 +2,10 @@
 
 Calls of one world are counted alike on all ranks; those of two worlds cannot be compared by their numbers. But a rank
 that waits says so again and again. One that goes on waiting there while this one waits here waits in vain: this rank
-has brought what it owes to all calls that it has left. Within one call only ranks that all wait are in a deadlock: where
-one is late, the others may have come to different messages.
+has brought what it owes to all calls that it has left.
+
+Within one call only ranks that all wait are in a deadlock: where one is late, the others may have come to different
+messages.
 """
 
 import json

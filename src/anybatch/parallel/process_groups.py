@@ -22,6 +22,7 @@ from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.launchers import Launch
 from anybatch.parallel.meshes import forget_meshes
 from anybatch.parallel.messenger import Message, Messenger
+from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.roll_call import RollCall, default_group
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store, set_timeout
 
@@ -103,6 +104,10 @@ class ControlGroup:
         self.roll_call.enter("World.from_environment (ab.Engine calls it)", None, barrier=True)
         try:
             self.roll_call.wait_at_barrier()
+        except WorldError as error:
+            self.roll_call.publish(RankFailure.of(error, rank, None))
+            self.roll_call.fail()
+            raise
         finally:
             self.roll_call.leave()
         connecting = min(timeout, _CONNECTING)

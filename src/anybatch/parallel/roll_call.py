@@ -290,7 +290,8 @@ class RollCall:
         return [str(self.here), *gone] if gone else []
 
     def _waited_in(self) -> str:
-        return f"Rank {self._rank} waited for it in {self._name}{_at(self._step)}, and stops too."
+        place = f" in {self._name}{_at(self._step)}" if self._inside else ""
+        return f"Rank {self._rank} waited for it{place}, and stops too."
 
     def _late_ranks(self) -> WorldError:
         """Return the error for ranks that are alive, as far as is known, and have not come before the time-out."""
