@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import report
 
@@ -27,7 +27,7 @@ from tests.engine.misbehaviours import all_misbehaviours
 KINDS = ("right", "hang", "raw error", "wrong reason", "numbers")
 
 
-def run_named(name: str, strategy: Any, deadline_seconds: float) -> Verdict:
+def run_named(name: str, strategy: Strategy, deadline_seconds: float) -> Verdict:
     """Run a case, and print what is not right."""
     verdict = run_case(all_misbehaviours()[name], strategy, deadline_seconds=deadline_seconds)
     if verdict.kind != "right":
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds after which a rank counts as hanging")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    cases: list[tuple[Misbehaviour, str]] = [
+    cases: list[tuple[Misbehaviour, Strategy]] = [
         (case, strategy)
         for name, case in all_misbehaviours().items()
         if not arguments.words or any(word in name for word in arguments.words)

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np  # noqa: F401 (before ranks are forked)
 import torch
 import torch._dynamo  # (too: the first step of an optimizer imports it)
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,6 +24,7 @@ import anybatch as ab
 from anybatch.engine import engine as _preloaded  # noqa: F401 (before ranks are forked)
 from anybatch.errors import AnyBatchError
 from anybatch.parallel import all_reduce, ddp, fsdp, zero1  # noqa: F401 (too)
+from anybatch.parallel.torch_internals import TCPStore
 from anybatch.records import MicroBatchRecord
 
 DEADLINE_SECONDS = 60.0
@@ -48,7 +48,7 @@ class Misbehaviour:
         step: in which step, from 0 on.
         own: pattern of how the misbehaving rank ends, "finished", "died CODE" or "TYPE: text".
         peers: the same for every other rank.
-        mode: after an error a rank "ends" its process, "lingers" until its peers have ended, or "goes on" with the loop.
+        mode: after an error a rank "ends" its process, "lingers" until its peers have ended, or "goes on".
         odd: options of the engine on the misbehaving rank.
         common: options of the engine on all ranks.
         num_ranks: how many ranks run.
@@ -98,11 +98,13 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        """Keep the function."""
         context.function = function
         return x.clone()
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
+        """Call it."""
         context.function()
         return gradients[0], None
 
@@ -121,7 +123,7 @@ class Block(nn.Module):
             self._act("forward")
         h = F.gelu(self.linear(x))
         if self._number == 1 and h.requires_grad:
-            h.register_hook(lambda _: self._act("backward"))  # type: ignore[no-untyped-call]
+            h.register_hook(lambda _: self._act("backward"))
             h = _Identity.apply(h, lambda: self._act("autograd function"))  # type: ignore[no-untyped-call]
         return x + h
 
@@ -206,7 +208,7 @@ class Program:
         self.is_odd = rank == case.odd_rank
         self.step = -1
         self.survived: list[str] = []
-        self._has_acted = False
+        self._has_acted = self.has_stopped = False
         self.batch: Any = None
         self.engine: ab.Engine
 
@@ -240,6 +242,7 @@ class Program:
             if found == "skip":
                 continue
             if found == "stop":
+                self.has_stopped = True
                 break
             for _ in range(2 if found == "again" else 1):
                 self.survive(lambda: self.engine.step(self.batch))
@@ -276,7 +279,7 @@ class Program:
         self.at("model")
         model = self.made("model", usual_model)(self)
         options: dict[str, Any] = {"micro_batch_size": 2, "check_loss": False, "strategy": self.strategy}
-        options |= self.case.common | (self.case.odd if self.is_odd else {})
+        options |= dict(self.case.common) | (dict(self.case.odd) if self.is_odd else {})
         options = {name: value(self) if name in _MADE_BY_RANK else value for name, value in options.items()}
         loss = options.pop("loss", None) or ab.mean_over_samples(self.loss)
         options.setdefault("scheduler", self.scheduler)
@@ -316,7 +319,7 @@ class Program:
     def weights(self) -> tuple[float, ...]:
         """Return all weights as numbers."""
         state = self.engine.model.state_dict().values()  # type: ignore[union-attr]
-        if self.strategy == "fsdp" and self.survived:
+        if self.strategy == "fsdp" and (self.survived or self.has_stopped):
             return ()  # gathering them needs ranks that are together
         whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]
         return tuple(float(number) for tensor in whole for number in tensor.reshape(-1))
@@ -335,7 +338,8 @@ def run_case(case: Misbehaviour, strategy: Strategy, *, deadline_seconds: float 
     context = multiprocessing.get_context("fork")
     folder = Path(tempfile.mkdtemp(prefix="anybatch-misbehaving-"))
     begun = time.monotonic()
-    pipes, processes = [], []
+    pipes: list[Any] = []
+    processes: list[Any] = []
     try:
         for rank in range(case.num_ranks):
             ours, theirs = context.Pipe()
@@ -364,7 +368,7 @@ def _collect(
         for pipe in wait(list(waiting), left):
             rank, seconds = waiting[pipe], time.monotonic() - begun
             try:
-                text, weights, is_ours, survived = pipe.recv()  # type: ignore[union-attr]
+                text, weights, is_ours, survived = pipes[rank].recv()
                 found[rank] = Ending(text, weights, is_ours, seconds, survived)
             except (EOFError, ConnectionError):
                 processes[rank].join(5)
@@ -413,7 +417,7 @@ def _store_port(rank: int, folder: Path, pipe: Connection) -> int:
     port_file = folder / "port"
     if rank == 0 and os.fork() == 0:
         pipe.close()  # its end tells that the rank has died
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         (folder / "port.new").write_text(str(store.port))
         (folder / "port.new").rename(port_file)
         while folder.exists():

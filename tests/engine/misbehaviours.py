@@ -5,23 +5,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.core.records import Observers
-from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.ddp import DDP
-from tests.engine.misbehaving_ranks import Act, Block, Misbehaviour, Program, step_in_thread, stop_for
+from tests.engine.misbehaving_ranks import Act, Misbehaviour, Program, step_in_thread, stop_for
+from tests.engine.misbuilt_ranks import DIFFERS, other_builds, other_data, other_states
 
 SLOW_SECONDS = 2.0
 PLANTED = "ValueError: planted"
 ENDED = r"RankFailedError: .*rank 1 has ended"
-DIFFERS = "RanksDifferError: "
 APART = (
     r"finished|RankFailedError: .*planted|RanksDifferError|ReplicaError|UpdateFailedError|WorldError: .*earlier error"
 )
@@ -91,7 +84,7 @@ def all_misbehaviours() -> dict[str, Misbehaviour]:
 
 def raising_ranks() -> Iterator[Misbehaviour]:
     """Yield ranks that raise."""
-    steps = {place: 2 for place in IN_STEP} | NOW_AND_THEN
+    steps = dict.fromkeys(IN_STEP, 2) | NOW_AND_THEN
     for place, step in steps.items():
         case = partial(Misbehaviour, place=place, act=fail, step=step, odd_rank=_odd_rank(place))
         known = (
@@ -163,7 +156,7 @@ def _raising_others() -> Iterator[Misbehaviour]:
 
 def dying_ranks() -> Iterator[Misbehaviour]:
     """Yield ranks that end without a word."""
-    for place, step in ({place: 2 for place in IN_STEP} | NOW_AND_THEN).items():
+    for place, step in (dict.fromkeys(IN_STEP, 2) | NOW_AND_THEN).items():
         rank = _odd_rank(place)
         yield Misbehaviour(
             name=f"killed in {place}",
@@ -210,11 +203,11 @@ def dying_ranks() -> Iterator[Misbehaviour]:
 
 
 def _die_while_connecting(_: Program) -> None:
-    torch.distributed.init_process_group = lambda *_, **__: die(_)  # type: ignore[assignment,arg-type]
+    torch.distributed.init_process_group = lambda *_, **__: die(_)  # type: ignore[arg-type]
 
 
 def _die_while_making_a_world(_: Program) -> None:
-    torch.distributed.new_group = lambda *_, **__: die(_)  # type: ignore[assignment,arg-type]
+    torch.distributed.new_group = lambda *_, **__: die(_)  # type: ignore[arg-type]
 
 
 def slow_ranks() -> Iterator[Misbehaviour]:
@@ -249,7 +242,7 @@ def other_calls() -> Iterator[Misbehaviour]:
     apart = partial(Misbehaviour, own=DIFFERS, peers=DIFFERS)
     loop = {"skips a step": "skip", "makes a step twice": "again"}
     for name, word in loop.items():
-        yield apart(name=name, place="between", act=lambda _, word=word: word)
+        yield apart(name=name, place="between", act=partial(_say, word))
     yield Misbehaviour(
         name="ends its loop", place="between", act=lambda _: "stop", peers=r".*rank 1 (has )?(ended|closed or dropped)"
     )
@@ -294,9 +287,9 @@ def other_calls() -> Iterator[Misbehaviour]:
 def _calls_inside() -> Iterator[Misbehaviour]:
     """Yield ranks that call the engine from within a call."""
     inside: dict[str, Act] = {
-        "steps": lambda p: p.engine.step(p.batch) and None,
-        "saves": lambda p: p.engine.save(p.folder) and None,
-        "evaluates": lambda p: p.engine.evaluate(p.evaluated()) and None,
+        "steps": partial(_call, lambda p: p.engine.step(p.batch)),
+        "saves": partial(_call, lambda p: p.engine.save(p.folder)),
+        "evaluates": partial(_call, lambda p: p.engine.evaluate(p.evaluated())),
         "steps in a thread": step_in_thread,
     }
     for name, act in inside.items():
@@ -304,6 +297,10 @@ def _calls_inside() -> Iterator[Misbehaviour]:
             yield Misbehaviour(
                 name=f"{name}, in {place}", place=place, act=act, own="UserError", peers="RankFailedError: .*UserError"
             )
+
+
+def _say(word: str, _: Program) -> str:
+    return word
 
 
 def _call(call: Callable[[Program], object], program: Program) -> None:
@@ -316,207 +313,3 @@ def _one_more_engine(program: Program) -> None:
 
 def _one_more_world() -> None:
     ab.World.from_environment(device="cpu")
-
-
-def other_builds() -> Iterator[Misbehaviour]:
-    """Yield ranks that build something else."""
-    options: dict[str, Any] = {
-        "check_loss": True,
-        "measure_gradient_norm": False,
-        "precision": "bf16",
-        "clip": 1.0,
-        "average_decay": 0.9,
-        "norms": "keep",
-        "noise": GradientNoise(),
-        "rng": "per_sample",
-        "seed": 5,
-        "spikes": "warn",
-        "bf16_weights": "split",
-        "effective_batch_size": 8,
-        "micro_batch_size": 1,
-        "accumulation_steps": 3,
-        "deal": "fixed",
-        "scheduler": None,
-        "buffers": {"none": "mean"},
-        "strategy": "auto",
-    }
-    for name, value in options.items():
-        peers = rf"RanksDifferError: .*{name}"
-        odd: dict[str, Any] = {name: value}
-        if name == "accumulation_steps":
-            odd["micro_batch_size"], peers = None, "RanksDifferError: .*(accumulation_steps|micro_batch_size)"
-        yield Misbehaviour(name=f"built with another {name}", odd=odd, own=peers, peers=peers)
-    for name, strategy in {"ddp": DDP, "all_reduce": AllReduce}.items():
-        yield Misbehaviour(
-            name=f"built with {name}'s other buckets",
-            odd={"strategy": strategy(bucket_bytes=64)},
-            common={"strategy": strategy()},
-            own="RanksDifferError: .*strategy",
-            peers="RanksDifferError: .*strategy",
-            strategies=("all_reduce",),
-        )
-    for strategy in ("zero1", "fsdp", "all_reduce", "ddp"):
-        yield Misbehaviour(
-            name=f"built with {strategy}",
-            odd={"strategy": strategy},
-            own="RanksDifferError: .*strategy",
-            peers="RanksDifferError: .*strategy",
-            strategies=tuple(s for s in ("all_reduce", "ddp", "zero1", "fsdp") if s != strategy),  # type: ignore[misc]
-        )
-    yield from _other_losses()
-    yield from _other_models()
-    yield Misbehaviour(
-        name="built with an observer that the others lack", common={"observer": None}, odd={"observer": Observers()}
-    )
-
-
-def _other_losses() -> Iterator[Misbehaviour]:
-    def value(m: Any, b: Any) -> torch.Tensor:
-        return F.cross_entropy(m(b["x"]), b["y"])
-
-    def terms(m: Any, b: Any) -> dict[str, torch.Tensor]:
-        return {"a": value(m, b), "b": value(m, b)}
-
-    losses: dict[str, Any] = {
-        "a sum": lambda _: ab.sum_over_samples(value),
-        "a bare function": lambda _: value,
-        "a mean over items": lambda _: ab.mean_over(value, lambda b: torch.tensor(len(b["y"]))),
-        "two terms": lambda _: ab.sum_of(terms, a=ab.samples(), b=ab.samples()),
-        "a joint loss": lambda _: ab.joint(lambda m, b: m(b["x"]), lambda _m, o: o.square().mean()),
-    }
-    for name, loss in losses.items():
-        pattern = "RanksDifferError: .*loss"
-        yield Misbehaviour(name=f"built with {name}", odd={"loss": loss}, own=pattern, peers=pattern)
-    weighted = [{"loss": lambda _, w=w: ab.sum_of(terms, a=ab.samples(), b=ab.samples(weight=w))} for w in (1.0, 0.5)]
-    yield Misbehaviour(
-        name="built with another weight of a term", common=weighted[0], odd=weighted[1], own=pattern, peers=pattern
-    )
-
-
-def _other_models() -> Iterator[Misbehaviour]:
-    def frozen(program: Program) -> nn.Module:
-        model = nn.Sequential(Block(program, 0), Block(program, 1), nn.Linear(6, 3))
-        model[0].requires_grad_(requires_grad=False)
-        return model
-
-    models: dict[str, Callable[[Program], nn.Module]] = {
-        "a frozen block": frozen,
-        "a wider layer": lambda p: nn.Sequential(Block(p, 0), Block(p, 1), nn.Linear(6, 4)),
-        "one block less": lambda p: nn.Sequential(Block(p, 0), nn.Linear(6, 3)),
-        "other types": lambda p: nn.Sequential(Block(p, 0), Block(p, 1), nn.Linear(6, 3)).double(),
-        "other names": lambda p: nn.ModuleDict({"a": Block(p, 0), "b": Block(p, 1), "c": nn.Linear(6, 3)}),
-    }
-    for name, model in models.items():
-        pattern = "(ReplicaError|RanksDifferError): .*model|RanksDifferError: .*trainable"
-        yield Misbehaviour(name=f"built with {name}", makes={"model": model}, own=pattern, peers=pattern)
-
-    def other_values(program: Program) -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(Block(program, 0), Block(program, 1), nn.Linear(6, 3))
-
-    yield Misbehaviour(name="built with other values", makes={"model": other_values})
-    yield Misbehaviour(
-        name="built with another optimizer",
-        makes={"optimizer class": _Plain},
-        own="RanksDifferError: .*optimizer",
-        peers="RanksDifferError: .*optimizer",
-    )
-    yield Misbehaviour(
-        name="built with another learning rate",
-        makes={"lr": 1e-3},
-        own="RanksDifferError: .*lr",
-        peers="RanksDifferError: .*lr",
-    )
-
-
-class _Plain(torch.optim.SGD):
-    """Another optimizer."""
-
-    program: Program
-
-
-def other_data() -> Iterator[Misbehaviour]:
-    """Yield ranks with other data."""
-    pattern = "RanksDifferError: .*batch"
-    for name, value in {"data_seed": 1, "batch_size": 12, "size": 38}.items():
-        yield Misbehaviour(name=f"loads with another {name}", makes={name: value}, own=pattern, peers=pattern)
-    yield Misbehaviour(
-        name="has fewer steps", makes={"steps": 3}, own=".*", peers=r".*rank 1 (has )?(ended|closed or dropped)|Differ"
-    )
-    for name, factor in {"NaN": float("nan"), "infinite": float("inf")}.items():
-        yield Misbehaviour(
-            name=f"reads {name} samples", makes={"factor": factor}, own="NonFiniteError", peers="NonFiniteError"
-        )
-    yield Misbehaviour(
-        name="reads samples of another width",
-        makes={"features": 7},
-        own="RuntimeError",
-        peers="RankFailedError: .*shape",
-    )
-
-
-def other_states() -> Iterator[Misbehaviour]:
-    """Yield ranks that change something on the way."""
-
-    def rate(program: Program) -> None:
-        program.engine.optimizer.param_groups[0]["lr"] = 0.5
-
-    def freeze(program: Program) -> None:
-        next(iter(program.engine.model.parameters())).requires_grad_(requires_grad=False)  # type: ignore[union-attr]
-
-    def weight(program: Program) -> None:
-        with torch.no_grad():
-            for parameter in program.engine.model.parameters():  # type: ignore[union-attr]
-                parameter.mul_(1.5)
-
-    def gradients(program: Program) -> None:
-        for parameter in program.engine.model.parameters():  # type: ignore[union-attr]
-            parameter.grad = torch.ones_like(parameter)
-
-    def advance(program: Program) -> None:
-        program.engine.scheduler.step()  # type: ignore[union-attr]
-
-    def renumber(program: Program) -> None:
-        program.engine.num_steps += 1
-
-    def move(program: Program) -> None:
-        program.engine.position = ab.Position(0, 0)
-
-    settings = "RanksDifferError: .*(lr|scheduler|settings)"
-    replicas = ("all_reduce", "ddp", "zero1")
-    yield Misbehaviour(name="sets another rate", place="between", act=rate, own=settings, peers=settings)
-    yield Misbehaviour(name="advances the scheduler", place="between", act=advance, own=settings, peers=settings)
-    yield Misbehaviour(name="renumbers its steps", place="between", act=renumber, own=DIFFERS, peers=DIFFERS)
-    yield Misbehaviour(
-        name="sets another position", place="between", act=move, own="finished|" + DIFFERS, peers="finished|" + DIFFERS
-    )
-    yield Misbehaviour(
-        name="freezes a parameter",
-        place="between",
-        act=freeze,
-        own="ParameterError",
-        peers="RankFailedError: .*ParameterError",
-        strategies=replicas,
-    )
-    yield Misbehaviour(
-        name="changes weights before it saves",
-        place="save",
-        step=1,
-        act=weight,
-        own="ReplicaError",
-        peers="ReplicaError",
-        strategies=replicas,
-    )
-    yield Misbehaviour(name="leaves gradients behind", place="between", act=gradients, strategies=replicas)
-    forms: dict[str, dict[str, Any]] = {
-        "sharded": {"sharded": True},
-        "only_trainable": {"only_trainable": True},
-        "wait": {"wait": False},
-        "keep_last": {"keep_last": 5},
-    }
-    for name, form in forms.items():
-        pattern = f"RanksDifferError: .*{name}"
-        alike: tuple[Any, ...] = replicas if name == "sharded" else (*replicas, "fsdp")
-        yield Misbehaviour(
-            name=f"saves in another form, {name}", makes={"save": form}, own=pattern, peers=pattern, strategies=alike
-        )

@@ -8,7 +8,6 @@ from zlib import crc32
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from anybatch.core.loss import Loss
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -69,8 +68,8 @@ def _refuse_differing(act: str, found: Mapping[str, str], world: World) -> None:
     meant = tuple("; ".join(f"{name}: {_around(name, text, texts)}" for name, text in row.items()) for row in texts)
     said = " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(meant))
     message = (
-        f"ranks {act} with different {', '.join(names)}: {said}. Use the same values on every rank; if they come from a "
-        "file or the command line, check what each rank reads."
+        f"ranks {act} with different {', '.join(names)}: {said}. Use the same values on every rank; if they come from "
+        "a file or the command line, check what each rank reads."
     )
     raise RanksDifferError(message, names=tuple(names), meant=meant)
 
@@ -89,8 +88,6 @@ def _text(value: Any) -> str:  # noqa: ANN401 (any argument of an engine)
     """Return a text that is the same on all ranks if the value is."""
     if isinstance(value, _SIMPLE):
         return repr(value)
-    if isinstance(value, Optimizer):
-        return type(value).__name__
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {_text(one)}' for name, one in value.items())}}}"
     if isinstance(value, (list, tuple)):

@@ -100,7 +100,7 @@ class DeadlockDetector:
         _, last, times = before
         times += num_polls > last
         self._seen[other] = place, num_polls, times
-        return times >= _MIN_REPEATS
+        return bool(times >= _MIN_REPEATS)
 
 
 def _read(key: str) -> str:

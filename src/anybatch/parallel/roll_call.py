@@ -98,7 +98,7 @@ class RollCall:
         self._world_name = world_name
         self._rank = rank
         self._size = size
-        self._timeout = timeout
+        self._timeout_seconds = timeout.total_seconds()
         self.keep_alive = keep_alive
         self._times_broken = 0
         self._deadlocks = DeadlockDetector(world_name, rank, size)
@@ -304,7 +304,7 @@ class RollCall:
         ranks = f"rank {', '.join(map(str, late))}" if late else "another rank"
         self._out_of_step = str(self.here)
         message = (
-            f"{ranks} has not come to {self._name}{_at(self._step)} within {self._timeout.total_seconds():g} seconds: "
+            f"{ranks} has not come to {self._name}{_at(self._step)} within {self._timeout_seconds:g} seconds: "
             f"it is slow, hangs, or called nothing. Rank {self._rank} has waited there. Every rank must call it at the "
             "same place of its program; for slow ranks raise World.from_environment(timeout_seconds=...)."
         )
@@ -371,7 +371,7 @@ class RollCall:
     def _wait(
         self, wait: Callable[[timedelta], bool], *, announce: bool = False, in_control_group: bool = True
     ) -> None:
-        patience, was_left, left_seconds = _FIRST_PATIENCE_SECONDS, False, self._timeout.total_seconds()
+        patience, was_left, left_seconds = _FIRST_PATIENCE_SECONDS, False, self._timeout_seconds
         self._has_timed_out = False
         self._deadlocks.begin_wait(in_control_group=in_control_group)
         if announce:
