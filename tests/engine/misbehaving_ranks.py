@@ -248,8 +248,8 @@ class Program:
                 self.survive(lambda: self.engine.step(self.batch))
             self.now_and_then()
         self.step = NUM_STEPS
-        self.at("before close")
         weights = self.weights()
+        self.at("before close")
         self.engine.close()
         self.at("after close")
         world.close()

@@ -546,8 +546,8 @@ def message_of_a_failure() -> str:
 @sees(
     "a rank waits for a failed one until the time-out",
     "src/anybatch/parallel/fsdp_collectives.py",
-    "    if roll_call is None or async_op:",
-    "    if True:",
+    "        if self._roll_call is None or async_op or work is None:",
+    "        if work is None or work.wait():",
 )
 @pytest.mark.ranks
 def test_a_failing_rank_is_not_waited_for() -> None:

@@ -426,9 +426,7 @@ class Engine:
             error: what ended the run, if it did not end by itself.
         """
         self._is_closed = True
-        if error is not None:
-            self.world.fail_between_calls(error, self.num_steps)
-        self._parts.close()
+        self._parts.close(error, self.num_steps)
         self._parts.notifier.end(self.num_steps, error)
         try:
             # After an error a second one would hide the first.

@@ -316,8 +316,15 @@ class Parts:
         """Clear all gradients, also half-finished ones."""
         self.context.strategy.clear_gradients()
 
-    def close(self) -> None:
-        """Remove every hook from the model and the optimizer."""
+    def close(self, error: BaseException | None, num_steps: int) -> None:
+        """Remove every hook from the model and the optimizer, and report an error to the other ranks.
+
+        Args:
+            error: what ended the run, if anything.
+            num_steps: effective batches run.
+        """
+        if error is not None:
+            self.world.fail_between_calls(error, num_steps)
         self.clear_gradients()
         self.context.strategy.close()
         self.batch_norm.close()
