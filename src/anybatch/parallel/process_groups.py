@@ -23,7 +23,7 @@ from anybatch.parallel.launchers import Launch
 from anybatch.parallel.meshes import forget_meshes
 from anybatch.parallel.messenger import Message, Messenger
 from anybatch.parallel.rank_failure import RankFailure
-from anybatch.parallel.roll_call import RollCall, default_group
+from anybatch.parallel.roll_call import RollCall, default_group, say_ended
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store, set_timeout
 
 _JOINED_KEY = "anybatch/times_joined"
@@ -203,7 +203,9 @@ def count_open_worlds(change: int) -> int | None:
 
 
 def end_default_group() -> None:
-    """Destroy all process groups of this process."""
+    """Destroy all process groups of this process, and let ranks that wait for it know."""
+    with suppress(RuntimeError, ValueError):  # the store went with its rank
+        say_ended(dist.get_rank())
     forget_meshes()
     groups = [dist.group.WORLD]
     dist.destroy_process_group()
@@ -253,17 +255,25 @@ def _connecting(store: Store, rank: int, size: int, timeout: timedelta) -> Itera
     try:
         yield
     except (RuntimeError, OSError) as error:
-        store.set(f"lives_{rank}", "1")
-        keys = [f"lives_{other}" for other in range(size)]
-        with suppress(RuntimeError):
-            store.wait(keys, timedelta(seconds=_PATIENCE_SECONDS))
-        ended = [other for other, key in enumerate(keys) if not store.check([key])]
-        who = f"rank {', '.join(map(str, ended))} has ended meanwhile" if ended else "none of them has ended"
+        ended = _ended(store, rank, size)
+        who = f"rank {', '.join(map(str, ended))} has ended meanwhile" if ended else "none is known to have ended"
         message = (
             f"the {size} ranks have met, but could not connect to each other within {timeout.total_seconds():g} "
             f"seconds: {who}. Rank {rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         )
         raise RankFailedError(message, rank=ended[0] if ended else None) from error
+
+
+def _ended(store: Store, rank: int, size: int) -> list[int]:
+    """Return the ranks that do not answer in the store; none where it is gone itself."""
+    keys = [f"lives_{other}" for other in range(size)]
+    try:
+        store.set(keys[rank], "1")
+        with suppress(dist.DistStoreError):
+            store.wait(keys, timedelta(seconds=_PATIENCE_SECONDS))
+        return [other for other, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return []
 
 
 def _destroy(resources: _GroupResources) -> None:

@@ -23,6 +23,7 @@ from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 
 _PREFIX = "anybatch/roll_call"
+_ENDED_KEY = "anybatch/ended"
 _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
@@ -197,11 +198,11 @@ class RollCall:
         """
         self._has_failed = True
         for number in (self.number, self.number + 1)[: 1 + ahead]:
-            self._try(lambda store, number=number: store.set(self._key("left", number), str(self._rank)))  # type: ignore[misc]
+            _try(lambda store, number=number: store.set(self._key("left", number), str(self._rank)))  # type: ignore[misc]
 
     def close(self) -> None:
         """Let ranks that wait for this one know that it makes no more calls in this world."""
-        self._try(lambda store: store.set(self._key("closed", self._rank), self.here.to_json()))
+        _try(lambda store: store.set(self._key("closed", self._rank), self.here.to_json()))
 
     def wait(self, work: Work, *, in_control_group: bool = False) -> None:
         """Wait for a collective on the CPU; look around from time to time.
@@ -281,12 +282,14 @@ class RollCall:
         """Return where ranks stand if one of them closed its engine before it came to this call; else nothing."""
         if not self._inside:
             return []
-        found = [Whereabouts.from_json(text) for rank in range(self._size) if (text := self._read("closed", rank))]
-        gone = [
-            f"rank {one.rank} closed or dropped its engine after {one.name}{_at(one.step)}"
-            for one in found
-            if one.number < self.number
-        ]
+        gone = []
+        for rank in range(self._size):
+            if text := self._read("closed", rank):
+                last = Whereabouts.from_json(text)
+                if last.number < self.number:
+                    gone.append(f"rank {rank} closed or dropped its engine after {last.name}{_at(last.step)}")
+            elif _read(f"{_ENDED_KEY}/{rank}"):
+                gone.append(f"rank {rank} closed or dropped all its engines")
         return [str(self.here), *gone] if gone else []
 
     def _waited_in(self) -> str:
@@ -375,7 +378,7 @@ class RollCall:
         self._has_timed_out = False
         self._deadlocks.begin_wait(in_control_group=in_control_group)
         if announce:
-            self._try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
+            _try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
             was_left = self._look_around(was_left=was_left)
             left_seconds -= patience
@@ -400,7 +403,7 @@ class RollCall:
         if not self._inside:  # a message between calls, such as a vote
             return False
         here = self.here
-        self._try(lambda store: store.set(self._key("at", self._rank), here.to_json()))
+        _try(lambda store: store.set(self._key("at", self._rank), here.to_json()))
         others = [self._read("at", rank) for rank in range(self._size) if rank != self._rank]
         found = [Whereabouts.from_json(text) for text in others if text]
         left = self._read("left", self.number)
@@ -457,16 +460,24 @@ class RollCall:
         return f"{_PREFIX}/{self._world_name}/{kind}/{number}"
 
     def _read(self, kind: str, number: int) -> str:
-        key = self._key(kind, number)
-        found: list[str] = []
-        self._try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
-        return found[0] if found else ""
+        return _read(self._key(kind, number))
 
-    @staticmethod
-    def _try(act: Callable[[Store], object]) -> None:
-        # The store may have gone with its rank: then the connections will break soon.
-        with suppress(RuntimeError, ValueError):
-            act(default_store())
+
+def say_ended(rank: int) -> None:
+    """Let ranks that wait for this one know that it ends the default group, with all its engines."""
+    default_store().set(f"{_ENDED_KEY}/{rank}", "1")
+
+
+def _try(act: Callable[[Store], object]) -> None:
+    # The store may have gone with its rank: then the connections will break soon.
+    with suppress(RuntimeError, ValueError):
+        act(default_store())
+
+
+def _read(key: str) -> str:
+    found: list[str] = []
+    _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
+    return found[0] if found else ""
 
 
 def _at(step: int | None) -> str:
