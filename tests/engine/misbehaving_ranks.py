@@ -206,9 +206,9 @@ class Program:
     def __init__(self, case: Misbehaviour, strategy: str, rank: int, folder: Path) -> None:
         self.case, self.strategy, self.rank, self.folder = case, strategy, rank, folder
         self.is_odd = rank == case.odd_rank
-        self.step = -1
+        self.step, self.num_steps = -1, 0
         self.survived: list[str] = []
-        self._has_acted = self.has_stopped = False
+        self._has_acted = False
         self.batch: Any = None
         self.engine: ab.Engine
 
@@ -242,8 +242,8 @@ class Program:
             if found == "skip":
                 continue
             if found == "stop":
-                self.has_stopped = True
                 break
+            self.num_steps += 1
             for _ in range(2 if found == "again" else 1):
                 self.survive(lambda: self.engine.step(self.batch))
             self.now_and_then()
@@ -319,7 +319,7 @@ class Program:
     def weights(self) -> tuple[float, ...]:
         """Return all weights as numbers."""
         state = self.engine.model.state_dict().values()  # type: ignore[union-attr]
-        if self.strategy == "fsdp" and (self.survived or self.has_stopped):
+        if self.strategy == "fsdp" and (self.survived or self.num_steps < NUM_STEPS):
             return ()  # gathering them needs ranks that are together
         whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]
         return tuple(float(number) for tensor in whole for number in tensor.reshape(-1))

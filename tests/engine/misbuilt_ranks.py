@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.core.batch import Position
 from anybatch.core.records import Observers
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.parallel.all_reduce import AllReduce
@@ -136,7 +137,7 @@ class _Plain(torch.optim.SGD):
 
 def other_data() -> Iterator[Misbehaviour]:
     """Yield ranks with other data."""
-    pattern = "RanksDifferError: .*batch"
+    pattern = "DataError: rank . was given another effective batch than rank"
     for name, value in {"data_seed": 1, "batch_size": 12, "size": 38}.items():
         yield Misbehaviour(name=f"loads with another {name}", makes={name: value}, own=pattern, peers=pattern)
     yield Misbehaviour(
@@ -182,7 +183,7 @@ def _renumber(program: Program) -> None:
 
 
 def _move(program: Program) -> None:
-    program.engine.position = ab.Position(0, 0)
+    program.engine.position = Position(0, 0)
 
 
 def other_states() -> Iterator[Misbehaviour]:
