@@ -270,7 +270,10 @@ def fails_in_update(strategy: str, apart: int = APART) -> Told:
 def another_engine(strategy: str) -> tuple[Told, Told]:
     """Run on every rank: behind an update that fails on the last one, all make another engine and a step with it."""
     first = fails_in_update(strategy, APART + 2)  # behind it comes no step in which the loss is looked at
-    run = Run(strategy)
+    try:
+        run = Run(strategy)
+    except ab.errors.WorldError as error:
+        return first, Told([f"{type(error).__name__}: {error}"])
     run.step(batch_at(0))
     return first, run.end()
 

@@ -242,7 +242,7 @@ def test_an_update_that_fails_on_one_rank(strategy: str) -> None:
 @sees(
     "a later world does not know of messages that were left",
     "src/anybatch/parallel/roll_call.py",
-    'self._out_of_step = _LEFT_MESSAGES.get(_default_group(), "")',
+    'self._out_of_step = _LEFT_MESSAGES.get(default_group(), "")',
     'self._out_of_step = ""',
     cases=["all_reduce"],
 )
@@ -280,7 +280,7 @@ def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_pa
         said = outcome.value.ends[1]
         assert f"rank 0 called engine.{name} at step 1" in said
         assert f"rank {world_size - 1} called engine.step at step 1" in said
-        assert "Every rank must call engine.step, evaluate, save and load" in said
+        assert "Every rank must build engines and call engine.step, evaluate, save, load and close" in said
 
 
 @sees(
@@ -352,7 +352,7 @@ def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
     outcomes = run_ranks(2, saves_without_the_others, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
     waited, silent = (outcome.value for outcome in outcomes)
     assert waited is not None, outcomes[0].error
-    assert waited.startswith("WorldError: rank 0 called engine.save at step 0 and waited there for the others for 1 s")
+    assert waited.startswith("WorldError: rank 1 has not come to engine.save at step 0 within 1 seconds")
     assert silent == ""
 
 

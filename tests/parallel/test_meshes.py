@@ -4,6 +4,7 @@ import pytest
 
 from anybatch.parallel.meshes import mesh_of_ranks
 from tests.faults import sees
+from tests.parallel import worlds_in_processes as ranks_do
 from tests.ranks_fixture import Ranks
 
 
@@ -27,3 +28,18 @@ def test_a_mesh_is_made_once() -> None:
         assert ranks.run(two_meshes) == [(True, False)] * 2
     finally:
         ranks.close()
+
+
+@sees(
+    "meshes: a closed engine's default group stays",
+    "src/anybatch/parallel/process_groups.py",
+    "    forget_meshes()\n",
+    "",
+)
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_closed_engine_leaves_no_group() -> None:
+    """The default group that an engine started ends with it, although the shards of its model were on a mesh."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks_do.free_port())}
+    for before, after in ranks_do.by_launcher(ranks_do.sharded_and_closed, variables, 2):
+        assert after.within(before)

@@ -29,10 +29,10 @@ class Arrival:
         self._box = box
         self._into = into
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Wait for what is received; what is sent has been copied."""
         if self._into is not None:
-            self._into.copy_(self._box.get(timeout=LONG.total_seconds()))
+            self._into.copy_(self._box.get(timeout=timeout.total_seconds()))
 
 
 class InMemory:
@@ -85,7 +85,7 @@ def test_any_number_of_ranks(num_ranks: int) -> None:
 
     boxes = Boxes(Queue)
     groups = [InMemory(rank, boxes) for rank in range(num_ranks)]
-    messengers: list[Any] = [Messenger(group, rank, num_ranks) for rank, group in enumerate(groups)]  # type: ignore[arg-type]
+    messengers: list[Any] = [Messenger(group, rank, num_ranks, LONG) for rank, group in enumerate(groups)]  # type: ignore[arg-type]
     numbers = [torch.tensor([2.0**rank, -rank, 0.5], dtype=torch.float64) for rank in range(num_ranks)]
     own = [bytes([rank, 7]) for rank in range(num_ranks)]
     rows = [bytearray(one) + bytes(2 * (num_ranks - 1)) for one in own]
@@ -147,7 +147,7 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
             message = "Connection closed by peer"
             raise RuntimeError(message)
 
-    messenger = Messenger(Broken(0, defaultdict(Queue)), 0, 2)  # type: ignore[arg-type]
+    messenger = Messenger(Broken(0, defaultdict(Queue)), 0, 2, LONG)  # type: ignore[arg-type]
     for message in (messenger.start_sum(torch.ones(1)), messenger.start_sum(torch.ones(1))):
         with pytest.raises(RuntimeError, match="closed by peer"):
             message.wait(LONG)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anybatch.errors import NonFiniteError, RankFailedError
+from anybatch.errors import NonFiniteError, RankFailedError, WorldError
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.world import World
 from tests.ranks_fixture import Ranks
@@ -11,13 +11,14 @@ STEP = 3
 AWKWARD = 'rank 0 failed: "quoted", \n a line, \N{SNOWMAN}'
 
 
-def published() -> tuple[RankFailure | None, RankFailedError]:
+def published() -> tuple[RankFailure | None, WorldError]:
     """Run on every rank: rank 1 publishes a failure whose text begins like a message of rank 0."""
     world = World.from_environment(device="cpu")
     if world.rank == 1:
         world.publish_failure(NonFiniteError(AWKWARD), STEP)
     world.gather_numbers([0.0])  # until it is there
-    return world.published_failure(), world.first_failure(RuntimeError("connection closed"))
+    assert world.roll_call is not None
+    return world.published_failure(), world.roll_call.cause_of(RuntimeError("connection closed"))
 
 
 def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
@@ -27,8 +28,11 @@ def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
     expected = RankFailure(rank=1, step=STEP, error_type="NonFiniteError", reason=AWKWARD)
     assert seen == expected
     assert own is None
+    assert isinstance(error, RankFailedError)
     assert (error.rank, error.step, error.error_type, error.reason) == (1, STEP, "NonFiniteError", AWKWARD)
-    assert str(error).startswith(f"rank 1 failed in step {STEP}: NonFiniteError: {AWKWARD}. Rank 0 stops too: ")
+    assert str(error).startswith(
+        f"rank 1 failed in step {STEP}: NonFiniteError: {AWKWARD}. Rank 0 waited for it, and stops too."
+    )
 
 
 def published_by_another_world() -> RankFailure | None:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -184,6 +184,27 @@ def joined_again(variables: dict[str, str], rank: int) -> list[Any]:
     seen.append(dist.is_initialized())  # a world that was only dropped leaves the default group to the process
     dist.destroy_process_group()
     return [*seen, before, settled(before)]
+
+
+def sharded_and_closed(variables: dict[str, str], rank: int) -> tuple[Holdings, Holdings]:
+    """Run in a process of its own: return what it holds after one sharded engine, and after three more."""
+    os.environ.update(variables, RANK=str(rank))
+
+    def train() -> None:
+        loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]).mean())
+        engine = ab.Engine(nn.Linear(4, 2), _sgd, loss, micro_batch_size=2, strategy="fsdp", check_loss=False)
+        engine.step({"x": torch.ones(2, 4) * (1 + rank)})
+        engine.close()
+
+    train()
+    before = holdings()
+    for _ in range(3):
+        train()
+    return before, settled(before)
+
+
+def _sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
 
 
 def by_launcher(function: Callable[..., Any], variables: dict[str, str], world_size: int) -> list[Any]:

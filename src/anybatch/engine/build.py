@@ -7,6 +7,7 @@ from functools import partial
 
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
+from anybatch.core.loss import declared
 from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
@@ -18,9 +19,11 @@ from anybatch.engine.checkpoint_saver import CheckpointSaver
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.compatibility import features_of_ranks
 from anybatch.engine.executors import choose_executor
+from anybatch.engine.failure import failures_reported
+from anybatch.engine.fingerprint import refuse_other_builds
 from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
-from anybatch.engine.inputs import move_modules
+from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.meaning import StepMeaning
@@ -88,9 +91,25 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
 
     Raises:
         UserError: with what was wrong, both values and what to do; nothing of the model has changed then.
+        RanksDifferError: ranks do not build the same, or only some of them build.
+        RankFailedError: another rank failed while it built.
     """
-    arguments = check_arguments(spec, hardware)
-    modules, world, strategy = arguments.modules, arguments.world, arguments.strategy
+    loss = declared(spec.loss)
+    modules = collect_modules(spec.model, loss)
+    # After the modules, since a single rank computes where the model is.
+    world = hardware.world or world_of(modules)
+    if world.roll_call is None:
+        return _build(check_arguments(spec, hardware, loss, modules, world), observer)
+    with failures_reported(world, "ab.Engine", None, undo=lambda: None, barrier=True):
+        refuse_other_builds(spec, hardware, loss, modules, world)
+        parts = _build(check_arguments(spec, hardware, loss, modules, world), observer)
+        # So that no rank begins to train where another could not build.
+        world.gather_numbers((0.0,))
+    return parts
+
+
+def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:
+    spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     decisions = Decisions()
     notifier = Notifier(observer, world.rank, arguments.loss, arguments.clip, speaks=world.speaks)
     if not strategy.capabilities.moves_modules:
@@ -360,20 +379,11 @@ def _replica_check(prepared: Prepared, updater: Updater, strategy: Strategy, wor
 
 
 def _step_meaning(arguments: CheckedArguments, updater: Updater, replicas: ReplicaCheck) -> StepMeaning:
-    spec, optimizer = arguments.spec, updater.target.optimizer
-    fixed = {
-        "optimizer": type(optimizer).__name__,
-        "clip": str(arguments.clip),
-        "precision": spec.precision,
-        "bf16_weights": spec.bf16_weights,
-        "average_decay": str(spec.average_decay),
-    }
     return StepMeaning(
         arguments.world,
-        optimizer,
+        updater.target.optimizer,
         lambda: updater.scheduler,
         rate_factor=lambda: updater.rate_factor,
-        fixed=fixed,
         replicas=replicas,
     )
 

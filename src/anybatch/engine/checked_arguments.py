@@ -7,14 +7,13 @@ from functools import partial
 
 from torch import nn
 
-from anybatch.core.loss import Loss, declared
+from anybatch.core.loss import Loss
 from anybatch.core.splitting import CutConstraints
 from anybatch.engine.accumulation.accumulate import Randomness
 from anybatch.engine.batch_norm.runner import policy_for, refuse_policy
 from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.gradient_noise import refuse_noise
-from anybatch.engine.inputs import collect_modules, world_of
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.rng.generators import choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -52,20 +51,21 @@ class CheckedArguments:
     spikes: SpikeWatch | None
 
 
-def check_arguments(spec: TrainSpec, hardware: Hardware) -> CheckedArguments:
+def check_arguments(
+    spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World
+) -> CheckedArguments:
     """Refuse all that is known to fail, and return the rest.
 
     Args:
         spec: what is trained.
         hardware: where, and in what pieces.
+        loss: the declared loss.
+        modules: everything that trains.
+        world: the ranks, which have the same spec and hardware.
 
     Raises:
         UserError: with what was wrong, both values and what to do.
     """
-    loss = declared(spec.loss)
-    modules = collect_modules(spec.model, loss)
-    # After the modules, since a single rank computes where the model is.
-    world = hardware.world or world_of(modules)
     world = with_device_bytes(world)
     clip = clip_policy(spec.clip)
     make_autocast = autocast(spec.precision, world.device)

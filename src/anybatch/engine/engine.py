@@ -399,7 +399,7 @@ class Engine:
         with parts.failures_reported("engine.align_replicas", self.num_steps, barrier=True):
             names, state = parts.of_first_rank(self.num_steps, self.position)
             if state is not None:
-                self._restore(state)
+                parts.world.run_on_all_processes(lambda: self._restore(state))
         return names
 
     def _restore(self, state: Mapping[str, Any], path: Path | None = None) -> None:
@@ -427,7 +427,7 @@ class Engine:
             error: what ended the run, if it did not end by itself.
         """
         self._is_closed = True
-        self._parts.close()
+        self._parts.close(error, self.num_steps)
         self._parts.notifier.end(self.num_steps, error)
         try:
             # After an error a second one would hide the first.

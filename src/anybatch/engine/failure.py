@@ -101,14 +101,14 @@ def _told(error: BaseException, world: World, step: int | None) -> BaseException
     broken = isinstance(error, RuntimeError) and not isinstance(
         error, (WorldError, MemoryExhaustedError, torch.OutOfMemoryError)
     )
-    if refused is None and broken and world.published_failure():  # a collective inside a backward, most likely
-        refused = world.first_failure(error)
     roll_call = world.roll_call
+    if refused is None and broken and roll_call is not None and (world.published_failure() or roll_call.next_has_ended):
+        refused = roll_call.cause_of(error)  # a collective of the user's module, most likely
     # Behind the last message of a step the others have gone on, unless they raise the same.
     ahead = roll_call is not None and roll_call.has_agreed and not isinstance(error, (NonFiniteError, WorldError))
     world.publish_failure(refused or error, step, ahead=ahead)
     if roll_call is not None:
-        roll_call.fail()
+        roll_call.fail(ahead=ahead)
     return refused or error
 
 

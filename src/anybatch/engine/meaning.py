@@ -38,7 +38,6 @@ class StepMeaning:
         optimizer: its parameter groups hold learning rates and the like.
         schedule: function () -> the scheduler, or None.
         rate_factor: function () -> what learning rates are multiplied by on top of the schedule.
-        fixed: settings that do not change, in words.
         replicas: compares weights.
     """
 
@@ -49,16 +48,16 @@ class StepMeaning:
         schedule: Callable[[], Any],
         *,
         rate_factor: Callable[[], float],
-        fixed: dict[str, str],
         replicas: ReplicaCheck,
     ) -> None:
         self._world = world
         self._optimizer = optimizer
         self._schedule = schedule
         self._rate_factor = rate_factor
-        self._fixed = fixed
         self._replicas = replicas
-        self._fixed_digest = crc32(repr(sorted(fixed.items())).encode())
+        # An optimizer may be made by a function, after the ranks have compared what they build.
+        self._kind = type(optimizer).__name__
+        self._kind_digest = crc32(self._kind.encode())
         self._step = 0
         self._position = Position()
         self._ids: Sequence[int] = ()
@@ -79,7 +78,7 @@ class StepMeaning:
         roll_call.digests = (
             crc32(f"{roll_call.here.name} {roll_call.number} {step}".encode()) & 0xFFFFF,
             _digest((planned.seed, end.epoch, end.sample_offset, self._num_samples, *self._batch)),
-            crc32(array("d", settings).tobytes(), self._fixed_digest) & 0xFFFFF,
+            crc32(array("d", settings).tobytes(), self._kind_digest) & 0xFFFFF,
             weights,
         )
 
@@ -98,7 +97,7 @@ class StepMeaning:
         if tuple(differing) == (_WEIGHTS,):
             self._replicas.refuse(self._step)
         # All ranks are here, in the same place, so none waits in vain for another's words.
-        words = {**self._fixed, **{name: f"{value:g}" for name, value in self._settings().items()}}
+        words = {"optimizer": self._kind, **{name: f"{value:g}" for name, value in self._settings().items()}}
         rows = self._world.gather_from_processes((roll_call.number, self._place(roll_call.here.name), words))
         roll_call.align([number for number, _, _ in rows])
         names = tuple(_NAMES[number] for number in differing if number != _WEIGHTS)

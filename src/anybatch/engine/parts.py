@@ -29,6 +29,7 @@ from anybatch.engine.checkpoint_state import (
     state_of_first_rank,
 )
 from anybatch.engine.failure import failures_reported
+from anybatch.engine.fingerprint import refuse_other_forms
 from anybatch.engine.gradient_noise import NoiseMeter
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
@@ -44,7 +45,7 @@ from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.engine.update.schedule import unsaved_scheduler
 from anybatch.engine.update.updater import Updated, Updater
-from anybatch.errors import CheckpointError
+from anybatch.errors import CheckpointError, UserError
 from anybatch.parallel.world import World
 
 _GOES_ON = (
@@ -139,7 +140,16 @@ class Parts:
             step: its number.
             needs_whole_update: refused behind an update that broke off.
             barrier: wait for all ranks first; for what is called now and then.
+
+        Raises:
+            UserError: a step is running.
         """
+        if needs_whole_update and self.runner.is_running:
+            message = (
+                f"{name} was called while a step runs: from inside it (a loss function, hook or observer), or from "
+                "another thread. Call one after the other, from one thread."
+            )
+            raise UserError(message)
         check = self._check_whole_update if needs_whole_update else self._check_saver
         return failures_reported(self.world, name, step, self.updater.undo, check=check, barrier=barrier)
 
@@ -189,6 +199,7 @@ class Parts:
             self.notifier.warn("scheduler_not_saved", unsaved)
         in_parts = self.context.prepared.layout.in_parts if form.sharded is None else form.sharded
         with self.failures_reported("engine.save", num_steps, needs_whole_update=True, barrier=True):
+            refuse_other_forms(form, self.world)
             self.announce(self.saver.settle())
             # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
             updater.finite.settle()
@@ -204,7 +215,8 @@ class Parts:
         """Find a checkpoint and restore it; see `Engine.load`."""
         self.announce(self.saver.settle())
         with loaded_on_all_ranks(path, self.world) as loaded:
-            restore(loaded.state, loaded.path)
+            # Together: a rank that cannot restore must not leave the others behind in the next step.
+            self.world.run_on_all_processes(lambda: restore(loaded.state, loaded.path))
         return loaded
 
     def announce(self, saved: SavedCheckpoint | None) -> None:
@@ -265,8 +277,12 @@ class Parts:
 
     def behind_step(self, report: StepReport, updated: Updated) -> None:
         """Tell of a step, set the next one's learning rates, and look whether the run is on its course."""
-        self.notifier.step(report)
-        self.updater.advance_schedule(updated)
+        try:
+            self.notifier.step(report)
+            self.updater.advance_schedule(updated)
+        except BaseException as error:
+            self.world.fail_between_calls(error, report.step)
+            raise
         if self.spikes is None:
             return
         spike = self.spikes.look(report)
@@ -285,7 +301,11 @@ class Parts:
         scheduled = copy.deepcopy(scheduler.state_dict()) if isinstance(scheduler, Stateful) else None
         self.announce(self.saver.settle())
         with loaded_on_all_ranks(folder, self.world) as loaded:
-            restore_state(self.state, loaded.state, self.world)
+
+            def restore() -> None:
+                restore_state(self.state, loaded.state, self.world)
+
+            self.world.run_on_all_processes(restore)
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in values.items() if name != "params"})
         if isinstance(scheduler, Stateful):
@@ -318,8 +338,15 @@ class Parts:
         self.context.strategy.clear_gradients()
         self.updater.state.skip()
 
-    def close(self) -> None:
-        """Remove every hook from the model and the optimizer."""
+    def close(self, error: BaseException | None, num_steps: int) -> None:
+        """Remove every hook from the model and the optimizer, and report an error to the other ranks.
+
+        Args:
+            error: what ended the run, if anything.
+            num_steps: effective batches run.
+        """
+        if error is not None:
+            self.world.fail_between_calls(error, num_steps)
         self.clear_gradients()
         self.context.strategy.close()
         self.batch_norm.close()

@@ -67,6 +67,9 @@ class StepRunner:
         meaning: what this rank means by a step, for the other ranks to compare.
         noise: measures the gradient's noise; None for nothing.
         can_leave: whether a rank can leave in the middle of a step, and tell the others.
+
+    Attributes:
+        is_running: whether micro-batches run.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class StepRunner:
         self._noise = noise
         self._can_leave = can_leave and world.roll_call is not None
         self._owes_step = False
+        self.is_running = False
 
     def run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, run in the first cut that fits on every rank.
@@ -118,6 +122,7 @@ class StepRunner:
         roll_call = self._world.roll_call
         num_told = 0 if roll_call is None else roll_call.num_told
         self._execute.begin_step()
+        self.is_running = True
         try:
             with self._guard.begin_step():
                 summed = self._run(batch, step, position)
@@ -132,6 +137,8 @@ class StepRunner:
             if self._owes_step and roll_call is not None and not is_known and not roll_call.has_agreed:
                 self._leave(error, step)
             raise
+        finally:
+            self.is_running = False
         return summed
 
     def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)

@@ -175,8 +175,8 @@ class DDP:
         except RuntimeError as error:
             if self._reductions.error is not None:
                 raise self._reductions.error from None
-            if self._reductions.broken:
-                raise self._world.first_failure(error) from error
+            if self._reductions.broken and self._world.roll_call is not None:
+                raise self._world.roll_call.cause_of(error) from error
             raise
         finally:
             self._reductions.error = None
@@ -243,9 +243,6 @@ class _Reductions:
             self.roll_call.wait(work)
         except WorldError as error:
             self.error = error
-            raise
-        except RuntimeError:
-            self.broken = True
             raise
 
 

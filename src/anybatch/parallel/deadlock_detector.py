@@ -1,8 +1,11 @@
-"""Finds deadlocks between worlds: one rank waits in a call of an engine, another one in a call of another engine.
+"""Finds deadlocks: ranks wait in calls of different engines, or all wait in one call, but not for the same message.
 
 Calls of one world are counted alike on all ranks; those of two worlds cannot be compared by their numbers. But a rank
 that waits says so again and again. One that goes on waiting there while this one waits here waits in vain: this rank
 has brought what it owes to all calls that it has left.
+
+Within one call only ranks that all wait are in a deadlock: where one is late, the others may have come to different
+messages.
 """
 
 import json
@@ -32,9 +35,15 @@ class DeadlockDetector:
         self._num_waits = 0
         self._num_polls = 0
         self._seen: dict[int, tuple[tuple[str, int, int], int, int]] = {}
+        self._in_control_group = True
 
-    def begin_wait(self) -> None:
-        """Begin to wait for something else than before."""
+    def begin_wait(self, *, in_control_group: bool = True) -> None:
+        """Begin to wait for something else than before.
+
+        Args:
+            in_control_group: for a small message, and not for gradients or weights.
+        """
+        self._in_control_group = in_control_group
         self._num_waits, self._num_polls = self._num_waits + 1, 0
         self._seen.clear()
 
@@ -46,15 +55,19 @@ class DeadlockDetector:
             here: where it waits, as a clause.
         """
         self._num_polls += 1
-        own = json.dumps([self._world_name, number, self._num_waits, self._num_polls, here])
-        _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", own))
+        own = [self._world_name, number, self._num_waits, self._num_polls, here, self._in_control_group]
+        _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", json.dumps(own)))
         # The first rank that saw it has published it, and waits no longer: the others would not see it by themselves.
         if published := self.published(number):
             return published
+        texts = {other: _read(f"{_PREFIX}/{other}") for other in self._others}
+        waiting = {other: json.loads(text) for other, text in texts.items() if self._waits_on(other, text)}
         deadlocked, calls = [(self._rank, here)], {(self._world_name, number)}
-        for other in self._others:
-            if self._waits_in_another_world(other, text := _read(f"{_PREFIX}/{other}")):
-                world_name, its_number, *_, clause = json.loads(text)
+        # In this call all ranks wait, and not all of them for the same kind of message.
+        in_call = {other for other, said in waiting.items() if said[:2] == own[:2]}
+        is_split = len(in_call) == len(self._others) and any(said[5] != own[5] for said in waiting.values())
+        for other, (world_name, its_number, *_, clause, _kind) in waiting.items():
+            if world_name != self._world_name or is_split:
                 deadlocked.append((other, clause))
                 calls.add((world_name, its_number))
         if len(deadlocked) == 1:
@@ -74,11 +87,11 @@ class DeadlockDetector:
         text = _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}")
         return list(json.loads(text)) if text else []
 
-    def _waits_in_another_world(self, other: int, text: str) -> bool:
-        """Whether a rank has said often enough, while this one waited, that it waits for one thing in another world."""
+    def _waits_on(self, other: int, text: str) -> bool:
+        """Whether a rank has said often enough, while this one waited, that it waits for one thing."""
         if not text:
             return False
-        world_name, number, wait, num_polls, _ = json.loads(text)
+        world_name, number, wait, num_polls, *_ = json.loads(text)
         place = str(world_name), int(number), int(wait)
         before = self._seen.get(other)
         if before is None or before[0] != place:
@@ -87,7 +100,7 @@ class DeadlockDetector:
         _, last, times = before
         times += num_polls > last
         self._seen[other] = place, num_polls, times
-        return place[0] != self._world_name and times >= _MIN_REPEATS
+        return bool(times >= _MIN_REPEATS)
 
 
 def _read(key: str) -> str:

@@ -1,7 +1,6 @@
 """The collectives of FSDP2, which tell of what they reduce, and do not wait for a rank that will not come."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,8 +41,14 @@ class AllGather(_Memory):
         async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
     ) -> dist.Work | None:
         """Gather the parts of all ranks of the group."""
-        all_gather = partial(getattr(dist, _ALL_GATHER), output_tensor, input_tensor, group=group)
-        return _finished(all_gather, self._roll_call, async_op)
+        is_watched = self._roll_call is not None and not async_op
+        work: dist.Work | None = getattr(dist, _ALL_GATHER)(
+            output_tensor, input_tensor, group=group, async_op=async_op or is_watched
+        )
+        if self._roll_call is None or async_op or work is None:
+            return work
+        self._roll_call.wait(work)
+        return None
 
 
 class ReduceScatter(_Memory):
@@ -75,19 +80,14 @@ class ReduceScatter(_Memory):
         if on_reduction is not None:
             num_bytes = input_tensor.numel() * input_tensor.itemsize
             on_reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
-        reduce_scatter = partial(getattr(dist, _REDUCE_SCATTER), output_tensor, input_tensor, op=op, group=group)
-        return _finished(reduce_scatter, self._roll_call, async_op)
-
-
-def _finished(
-    start: Callable[..., "dist.Work | None"],
-    roll_call: RollCall | None,
-    async_op: bool,  # noqa: FBT001 (torch's)
-) -> dist.Work | None:
-    """Run a collective as it was asked for; return what is to be waited for, None if it is over."""
-    if roll_call is None or async_op:
-        return start(async_op=async_op)
-    work = start(async_op=True)
-    assert work is not None
-    roll_call.wait(work)
-    return None
+        if self._roll_call is None or async_op:
+            started: dist.Work | None = getattr(dist, _REDUCE_SCATTER)(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+            return started
+        # Gloo's own is an all-reduce of a copy too, but waits for all ranks without a time-out.
+        work = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
+        assert work is not None
+        self._roll_call.wait(work)
+        output_tensor.copy_(input_tensor.narrow(0, group.rank() * len(output_tensor), len(output_tensor)))
+        return None

@@ -51,13 +51,13 @@ class KeepAlive:
         with _listening(own) as listener:
             listener.settimeout(timeout.total_seconds())
             store.set(f"{_PREFIX}/{name}/{rank}", "" if own is None else f"{own} {listener.getsockname()[1]}")
-            address = store.get(f"{_PREFIX}/{name}/{self.next_rank}").decode()
+            address = _get(store, f"{_PREFIX}/{name}/{self.next_rank}", timeout).decode()
             if address:
                 with suppress(OSError):
                     self._to_next = _connected(*address.split())
             # Whether it has come off is known to both ends before one of them waits for the other.
             store.set(f"{_PREFIX}/{name}/{rank}/connected", "1" if self._to_next else "0")
-            if store.get(f"{_PREFIX}/{name}/{(rank - 1) % size}/connected") == b"1":
+            if _get(store, f"{_PREFIX}/{name}/{(rank - 1) % size}/connected", timeout) == b"1":
                 self._from_former, _ = listener.accept()
 
     @property
@@ -81,6 +81,11 @@ class KeepAlive:
             if one is not None:
                 one.close()
         self._from_former = self._to_next = None
+
+
+def _get(store: Store, key: str, timeout: timedelta) -> bytes:
+    store.wait([key], timeout)  # `get` alone would wait as long as the store does
+    return store.get(key)
 
 
 def _own_address(host: str, port: int) -> str | None:

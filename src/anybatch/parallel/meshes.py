@@ -1,17 +1,14 @@
 """Device meshes over all ranks: the groups in which shards are gathered, and replicas reduced."""
 
 from typing import Final
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from anybatch.core.torch_internals import outside_modes
 
-# By the default group, and gone when that is: torch has no other place that ends with it.
-_MESHES: Final[WeakKeyDictionary["dist.ProcessGroup", dict[tuple[str, tuple[int, ...]], DeviceMesh]]] = (
-    WeakKeyDictionary()
-)
+# Meshes keep their default group alive, so `forget_meshes` has to end them together with it.
+_MESHES: Final[dict["dist.ProcessGroup", dict[tuple[str, tuple[int, ...]], DeviceMesh]]] = {}
 
 
 def mesh_of_ranks(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -26,9 +23,16 @@ def mesh_of_ranks(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> 
         names: of the axes.
     """
     assert dist.group.WORLD is not None, "the ranks are connected"
+    if dist.group.WORLD not in _MESHES:
+        forget_meshes()  # of a group that the user has destroyed
     meshes = _MESHES.setdefault(dist.group.WORLD, {})
     if (kind, shape) not in meshes:
         # A plan makes it among tensors without data, and a mesh reads numbers from its own.
         with outside_modes():
             meshes[kind, shape] = init_device_mesh(kind, shape, mesh_dim_names=names)
     return meshes[kind, shape]
+
+
+def forget_meshes() -> None:
+    """Release all meshes, before the default group ends: it would stay alive, with threads and sockets."""
+    _MESHES.clear()

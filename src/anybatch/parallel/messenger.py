@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _AT_ONCE = timedelta(milliseconds=1)
+_LATER = timedelta(seconds=10)
 _AT_EXIT_SECONDS, _PATIENCE_SECONDS = 0.1, 2.0
 _NOBODY_SENDS = 0  # a tag; messages are numbered from 1 on
 _TAGS = 2**31
@@ -86,10 +87,12 @@ class Messenger:
         group: a gloo group, for these messages alone.
         rank: this rank in it.
         num_ranks: how many there are.
+        timeout: how long a rank waits for another; whoever waits for a message gives up earlier, with a reason.
     """
 
-    def __init__(self, group: "dist.ProcessGroup", rank: int, num_ranks: int) -> None:
+    def __init__(self, group: "dist.ProcessGroup", rank: int, num_ranks: int, timeout: timedelta) -> None:
         self._group = group
+        self._timeout = timeout + _LATER
         self._num_ranks = num_ranks
         self._sum_rounds = sum_rounds(rank, num_ranks)
         self._gather_rounds = gather_rounds(rank, num_ranks)
@@ -103,8 +106,8 @@ class Messenger:
 
     def start_sum(self, numbers: torch.Tensor) -> Message:
         """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks: the same bits on all of them."""
-        group, rounds, tag = self._group, self._sum_rounds, self._next_tag()
-        return self._start(lambda: _sum(group, rounds, numbers, tag))
+        group, rounds, tag, timeout = self._group, self._sum_rounds, self._next_tag(), self._timeout
+        return self._start(lambda: _sum(group, rounds, numbers, tag, timeout))
 
     def start_gather(self, rows: bytearray) -> Message:
         """Start filling in rows of other ranks.
@@ -112,9 +115,9 @@ class Messenger:
         Args:
             rows: equally long, one for each rank, in their order from this rank on: its own is there, and comes first.
         """
-        group, rounds, tag = self._group, self._gather_rounds, self._next_tag()
+        group, rounds, tag, timeout = self._group, self._gather_rounds, self._next_tag(), self._timeout
         row_bytes = len(rows) // self._num_ranks
-        return self._start(lambda: _gather(group, rounds, rows, row_bytes, tag))
+        return self._start(lambda: _gather(group, rounds, rows, row_bytes, tag, timeout))
 
     def end(self, patience_seconds: float) -> None:
         """End the thread. What has been started before is passed on, if other ranks bring their parts in time.
@@ -161,7 +164,9 @@ def _pass_on(started: "SimpleQueue[Message | None]") -> None:
             del message  # with its numbers, and the group
 
 
-def _sum(group: "dist.ProcessGroup", rounds: tuple[SumRound, ...], numbers: torch.Tensor, tag: int) -> None:
+def _sum(
+    group: "dist.ProcessGroup", rounds: tuple[SumRound, ...], numbers: torch.Tensor, tag: int, timeout: timedelta
+) -> None:
     """Sum over ranks, in place. Receives are posted beforehand, so that whoever sends need not ask before."""
     arriving = [numbers if one.receives == "sum" else torch.empty_like(numbers) for one in rounds]
     receives = [
@@ -171,15 +176,20 @@ def _sum(group: "dist.ProcessGroup", rounds: tuple[SumRound, ...], numbers: torc
     for one, part, received in zip(rounds, arriving, receives, strict=True):
         sent = group.send([numbers], one.partner, tag) if one.sends else None
         if received is not None:
-            received.wait()
+            received.wait(timeout)
         if sent is not None:  # before the numbers change
-            sent.wait()
+            sent.wait(timeout)
         if one.receives == "part":
             numbers.add_(part)
 
 
-def _gather(
-    group: "dist.ProcessGroup", rounds: tuple[GatherRound, ...], rows: bytearray, row_bytes: int, tag: int
+def _gather(  # noqa: PLR0917 (all that a thread is handed)
+    group: "dist.ProcessGroup",
+    rounds: tuple[GatherRound, ...],
+    rows: bytearray,
+    row_bytes: int,
+    tag: int,
+    timeout: timedelta,
 ) -> None:
     """Fill in the rows of other ranks. What is sent does not change any more, so that sends are waited for last."""
     memory = torch.frombuffer(rows, dtype=torch.uint8)
@@ -190,6 +200,6 @@ def _gather(
     sends = []
     for one, received in zip(rounds, receives, strict=True):
         sends.append(group.send([memory[: one.num_rows * row_bytes]], one.to_rank, tag))
-        received.wait()
+        received.wait(timeout)
     for sent in sends:
-        sent.wait()
+        sent.wait(timeout)

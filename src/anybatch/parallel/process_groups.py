@@ -6,25 +6,34 @@ each group in a table of its own until `destroy_process_group`, so a group that 
 
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from anybatch.errors import WorldError
+from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.launchers import Launch
+from anybatch.parallel.meshes import forget_meshes
 from anybatch.parallel.messenger import Message, Messenger
-from anybatch.parallel.roll_call import RollCall
-from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
+from anybatch.parallel.rank_failure import RankFailure
+from anybatch.parallel.roll_call import RollCall, default_group, say_ended
+from anybatch.parallel.torch_internals import PrefixStore, Store, default_store, set_timeout
 
 _JOINED_KEY = "anybatch/times_joined"
 _OPEN_KEY = "anybatch/open_worlds"
+_WORLDS_KEY = "anybatch/num_worlds"
 _PATIENCE_SECONDS = 2.0
+_CONNECTING = timedelta(seconds=45)
+"""How long ranks that have met may take to connect to each other: if one has died meanwhile, gloo does not notice."""
+_KEEP_ALIVES: "WeakKeyDictionary[dist.ProcessGroup, KeepAlive]" = WeakKeyDictionary()
+"""By default group the newest one: a rank that makes another world looks there whether the next rank is alive."""
 
 
 @dataclass(slots=True)
@@ -34,6 +43,7 @@ class _GroupResources:
     Attributes:
         groups: the process group; empty once it has ended.
         keep_alive: connection to the next rank.
+        roll_call: tells the other ranks that this one makes no more calls.
         messengers: the thread that passes messages on; empty on one rank, and once it has ended.
         num_pending: messages that have not been waited for yet.
         process_id: of the process that made it; forked children must not end it.
@@ -41,6 +51,7 @@ class _GroupResources:
 
     groups: list["dist.ProcessGroup"]
     keep_alive: KeepAlive
+    roll_call: RollCall
     messengers: list[Messenger]
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
@@ -85,15 +96,31 @@ class ControlGroup:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
-        dist.all_reduce(torch.zeros(1), group=group)
-        self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
-        rank, size = dist.get_rank(), dist.get_world_size()
-        keep_alive = KeepAlive(self.name, rank, size, default_store(), timeout)
-        self.roll_call = RollCall(self.name, rank, size, timeout, keep_alive)
+        rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
+        # Ranks make their worlds in the same order, so the name is the same on all of them.
+        self.name = f"world_{store.add(f'{_WORLDS_KEY}/{rank}', 1)}"
+        self.roll_call = RollCall(self.name, rank, size, timeout, _KEEP_ALIVES.get(default_group()))
+        # A rank that makes one more world than the others would wait for them inside gloo, where it cannot look around.
+        self.roll_call.enter("World.from_environment (ab.Engine calls it)", None, barrier=True)
+        try:
+            self.roll_call.wait_at_barrier()
+        except WorldError as error:
+            self.roll_call.publish(RankFailure.of(error, rank, None))
+            self.roll_call.fail()
+            raise
+        finally:
+            self.roll_call.leave()
+        connecting = min(timeout, _CONNECTING)
+        with _connecting(PrefixStore(self.name, store), rank, size, connecting):
+            group = dist.new_group(backend="gloo", timeout=connecting)
+            # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
+            dist.all_reduce(torch.zeros(1), group=group)
+            keep_alive = KeepAlive(self.name, rank, size, store, connecting)
+        self.roll_call.keep_alive = keep_alive
         self._rank, self._size = rank, size
-        self._resources = _GroupResources([group], keep_alive, [Messenger(group, rank, size)] if size > 1 else [])
+        messengers = [Messenger(group, rank, size, timeout)] if size > 1 else []
+        self._resources = _GroupResources([group], keep_alive, self.roll_call, messengers)
+        _KEEP_ALIVES[default_group()] = keep_alive
         self._finalizer = weakref.finalize(self, _destroy, self._resources)
         self._finalizer.atexit = (
             False  # the process that ends takes everything along, and must not wait for other ranks
@@ -147,7 +174,8 @@ def join_default_group(backend: str, launch: Launch, timeout: timedelta) -> None
         timeout: how long a rank waits for the others.
 
     Raises:
-        torch.distributed.DistError: the ranks did not meet.
+        torch.distributed.DistError: the store cannot be reached.
+        WorldError: a rank has not come, or has ended while the ranks connected to each other.
     """
     try:
         store, rank, size = _meet(launch, timeout)
@@ -155,7 +183,10 @@ def join_default_group(backend: str, launch: Launch, timeout: timedelta) -> None
         # Without torchrun rank 0 keeps the store. A rank that was faster has found the store of the last group, which
         # rank 0 was about to end; the next one that it finds is the right one.
         store, rank, size = _meet(launch, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    connecting = min(timeout, _CONNECTING)
+    with _connecting(store, rank, size, connecting):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=connecting)
+    set_timeout(timeout)
     # Marks the group as ours: `count_open_worlds` counts nothing in one that the user has started.
     default_store().set(f"{_OPEN_KEY}/{rank}", "0")
 
@@ -172,7 +203,10 @@ def count_open_worlds(change: int) -> int | None:
 
 
 def end_default_group() -> None:
-    """Destroy all process groups of this process."""
+    """Destroy all process groups of this process, and let ranks that wait for it know."""
+    with suppress(RuntimeError, ValueError):  # the store went with its rank
+        say_ended(dist.get_rank())
+    forget_meshes()
     groups = [dist.group.WORLD]
     dist.destroy_process_group()
     # Gloo's destructor waits for the other ranks where a collective is under way, as it is after some errors.
@@ -190,14 +224,64 @@ def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
     own = PrefixStore(f"anybatch/join_{number}", store)
     own.set(f"rank_{rank}", "here")
     # Goes on only when all ranks have found this store; one may have found that of the last group instead.
-    own.wait([f"rank_{other}" for other in range(size)])
+    keys = [f"rank_{other}" for other in range(size)]
+    try:
+        own.wait(keys)
+    except dist.DistStoreError as error:
+        missing = [str(other) for other, key in enumerate(keys) if not own.check([key])]
+        if not missing:
+            raise
+        message = (
+            f"rank {', '.join(missing)} has not come within {timeout.total_seconds():g} seconds, so the {size} ranks "
+            "that the launcher says there are cannot begin. Its own output says why, if it has started."
+        )
+        raise WorldError(message) from error
     return own, rank, size
+
+
+@contextmanager
+def _connecting(store: Store, rank: int, size: int, timeout: timedelta) -> Iterator[None]:
+    """Name the ranks that have ended, where ranks that have met cannot connect to each other.
+
+    Args:
+        store: used for nothing else than this.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: how long they try.
+
+    Raises:
+        RankFailedError: a rank has ended meanwhile.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        ended = _ended(store, rank, size)
+        who = f"rank {', '.join(map(str, ended))} has ended meanwhile" if ended else "none is known to have ended"
+        message = (
+            f"the {size} ranks have met, but could not connect to each other within {timeout.total_seconds():g} "
+            f"seconds: {who}. Rank {rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        )
+        raise RankFailedError(message, rank=ended[0] if ended else None) from error
+
+
+def _ended(store: Store, rank: int, size: int) -> list[int]:
+    """Return the ranks that do not answer in the store; none where it is gone itself."""
+    keys = [f"lives_{other}" for other in range(size)]
+    try:
+        store.set(keys[rank], "1")
+        with suppress(dist.DistStoreError):
+            store.wait(keys, timedelta(seconds=_PATIENCE_SECONDS))
+        return [other for other, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return []
 
 
 def _destroy(resources: _GroupResources) -> None:
     """Destroy the group of a control group that was closed or collected."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
+    # Before the goodbye: a rank that has heard one looks here for the reason.
+    resources.roll_call.close()
     resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(resources.groups[0])

@@ -14,14 +14,14 @@ class RankFailure:
     Attributes:
         rank: the rank that failed.
         step: number of the step it failed in, from 0 on; None between steps.
-        error_type: name of the class of its error.
+        error_type: name of the class of its error; None if it ended without one.
         reason: the text of its error, and what the engine has noted beside it.
         smaller_micro_batch_size: the size to go on with from a checkpoint, as in `CannotRedoError`; None for others.
     """
 
     rank: int
     step: int | None
-    error_type: str
+    error_type: str | None
     reason: str
     smaller_micro_batch_size: int | None = None
 
@@ -35,6 +35,16 @@ class RankFailure:
             reason=" ".join([str(error), *_own_notes(error)]),
             smaller_micro_batch_size=error.smaller_micro_batch_size if isinstance(error, CannotRedoError) else None,
         )
+
+    @classmethod
+    def of_ended(cls, rank: int, step: int | None) -> Self:
+        """Return the failure of a rank that has ended without an error.
+
+        Args:
+            rank: which one.
+            step: that of the rank that noticed.
+        """
+        return cls(rank=rank, step=step, error_type=None, reason="")
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -51,6 +61,11 @@ class RankFailure:
 
     def __str__(self) -> str:
         """Return it as the beginning of a sentence, without a full stop."""
+        if self.error_type is None:
+            return (
+                f"rank {self.rank} has ended without an error, or its host does not answer any more: it was killed, or "
+                "its program was over before that of the others (loaders of different lengths: wrap them in ab.shares)"
+            )
         place = "between steps" if self.step is None else f"in step {self.step}"
         return f"rank {self.rank} failed {place}: {self.error_type}: {self.reason}"
 

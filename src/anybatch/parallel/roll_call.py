@@ -5,16 +5,17 @@ reads where the others stand, and goes on waiting if they may still come: a slow
 """
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import NoReturn, Self
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from anybatch.errors import RankFailedError, RanksDifferError, WorldError
+from anybatch.errors import RankFailedError, RanksDifferError, UserError, WorldError
 from anybatch.parallel.deadlock_detector import DeadlockDetector
 from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.messenger import Work
@@ -22,6 +23,7 @@ from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 
 _PREFIX = "anybatch/roll_call"
+_ENDED_KEY = "anybatch/ended"
 _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
@@ -29,6 +31,9 @@ _LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary(
 """By default group, where this rank left a message that another one has not answered: the next would be its answer."""
 _MOST_TIMES_BROKEN = 2
 """Times in a row that the next rank may be found gone: its program may be over, and the last message under way."""
+_NUM_LOOKS_FOR_CAUSE, _BETWEEN_LOOKS_SECONDS = 20, 0.1
+"""How often a rank whose connection broke looks for the cause: other ranks may publish it a little later."""
+_START_AGAIN = "Start all ranks again, from the last checkpoint."
 NUM_DIGESTS = 4
 """Of the call, the batch, the settings and the replicas."""
 
@@ -78,9 +83,10 @@ class RollCall:
         rank: this rank.
         size: the number of ranks.
         timeout: how long a rank waits for the others to come to a call.
-        keep_alive: connection to the next rank; None for none.
+        keep_alive: connection to the next rank, as far as there is one yet.
 
     Attributes:
+        keep_alive: as given, until the ranks have made another one.
         digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
         shards_digest: of its parts of weights that ranks share out; the same in one data group, below 2**20.
         has_agreed: whether the last message of the step is on its way, so that other ranks wait for nothing more.
@@ -93,8 +99,8 @@ class RollCall:
         self._world_name = world_name
         self._rank = rank
         self._size = size
-        self._timeout = timeout
-        self._keep_alive = keep_alive
+        self._timeout_seconds = timeout.total_seconds()
+        self.keep_alive = keep_alive
         self._times_broken = 0
         self._deadlocks = DeadlockDetector(world_name, rank, size)
         self.number = 0
@@ -103,17 +109,23 @@ class RollCall:
         self._inside = False
         self._has_failed = False
         self._barrier = False
-        self._out_of_step = _LEFT_MESSAGES.get(_default_group(), "")
+        self._out_of_step = _LEFT_MESSAGES.get(default_group(), "")
         self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
         self.has_agreed = False
         self.num_told = 0
         self.shards_digest = 0
         self._num_left = 0
+        self._has_timed_out = False
 
     @property
     def is_inside(self) -> bool:
         """Whether this rank is in a call."""
         return self._inside
+
+    @property
+    def next_has_ended(self) -> bool:
+        """Whether the next rank has ended without closing its engine, as far as this one can see."""
+        return self.keep_alive is not None and self.keep_alive.is_broken
 
     @property
     def compared(self) -> tuple[tuple[int, ...], int]:
@@ -132,7 +144,16 @@ class RollCall:
             name: of what was called.
             step: number of the step; None between steps.
             barrier: `wait_at_barrier` waits for all ranks; for what is called now and then.
+
+        Raises:
+            UserError: this rank is in a call already.
         """
+        if self._inside:
+            message = (
+                f"{name} was called while {self._name} runs: from inside it (a loss function, hook or observer), or "
+                "from another thread. Call one after the other, from one thread."
+            )
+            raise UserError(message)
         # Behind an error ranks may not be together any more: they look before they send anything.
         self.number, self._name, self._step, self._barrier = self.number + 1, name, step, barrier or self._has_failed
         self._inside, self._has_failed, self.has_agreed = True, False, False
@@ -151,7 +172,7 @@ class RollCall:
         if self._out_of_step:
             message = (
                 f"{self._name} cannot run, because ranks cannot be brought together again behind an earlier error "
-                f"({self._out_of_step}). Start all ranks again, from the last checkpoint."
+                f"({self._out_of_step}). {_START_AGAIN}"
             )
             raise WorldError(message)
         if not self._barrier:
@@ -169,10 +190,19 @@ class RollCall:
         """End the call."""
         self._inside = False
 
-    def fail(self) -> None:
-        """End the call with an error, which has been published: ranks that still wait will wait in vain."""
+    def fail(self, *, ahead: bool = False) -> None:
+        """Note an error that has been published: ranks that still wait in this call will wait in vain.
+
+        Args:
+            ahead: in the next call too: the error came after the last message of this one.
+        """
         self._has_failed = True
-        self._try(lambda store: store.set(self._key("left", self.number), str(self._rank)))
+        for number in (self.number, self.number + 1)[: 1 + ahead]:
+            _try(lambda store, number=number: store.set(self._key("left", number), str(self._rank)))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Let ranks that wait for this one know that it makes no more calls in this world."""
+        _try(lambda store: store.set(self._key("closed", self._rank), self.here.to_json()))
 
     def wait(self, work: Work, *, in_control_group: bool = False) -> None:
         """Wait for a collective on the CPU; look around from time to time.
@@ -182,9 +212,9 @@ class RollCall:
             in_control_group: of this world alone; others go through groups that later worlds use as well.
 
         Raises:
-            RuntimeError: the connection to another rank broke.
-            RankFailedError: another rank has left this call with an error.
+            RankFailedError: another rank has ended, or has left this call with an error.
             RanksDifferError: another rank has called something else.
+            WorldError: another rank has not come before the time-out.
         """
 
         def wait(patience: timedelta) -> bool:
@@ -197,16 +227,91 @@ class RollCall:
             return True
 
         try:
-            self._wait(wait)
-        except WorldError:
+            self._wait(wait, in_control_group=in_control_group)
+        except RuntimeError as error:
             if not in_control_group:
-                _LEFT_MESSAGES[_default_group()] = str(self.here)
-            raise
-        except RuntimeError:
-            # The rank that saw a deadlock first may have ended, and its connections, before this one looked again.
-            if deadlocked := self._deadlocks.published(self.number):
-                self._refuse(deadlocked, has_names=True)
-            raise
+                _LEFT_MESSAGES[default_group()] = str(self.here)
+            if isinstance(error, WorldError):
+                raise
+            raise self.cause_of(error) from error
+
+    def cause_of(self, error: BaseException) -> WorldError:
+        """Return the error to raise in place of what torch raised because a connection to another rank broke.
+
+        It carries the error of the rank that failed first, or names the rank that ended.
+        """
+        for _ in range(_NUM_LOOKS_FOR_CAUSE):
+            if cause := self._cause():
+                return cause
+            threading.Event().wait(_BETWEEN_LOOKS_SECONDS)
+        if self._has_timed_out:
+            return self._late_ranks()
+        who = f"rank {1 - self._rank}" if self._size == 2 else "another rank"  # noqa: PLR2004
+        message = (
+            f"the connection to {who} broke, and no rank has reported why: it was killed, its program was over before "
+            "this one's (loaders of different lengths: wrap them in ab.shares), the network failed, or it took longer "
+            f"than the process group's time-out. {self._waited_in()} "
+            f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        )
+        return RankFailedError(message, step=self._step)
+
+    def _cause(self) -> WorldError | None:
+        """Return why another rank does not come, as far as that is known by now."""
+        # The rank that saw a deadlock first may have ended, and its connections, before this one looked again.
+        if deadlocked := self._deadlocks.published(self.number):
+            return self._apart(deadlocked)
+        failure: RankFailure | None = None
+        with suppress(RuntimeError, ValueError):  # the store went with its rank
+            failure = self.published()
+        if failure is None and self.next_has_ended:
+            assert self.keep_alive is not None
+            failure = RankFailure.of_ended(self.keep_alive.next_rank, self._step)
+            with suppress(RuntimeError, ValueError):
+                self.publish(failure)
+        if failure is not None and failure.error_type == RanksDifferError.__name__:  # true of all ranks
+            return RanksDifferError(failure.reason, step=self._step)
+        if failure is not None and failure.rank == self._rank:
+            return failure.error(f"the other ranks stopped after an error of this one: {failure}. {_START_AGAIN}")
+        if failure is not None:
+            return failure.error(f"{failure}. {self._waited_in()}")
+        if closed := self._closed():
+            return self._apart(closed)
+        return None
+
+    def _closed(self) -> list[str]:
+        """Return where ranks stand if one of them closed its engine before it came to this call; else nothing."""
+        if not self._inside:
+            return []
+        gone = []
+        for rank in range(self._size):
+            if text := self._read("closed", rank):
+                last = Whereabouts.from_json(text)
+                if last.number < self.number:
+                    gone.append(f"rank {rank} closed or dropped its engine after {last.name}{_at(last.step)}")
+            elif _read(f"{_ENDED_KEY}/{rank}"):
+                gone.append(f"rank {rank} closed or dropped all its engines")
+        return [str(self.here), *gone] if gone else []
+
+    def _waited_in(self) -> str:
+        place = f" in {self._name}{_at(self._step)}" if self._inside else ""
+        return f"Rank {self._rank} waited for it{place}, and stops too."
+
+    def _late_ranks(self) -> WorldError:
+        """Return the error for ranks that are alive, as far as is known, and have not come before the time-out."""
+        come = {
+            rank
+            for rank in range(self._size)
+            if (text := self._read("at", rank)) and Whereabouts.from_json(text).number == self.number
+        }
+        late = [rank for rank in range(self._size) if rank not in come | {self._rank}]
+        ranks = f"rank {', '.join(map(str, late))}" if late else "another rank"
+        self._out_of_step = str(self.here)
+        message = (
+            f"{ranks} has not come to {self._name}{_at(self._step)} within {self._timeout_seconds:g} seconds: "
+            f"it is slow, hangs, or called nothing. Rank {self._rank} has waited there. Every rank must call it at the "
+            "same place of its program; for slow ranks raise World.from_environment(timeout_seconds=...)."
+        )
+        return WorldError(message)
 
     def leave_with(self, ranks: Sequence[int]) -> list[int]:
         """Wait a while until others leave the effective batch too; return those that have not.
@@ -235,7 +340,7 @@ class RollCall:
             ahead: the others have come through this call, and will wait in the next one.
 
         Returns:
-            Whether it stays.
+            Whether it stays: no rank has published one before.
         """
         store = default_store()
         # One indivisible operation, so that of several ranks that fail at once exactly one publishes its error.
@@ -257,34 +362,32 @@ class RollCall:
         if store.add(f"{key}/count", 1) == self._size:
             store.set(key, "1")
 
-        waited = timedelta()
-
         def wait(patience: timedelta) -> bool:
-            nonlocal waited
             try:
                 store.wait([key], patience)
             except RuntimeError:
-                waited += patience
-                has_met = store.check([key])
-                if not has_met and waited >= self._timeout:
-                    message = (
-                        f"{self.here} and waited there for the others for {self._timeout.total_seconds():g} seconds. "
-                        "Every rank must call it at the same place of its program."
-                    )
-                    raise WorldError(message) from None
-                return has_met
+                return store.check([key])
             return True
 
         self._wait(wait, announce=True)
 
-    def _wait(self, wait: Callable[[timedelta], bool], *, announce: bool = False) -> None:
-        patience, was_left = _FIRST_PATIENCE_SECONDS, False
-        self._deadlocks.begin_wait()
+    def _wait(
+        self, wait: Callable[[timedelta], bool], *, announce: bool = False, in_control_group: bool = True
+    ) -> None:
+        patience, was_left, left_seconds = _FIRST_PATIENCE_SECONDS, False, self._timeout_seconds
+        self._has_timed_out = False
+        self._deadlocks.begin_wait(in_control_group=in_control_group)
         if announce:
-            self._try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
+            _try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
             was_left = self._look_around(was_left=was_left)
+            left_seconds -= patience
+            if left_seconds <= 0:
+                raise self._late_ranks()
             patience = min(2 * patience, _MOST_PATIENCE_SECONDS) if not was_left else _FIRST_PATIENCE_SECONDS
+            # Torch's own time-out may end the next wait a little earlier.
+            self._has_timed_out = patience >= left_seconds
+            patience = min(patience, left_seconds)
 
     def _look_around(self, *, was_left: bool) -> bool:
         """Return whether another rank has left this call with an error.
@@ -293,62 +396,61 @@ class RollCall:
             was_left: whether it had when this rank looked before: what that rank had sent has arrived since.
 
         Raises:
-            RankFailedError: it had, and nothing has come.
+            RankFailedError: it had, and nothing has come; or the next rank has ended.
             RanksDifferError: another rank has called something else.
         """
         self._check_keep_alive()
         if not self._inside:  # a message between calls, such as a vote
             return False
         here = self.here
-        self._try(lambda store: store.set(self._key("at", self._rank), here.to_json()))
+        _try(lambda store: store.set(self._key("at", self._rank), here.to_json()))
         others = [self._read("at", rank) for rank in range(self._size) if rank != self._rank]
         found = [Whereabouts.from_json(text) for text in others if text]
-        if any(other.contradicts(here) for other in found):
-            stands = sorted(
-                [here, *(other for other in found if other.number == here.number)], key=lambda one: one.rank
-            )
-            self._refuse([str(one) for one in stands], has_names=len({one.name for one in stands}) > 1)
-        if deadlocked := self._deadlocks.poll(self.number, str(here)):
-            self._refuse(deadlocked, has_names=True)
         left = self._read("left", self.number)
-        if left and int(left) != self._rank and was_left:
-            failure = self.published()
+        is_left = bool(left) and int(left) != self._rank
+        # A rank that looks for the others after an error has published a better reason.
+        if any(other.contradicts(here) for other in found) and not (
+            is_left and all(o.name == here.name for o in found)
+        ):
+            at_call = [here, *(other for other in found if other.number == here.number)]
+            raise self._apart([str(one) for one in sorted(at_call, key=lambda one: one.rank)])
+        if is_left and was_left:
             self._out_of_step = str(here)
-            assert failure is not None
-            message = f"{failure}. Rank {self._rank} waited for it in {here.name}{_at(here.step)}, and stops too."
-            raise failure.error(message)
-        return bool(left)
+            raise self._cause() or AssertionError("a rank publishes its error before it leaves")
+        if deadlocked := self._deadlocks.poll(self.number, str(here)):
+            raise self._apart(deadlocked)
+        if self._closed() and (cause := self._cause()):
+            raise cause
+        return is_left
 
     def _check_keep_alive(self) -> None:
         """Raise where the next rank has been found gone several times: what it had sent before has arrived since.
 
         Raises:
-            RankFailedError: it has ended without a word, or its host does not answer any more.
+            RankFailedError: it has ended, or its host does not answer any more.
         """
-        is_broken = self._keep_alive is not None and self._keep_alive.is_broken
-        self._times_broken = self._times_broken + 1 if is_broken else 0
-        if self._times_broken > _MOST_TIMES_BROKEN:
-            assert self._keep_alive is not None
-            gone = self._keep_alive.next_rank
-            message = (
-                f"rank {gone} has ended without a word, or its host does not answer any more. Rank {self._rank} "
-                "waited for it, and stops too."
-            )
+        self._times_broken = self._times_broken + 1 if self.next_has_ended else 0
+        if self._times_broken > _MOST_TIMES_BROKEN and (cause := self._cause()):
             leave_groups_alone()
-            raise RankFailedError(message, rank=gone, step=self._step)
+            raise cause
 
-    def _refuse(self, stands: list[str], *, has_names: bool) -> NoReturn:
-        """Raise where ranks stand, by rank; what they have called tells why, or only that they did so out of step."""
+    def _apart(self, stands: Sequence[str]) -> RanksDifferError:
+        """Return the error for ranks in different calls; what they called tells why, or only that they lost step.
+
+        Args:
+            stands: clauses that say where ranks are, by rank.
+        """
         self._out_of_step = str(self.here)
+        names = {stand.partition(" called ")[2].partition(" at step ")[0] for stand in stands}
         remedy = (
-            "Every rank must call engine.step, evaluate, save and load at the same place of its program: take "
-            "`if rank == 0` away from around them (ranks agree on who writes a checkpoint), and wrap loaders of "
-            "different lengths in ab.shares."
-            if has_names
+            "Every rank must build engines and call engine.step, evaluate, save, load and close at the same place of "
+            "its program: take `if rank == 0` away from around them (ranks agree on who writes a checkpoint), and wrap "
+            "loaders of different lengths in ab.shares."
+            if len(names) > 1
             else "An error on one of them was caught there while the others went on: start again from a checkpoint."
         )
         message = f"ranks wait for each other in different calls: {'; '.join(stands)}. {remedy}"
-        raise RanksDifferError(message, step=self._step, meant=tuple(stands))
+        return RanksDifferError(message, step=self._step, meant=tuple(stands))
 
     def _failure_key(self) -> str:
         # What fails between two calls is found by those that wait in the next one.
@@ -358,22 +460,31 @@ class RollCall:
         return f"{_PREFIX}/{self._world_name}/{kind}/{number}"
 
     def _read(self, kind: str, number: int) -> str:
-        key = self._key(kind, number)
-        found: list[str] = []
-        self._try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
-        return found[0] if found else ""
+        return _read(self._key(kind, number))
 
-    @staticmethod
-    def _try(act: Callable[[Store], object]) -> None:
-        # The store may have gone with its rank: then the connections will break soon.
-        with suppress(RuntimeError, ValueError):
-            act(default_store())
+
+def say_ended(rank: int) -> None:
+    """Let ranks that wait for this one know that it ends the default group, with all its engines."""
+    default_store().set(f"{_ENDED_KEY}/{rank}", "1")
+
+
+def _try(act: Callable[[Store], object]) -> None:
+    # The store may have gone with its rank: then the connections will break soon.
+    with suppress(RuntimeError, ValueError):
+        act(default_store())
+
+
+def _read(key: str) -> str:
+    found: list[str] = []
+    _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
+    return found[0] if found else ""
 
 
 def _at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
 
-def _default_group() -> "dist.ProcessGroup":
-    assert dist.group.WORLD is not None  # a control group is made within it
+def default_group() -> "dist.ProcessGroup":
+    """Return torch's default group, which control groups are made within."""
+    assert dist.group.WORLD is not None
     return dist.group.WORLD

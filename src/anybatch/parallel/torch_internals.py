@@ -3,6 +3,7 @@
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 # Before any group: its functions have the default group of the moment of their import as a default argument. DDP and
@@ -36,6 +37,7 @@ __all__ = [
     "local_offset",
     "replica_of",
     "root_of",
+    "set_timeout",
     "sharded_group",
     "store_address",
     "without_hooks",
@@ -53,6 +55,16 @@ def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
     with needed_for("Training on several ranks"):
         store: Store = of._get_default_store()
     return store
+
+
+def set_timeout(timeout: timedelta, of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
+    """Set how long collectives of the default group wait for other ranks: `_set_pg_timeout`.
+
+    Raises:
+        UnsupportedTorchError: torch does not let it be set.
+    """
+    with needed_for("Training on several ranks"):
+        of._set_pg_timeout(timeout)
 
 
 def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)

@@ -80,7 +80,9 @@ class World:
 
         Raises:
             WorldError: RANK without WORLD_SIZE or the reverse, values that do not fit together, or mpirun without an
-                address to meet at.
+                address to meet at; or another rank has not come before the time-out.
+            RankFailedError: another rank has ended while the ranks connected to each other.
+            RanksDifferError: other ranks wait in a call of another world, so they will not make this one.
         """
         launch = find_launch(joined=dist.is_initialized())
         chosen = _own_accelerator(launch) if device is None else torch.device(device)
@@ -92,8 +94,9 @@ class World:
             if launch is None:
                 return cls(device=chosen)
             join_default_group(_backend(chosen, launch.local_size), launch, timeout)
+        control = ControlGroup(timeout)
         count_open_worlds(+1)
-        return cls(dist.get_rank(), dist.get_world_size(), chosen, _control=ControlGroup(timeout))
+        return cls(dist.get_rank(), dist.get_world_size(), chosen, _control=control)
 
     @classmethod
     def of_mesh(
@@ -269,6 +272,10 @@ class World:
             value = None if function is None else function()
         except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
             error = caught
+            if self.roll_call is not None and self.roll_call.is_inside:
+                # Others may wait for this rank in a collective of the function.
+                self.publish_failure(error, self.roll_call.here.step)
+                self.roll_call.fail()
         # A rank that has failed takes part as well, since the others wait for its answer.
         failed = None if error is None else RankFailure.of(error, self.process, None)
         outcomes = self.gather_from_processes((value, failed))
@@ -335,6 +342,7 @@ class World:
 
         Raises:
             RankFailedError: another rank ended while this one was waiting for it.
+            WorldError: another rank was too late.
         """
         return _NOTHING if self._silent else self._named_failures()
 
@@ -347,7 +355,8 @@ class World:
             # says already what is wrong between the ranks.
             if isinstance(error, (torch.OutOfMemoryError, WorldError)):
                 raise
-            raise self.first_failure(error) from error
+            assert self.roll_call is not None
+            raise self.roll_call.cause_of(error) from error
 
     def publish_failure(self, error: BaseException, step: int | None, *, ahead: bool = False) -> bool:
         """Publish this rank's error for ranks that will only see a broken connection. The first one published stays.
@@ -368,6 +377,16 @@ class World:
             return self.roll_call is None or self.roll_call.publish(failure, ahead=ahead)
         except (RuntimeError, ValueError):  # the store went with its rank: there is no rank left to inform
             return True
+
+    def fail_between_calls(self, error: BaseException, step: int) -> None:
+        """Publish this rank's error for ranks that wait in the next call, and that it will not come there.
+
+        Args:
+            error: what has ended the work of this rank; one that has been published already stays.
+            step: number of the step it failed in or before.
+        """
+        if self.roll_call is not None and self.publish_failure(error, step):
+            self.roll_call.fail(ahead=True)
 
     def published_failure(self) -> RankFailure | None:
         """Return what another rank has published about its error; None if nothing."""
@@ -448,16 +467,6 @@ class World:
         if self._control is not None and not self._silent:
             _ = self._control.group  # raises where the world is closed
             self._control.roll_call.enter(name, step, barrier=barrier)
-
-    def first_failure(self, error: BaseException) -> RankFailedError:
-        """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
-        failure = self.published_failure()
-        reason = failure or (
-            "another rank ended without a word: it was killed, or its loop was over before this one's (loaders of "
-            "different lengths: wrap them in ab.shares), or the rank that keeps the store is gone"
-        )
-        message = f"{reason}. Rank {self.process} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        return RankFailedError(message) if failure is None else failure.error(message)
 
 
 def _own_accelerator(launch: Launch | None) -> torch.device:

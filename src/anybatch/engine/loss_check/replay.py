@@ -28,7 +28,7 @@ from anybatch.engine.loss_check.recorded_model import (
 from anybatch.engine.loss_check.sample_choice import joined
 from anybatch.engine.loss_check.shared_draws import SharedDraws
 from anybatch.engine.side_effects import SeededGenerators
-from anybatch.errors import LossError
+from anybatch.errors import LossError, WorldError
 
 Gradients = list[torch.Tensor | None]
 
@@ -309,7 +309,7 @@ def attempted(function: Callable[[], Any]) -> Any:  # noqa: ANN401 (what the fun
     """Run something of the user's; an error of it is no verdict; the step itself will raise it."""
     try:
         return function()
-    except (UndecidedError, torch.OutOfMemoryError):
+    except (UndecidedError, torch.OutOfMemoryError, WorldError):
         raise
     except Exception as error:
         message = f"it does not run with a recorded model for the model ({type(error).__name__})"
