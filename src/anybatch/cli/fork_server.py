@@ -7,9 +7,9 @@ import multiprocessing
 import signal
 import sys
 from multiprocessing import forkserver
-from typing import Final
+from typing import Final, Literal
 
-START_METHOD: Final = "forkserver" if sys.platform == "linux" else "spawn"
+START_METHOD: Final[Literal["forkserver", "spawn"]] = "forkserver" if sys.platform == "linux" else "spawn"
 """How ranks are started. Elsewhere forking a process that has imported torch is not safe, so each rank imports it."""
 
 

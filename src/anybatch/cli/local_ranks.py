@@ -27,7 +27,7 @@ import torch.distributed as dist
 from anybatch.cli.failure import explain
 from anybatch.cli.fork_server import START_METHOD, start_fork_server
 from anybatch.cli.rank import join, run_rank
-from anybatch.cli.status import Status, status_of
+from anybatch.cli.status import Status
 from anybatch.cli.stopping import say_stopping
 from anybatch.cli.train_request import TrainRequest
 from anybatch.parallel.launchers import listen_at_loopback, say_launched

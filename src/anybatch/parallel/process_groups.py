@@ -9,7 +9,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, main_thread
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
 
 _JOINED_KEY = "anybatch/times_joined"
 _OPEN_KEY = "anybatch/open_worlds"
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS, _AT_EXIT_SECONDS = 2.0, 0.1
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class _GroupResources:
         groups: the process group; empty once it has ended.
         keep_alive: connection to the next rank.
         messengers: the thread that passes messages on; empty on one rank, and once it has ended.
+        owns_default_group: the default group is ours, and ends at the exit of the process.
         num_pending: messages that have not been waited for yet.
         process_id: of the process that made it; forked children must not end it.
     """
@@ -42,6 +43,7 @@ class _GroupResources:
     groups: list["dist.ProcessGroup"]
     keep_alive: KeepAlive
     messengers: list[Messenger]
+    owns_default_group: bool
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
 
@@ -71,20 +73,21 @@ class PendingMessage:
 
 
 class ControlGroup:
-    """A gloo group of all ranks that ends when it is closed, or when nothing refers to it any more.
+    """A gloo group of all ranks that ends when it is closed, when nothing refers to it any more, or at exit.
 
     Ending it is local: no other rank is waited for. What this rank has sent arrives all the same, and every message
     needs all ranks, so a rank that ends the group earlier than others takes nothing from them.
 
     Args:
         timeout: how long a rank waits for the others.
+        owns_default_group: end the default group too, if this one is still open at the exit of the process.
 
     Attributes:
         name: the same on all ranks, and another for each group.
         roll_call: where the ranks stand.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, *, owns_default_group: bool = False) -> None:
         group = dist.new_group(backend="gloo", timeout=timeout)
         # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
         dist.all_reduce(torch.zeros(1), group=group)
@@ -93,11 +96,10 @@ class ControlGroup:
         keep_alive = KeepAlive(self.name, rank, size, default_store(), timeout)
         self.roll_call = RollCall(self.name, rank, size, timeout, keep_alive)
         self._rank, self._size = rank, size
-        self._resources = _GroupResources([group], keep_alive, [Messenger(group, rank, size)] if size > 1 else [])
+        messengers = [Messenger(group, rank, size)] if size > 1 else []
+        self._resources = _GroupResources([group], keep_alive, messengers, owns_default_group)
+        # Also at exit: threads of a group that is still open while the interpreter ends may abort the process.
         self._finalizer = weakref.finalize(self, _destroy, self._resources)
-        self._finalizer.atexit = (
-            False  # the process that ends takes everything along, and must not wait for other ranks
-        )
 
     @property
     def group(self) -> "dist.ProcessGroup":
@@ -195,21 +197,25 @@ def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def _destroy(resources: _GroupResources) -> None:
-    """Destroy the group of a control group that was closed or collected."""
+    """Destroy the group of a control group that was closed or collected, or is open at the exit of the process."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
+    is_exit = not main_thread().is_alive()
     resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(resources.groups[0])
-    if resources.num_pending:
+    if resources.num_pending and not is_exit:
         # A rank that has failed between the two halves of a message: the others may bring their parts yet.
         Thread(target=_release, args=(resources,), daemon=True).start()
     else:
-        _release(resources)
+        _release(resources, _AT_EXIT_SECONDS if resources.num_pending else _PATIENCE_SECONDS)
+    # NCCL ends a group only together with all ranks, and other ranks may have failed.
+    if is_exit and resources.owns_default_group and dist.is_initialized() and dist.get_backend() == "gloo":
+        end_default_group()
 
 
-def _release(resources: _GroupResources) -> None:
+def _release(resources: _GroupResources, patience_seconds: float = _PATIENCE_SECONDS) -> None:
     for messenger in resources.messengers:
-        messenger.end(_PATIENCE_SECONDS)
+        messenger.end(patience_seconds)
     resources.messengers.clear()
     resources.groups.clear()

@@ -92,8 +92,9 @@ class World:
             if launch is None:
                 return cls(device=chosen)
             join_default_group(_backend(chosen, launch.local_size), launch, timeout)
-        count_open_worlds(+1)
-        return cls(dist.get_rank(), dist.get_world_size(), chosen, _control=ControlGroup(timeout))
+        is_ours = count_open_worlds(+1) is not None
+        control = ControlGroup(timeout, owns_default_group=is_ours)
+        return cls(dist.get_rank(), dist.get_world_size(), chosen, _control=control)
 
     @classmethod
     def of_mesh(
