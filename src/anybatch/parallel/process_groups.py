@@ -5,6 +5,7 @@ each group in a table of its own until `destroy_process_group`, so a group that 
 """
 
 import os
+import secrets
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
 
 _JOINED_KEY = "anybatch/times_joined"
 _OPEN_KEY = "anybatch/open_worlds"
+_SIGNATURES_KEY = "anybatch/signatures"
 _PATIENCE_SECONDS, _AT_EXIT_SECONDS = 2.0, 0.1
 
 
@@ -85,6 +87,7 @@ class ControlGroup:
     Attributes:
         name: the same on all ranks, and another for each group.
         roll_call: where the ranks stand.
+        secret: known to those that can read the store; signs what ranks unpickle.
     """
 
     def __init__(self, timeout: timedelta, *, owns_default_group: bool = False) -> None:
@@ -93,8 +96,11 @@ class ControlGroup:
         dist.all_reduce(torch.zeros(1), group=group)
         self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
         rank, size = dist.get_rank(), dist.get_world_size()
+        if rank == 0:
+            default_store().set(f"{_SIGNATURES_KEY}/{self.name}", secrets.token_hex())
         keep_alive = KeepAlive(self.name, rank, size, default_store(), timeout)
         self.roll_call = RollCall(self.name, rank, size, timeout, keep_alive)
+        self.secret = default_store().get(f"{_SIGNATURES_KEY}/{self.name}")
         self._rank, self._size = rank, size
         messengers = [Messenger(group, rank, size)] if size > 1 else []
         self._resources = _GroupResources([group], keep_alive, messengers, owns_default_group)
