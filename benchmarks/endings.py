@@ -11,7 +11,6 @@ through atexit and destructors. The fork server of `anybatch train` is started a
     python benchmarks/endings.py [--num 500] [--seed 0] [--only local] [--out benchmarks/results/NAME.md]
 """
 
-import ctypes
 import multiprocessing
 import os
 import random
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,7 +35,7 @@ NUM_STEPS, LOSS_CALLS = 60, 80
 HANG_SECONDS = 60.0
 PATIENCE_SECONDS = 5.0
 """How long the launcher waits for the other rank after one has failed, before it sends SIGTERM."""
-EXIT_STATUS = 7
+EXIT_STATUS, THREADS_LEFT = 7, 11
 JOB = "tests.cli.small:job"
 AGENT = """
 import pathlib, sys, time
@@ -77,8 +76,8 @@ while num_threads() > before and time.monotonic() < deadline:
     time.sleep(0.01)
 if num_threads() > before:
     sys.stderr.write(f"threads left: {num_threads() - before}\\n")
-    sys.exit(11)
-"""
+    sys.exit(THREADS_LEFT)
+""".replace("THREADS_LEFT", str(THREADS_LEFT))
 ON_RANK_1 = "if os.environ['RANK'] == '1': "
 
 
@@ -170,7 +169,7 @@ class Forks:
         self._pipe, self._lock = ours, threading.Lock()
         fd = theirs.fileno()
         os.set_inheritable(fd, True)  # noqa: FBT003 (it takes no name)
-        self._pid = os.spawnve(
+        self._pid = os.spawnve(  # noqa: S606 (a fixed program)
             os.P_NOWAIT,
             sys.executable,
             [sys.executable, __file__, "--serve", str(fd)],
@@ -200,8 +199,9 @@ class Forks:
 
 def serve(pipe: Connection) -> str:
     """Fork programs until the pipe closes; returns, in a forked process, the program that it is to be."""
-    import anybatch.cli.local_ranks  # noqa: F401, PLC0415
     import torch._dynamo  # noqa: F401, PLC0415
+
+    import anybatch.cli.local_ranks  # noqa: F401, PLC0415
 
     statuses: dict[int, int] = {}
     while True:
@@ -243,13 +243,15 @@ def become(words: Sequence[str], variables: Mapping[str, str], folder: str) -> N
 def in_sessions(sessions: Sequence[int]) -> list[int]:
     """Return the living processes of some sessions."""
     found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
         try:
-            fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+            state, _, _, session, *_ = (path / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[3]) in sessions and fields[0] not in "ZX":
-            found.append(int(name))
+        if int(session) in sessions and state not in "ZX":
+            found.append(int(path.name))
     return found
 
 
@@ -319,7 +321,7 @@ class Run:
         whom, number = self.event.signals
         slower = 4.0 if self.start == "local" else 1.0  # its fork server imports torch first
         time.sleep(self.drawn.uniform(0.0, slower * self.event.most_delay_seconds))
-        chosen = ranks or [launcher]
+        chosen: list[int | None] = [*ranks] or [launcher]
         if whom == "launcher" and launcher:
             chosen = [launcher]
         elif whom == "rank 1":
@@ -359,7 +361,7 @@ class Run:
         right = self.event.statuses if self.start != "local" else (self.event.local_statuses,)
         if any(status in (-signal.SIGABRT, -signal.SIGSEGV) for status in statuses):
             self.outcome.faults.append("abort")
-        elif any(status == 11 for status in statuses):
+        elif any(status == THREADS_LEFT for status in statuses):
             self.outcome.faults.append("threads left")
         elif any(status is not None and status not in each for status, each in zip(statuses, right, strict=True)):
             self.outcome.faults.append("wrong status")
@@ -427,6 +429,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         source = serve(Connection(int(sys.argv[2])))
         if source:
-            exec(compile(source, "program", "exec"))
+            exec(compile(source, "program", "exec"))  # noqa: S102 (one of the programs above)
     else:
         run()

@@ -198,19 +198,18 @@ def by_launcher(function: Callable[..., Any], variables: dict[str, str], world_s
 
 
 OPEN_AT_EXIT = """
-import atexit, os, sys, threading
-import torch.distributed as dist
+import atexit, threading
 
 def report():
+    import torch.distributed as dist
     threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("anybatch"))
     print(threads, dist.is_initialized())
 
-atexit.register(report)  # before all others, and so called after them
+atexit.register(report)  # before all others, also those of torch, and so called after them
 from tests.parallel.worlds_in_processes import a_step, an_engine
 
 engine = an_engine()
 a_step(engine)
-sys.stdout.flush()
 """
 
 

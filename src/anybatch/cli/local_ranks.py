@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.cli.failure import explain
-from anybatch.cli.fork_server import START_METHOD, start_fork_server
+from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.rank import join, run_rank
 from anybatch.cli.status import Status
 from anybatch.cli.stopping import say_stopping
@@ -60,8 +60,7 @@ class SharedState:
 
 def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     """Start ranks here, wait for them, and return the exit status."""
-    start_fork_server()
-    context = multiprocessing.get_context(START_METHOD)
+    context = start_fork_server()
     board = SharedState(
         stop=context.RawValue("b", 0),
         statuses=context.RawArray("i", [_UNKNOWN] * num_ranks),
