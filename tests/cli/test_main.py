@@ -39,6 +39,31 @@ let_threads_sleep()
 assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 """
 
+EXITS = """
+import sys
+import torch
+from torch import nn
+import anybatch as ab
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 3:
+            sys.exit({code})
+        return torch.ones(4), torch.zeros(1)
+
+def job() -> ab.Job:
+    return ab.Job(
+        model=lambda: nn.Linear(4, 1),
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])),
+        dataset=Samples,
+        defaults=ab.Defaults(effective_batch_size=40, epochs=1, learning_rate=0.1),
+    )
+"""
+
 
 def test_overview_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a verb it prints the verbs, each with the question it answers, and each of them can be run."""
@@ -352,3 +377,17 @@ def test_goes_on_where_the_limit_has_fallen(
     request = TrainRequest(recipe="digits", folder=tmp_path, resume=None, ranks=1, choices={})
     assert launching.launch(request) == Status.OUT_OF_MEMORY
     assert [one.resume for one in started] == [None, "always"][:starts]
+
+
+@pytest.mark.parametrize("verb", ["train", "check", "tune", "memory"])
+@pytest.mark.parametrize("code", ["'sample 3 is missing'", "0", ""])
+def test_user_code_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, code: str) -> None:
+    """A recipe that calls sys.exit in the middle ends every command with an error that shows the line."""
+    name = f"exits_{verb}_{len(code)}"
+    (tmp_path / f"{name}.py").write_text(EXITS.format(code=code))
+    words = ["--out", str(tmp_path / "run")] if verb == "train" else []
+
+    assert main([verb, str(tmp_path / f"{name}.py"), *words]) == Status.UNEXPECTED
+    said = capsys.readouterr().err
+    assert f"sys.exit({code})" in said
+    assert "SystemExit" in said

@@ -115,6 +115,16 @@ def test_error_of_all_ranks(tmp_path: Path) -> None:
     assert ended.said.count("is not finite") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exit_in_the_loss(tmp_path: Path, ranks: int) -> None:
+    """A loss that calls sys.exit on one rank ends the run with an error, shown once, and not with success."""
+    ended = train(tmp_path / "run", ranks=ranks, fault=f"exit:{IN_STEP_10[ranks]}:{ranks - 1}")
+
+    assert ended.status == Status.UNEXPECTED, ended.said
+    assert ended.said.count("SystemExit: 9") == 1
+
+
 def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
     """SIGTERM to the launcher of two ranks ends them after the step; resumed they give the same bits."""
     ended = train(tmp_path / "run", ranks=2, fault=f"terminate_launcher:{IN_STEP_10[2]}:0")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -302,6 +303,47 @@ def test_used_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="add --resume"):
         run(tmp_path / "run")
     assert [path.name for path in (tmp_path / "letters").iterdir()] == ["a.txt"]
+
+
+@sees(
+    "folder: two processes train in one folder",
+    "src/anybatch/recipes/run/folder.py",
+    "            if holder is not None:",
+    "            if False:",
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such lock")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_process_is_refused(tmp_path: Path, one_rank: Ranks, resume: bool) -> None:
+    """While one process trains in a folder, another one is refused, and told its process id; later it is not."""
+    if resume:
+        run(tmp_path / "run", stop_after=1)
+    with RunFolder(tmp_path / "run").locked():
+        (message,) = one_rank.run(lock_elsewhere, tmp_path / "run")
+    assert f"process {os.getpid()} " in message
+    assert one_rank.run(lock_elsewhere, tmp_path / "run") == [""]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such lock")
+def test_a_session_holds_the_lock(tmp_path: Path, one_rank: Ranks) -> None:
+    """A session keeps others out of its folder from its beginning to its end."""
+    seen: list[str] = []
+
+    def strike() -> None:
+        if not seen:
+            seen.extend(one_rank.run(lock_elsewhere, tmp_path / "run"))
+
+    train(small.job(strike), tmp_path / "run", Choices(steps=1, epochs=None), world=ONE)
+    assert f"process {os.getpid()} " in seen[0]
+    assert one_rank.run(lock_elsewhere, tmp_path / "run") == [""]
+
+
+def lock_elsewhere(folder: Path) -> str:
+    """Lock a run's folder in another process; return why that was refused."""
+    try:
+        with RunFolder(folder).locked():
+            return ""
+    except UserError as error:
+        return str(error)
 
 
 def test_nothing_is_left_of_a_run_that_never_began(tmp_path: Path) -> None:

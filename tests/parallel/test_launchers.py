@@ -116,6 +116,7 @@ def test_restarts(name: str, variables: pytest.MonkeyPatch) -> None:
 def test_gloo_is_sent_to_loopback(variables: pytest.MonkeyPatch) -> None:
     """Gloo is told the interface whose address is that of this machine alone."""
     variables.setenv("GLOO_SOCKET_IFNAME", "before")
+    variables.setenv("NCCL_SOCKET_IFNAME", "before")
     listen_at_loopback()
     name = os.environ["GLOO_SOCKET_IFNAME"]
 

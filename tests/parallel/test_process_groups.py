@@ -1,6 +1,7 @@
 """What a world and an engine hold of the system, and that nothing of it stays."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -35,6 +36,18 @@ def test_fifty_engines_leave_nothing(two_ranks: Ranks, use: Callable[[], object]
         assert before.num_threads > 1  # they were counted
 
 
+@sees(
+    "groups: the default group is open at exit",
+    "src/anybatch/parallel/process_groups.py",
+    "if is_exit and resources.owns_default_group",
+    "if not is_exit and resources.owns_default_group",
+)
+@pytest.mark.slow
+def test_an_open_engine_ends_at_exit(tmp_path: Path) -> None:
+    """A program that does not close its engine has neither its thread nor a process group when the interpreter ends."""
+    assert ranks_do.open_at_exit((tmp_path / "store").as_uri()) == [(0, "[] False")] * 2
+
+
 def test_ranks_end_worlds_at_different_times(three_ranks: Ranks) -> None:
     """A rank that has its result may end the group at once: the others get theirs, however late they come."""
     assert three_ranks.run(ranks_do.ended_at_different_times) == [True] * 3
@@ -43,7 +56,7 @@ def test_ranks_end_worlds_at_different_times(three_ranks: Ranks) -> None:
 @sees(
     "groups: closing waits for a sum under way",
     "src/anybatch/parallel/process_groups.py",
-    "    if resources.num_pending:",
+    "    if resources.num_pending and not is_exit:",
     "    if False:",
 )
 def test_closing_does_not_wait_for_other_ranks(two_ranks: Ranks) -> None:

@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -19,9 +21,11 @@ import anybatch as ab
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.process_groups import _destroy as destroy_group
 from tests.architecture.leak_police import Holdings, holdings, settled
+from tests.architecture.source_tree import PACKAGE, ROOT
 
 NUM_ENGINES = 50
 NUM_ROUNDS = 40
+LATEST_END_SECONDS = 120.0
 LATER_JOIN_SECONDS = 20.0  # ranks that look for each other at old addresses give up, where the default is ten minutes
 
 
@@ -212,6 +216,39 @@ def by_launcher(function: Callable[..., Any], variables: dict[str, str], world_s
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(world_size, mp_context=context) as processes:
         return list(processes.map(function, [variables] * world_size, range(world_size)))
+
+
+OPEN_AT_EXIT = """
+import atexit, threading
+
+def report():
+    import torch.distributed as dist
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("anybatch"))
+    print(threads, dist.is_initialized())
+
+atexit.register(report)  # before all others, also those of torch, and so called after them
+from tests.parallel.worlds_in_processes import a_step, an_engine
+
+engine = an_engine()
+a_step(engine)
+"""
+
+
+def open_at_exit(store: str) -> list[tuple[int, str]]:
+    """Run two ranks that end with an open engine; return their exit statuses, and what is open at the very end."""
+    variables = {**os.environ, "WORLD_SIZE": "2", "ANYBATCH_INIT_METHOD": store, "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(ROOT)])}
+    ranks = [
+        subprocess.Popen(  # noqa: S603 (a fixed program)
+            [sys.executable, "-c", OPEN_AT_EXIT],
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=LATEST_END_SECONDS)[0] for rank in ranks]
+    return [(rank.returncode, output.strip()) for rank, output in zip(ranks, outputs, strict=True)]
 
 
 def free_port() -> int:

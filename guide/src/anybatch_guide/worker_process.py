@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,22 +21,26 @@ class WorkerProcess:
 
     Args:
         process: with pipes for both streams, in a session of its own.
+        folder: for its temporary files and those of its ranks, which end by signals; removed after its end.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, folder: "tempfile.TemporaryDirectory[str]") -> None:
         self._process = process
+        self._folder = folder
 
     @classmethod
     async def start(cls, command: Sequence[str], limits: Limits) -> "WorkerProcess":
         """Start a worker. It is in a session of its own: Ctrl-C is for the server, and its group can be ended."""
+        folder = tempfile.TemporaryDirectory(prefix="anybatch-guide-", ignore_cleanup_errors=True)
         process = await asyncio.create_subprocess_exec(
             *command,
+            env={**os.environ, "TMPDIR": folder.name},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             limit=limits.answer_bytes,
         )
-        return cls(process)
+        return cls(process, folder)
 
     @property
     def number(self) -> int:
@@ -79,6 +84,7 @@ class WorkerProcess:
         except TimeoutError:
             self.signal(signal.SIGKILL)
             await self._process.wait()
+        self._folder.cleanup()
 
     def resident_bytes(self) -> int | None:
         """Return the memory that it holds; None where the system does not report it."""

@@ -1,35 +1,44 @@
-"""Several ranks on this machine, started by torch's own elastic launcher; the error that ends them is printed once."""
+"""Several ranks on this machine: starts them, waits for them, and prints the error that ends them once.
 
-import logging
+The ranks meet in a file that only this user can read and write. Nothing listens for them beyond loopback.
+"""
+
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from anybatch.cli.failure import explain
-from anybatch.cli.fork_server import START_METHOD, start_fork_server
+from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.rank import join, run_rank
-from anybatch.cli.status import Status, status_of
+from anybatch.cli.status import Status
 from anybatch.cli.stopping import say_stopping
 from anybatch.cli.train_request import TrainRequest
+from anybatch.parallel.launchers import listen_at_loopback, say_launched
 from anybatch.recipes.run.stop import SIGNALS
 
 _UNKNOWN = -1
 _MOST_BYTES = 2000
-_SECONDS_BEHIND = 1.0
-"""How long a rank that ends because of another one lets it go ahead, so that the launcher sees who was first."""
+_SECONDS_AFTER_FAILURE = 10.0
+"""How long the other ranks may take to end by themselves after one has failed; then the launcher kills them."""
+_SECONDS_WITHOUT_LAUNCHER = 30.0
+"""How long a rank may take to save and end after the launcher has died; then it kills itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class SharedState:
     Attributes:
         stop: not 0 once the launcher was asked to stop.
         statuses: how each rank ended, as far as it could say.
-        last_words: what a rank knows that ended because of another one; shown if that other one left none.
+        last_words: the message of a rank that ended because of another one; shown if that one left no message.
         num_threads: of each rank, for torch's operators.
     """
 
@@ -51,62 +60,81 @@ class SharedState:
 
 def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     """Start ranks here, wait for them, and return the exit status."""
-    start_fork_server()
-    context = multiprocessing.get_context(START_METHOD)
+    context = start_fork_server()
     board = SharedState(
         stop=context.RawValue("b", 0),
         statuses=context.RawArray("i", [_UNKNOWN] * num_ranks),
         last_words=context.RawArray("c", _MOST_BYTES),
         num_threads=threads_per_rank(num_ranks),
     )
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # port 0: whichever is free
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method=START_METHOD,
-        signals_to_handle="SIGQUIT",  # the others are ours, see below
-    )
-    # torch's launcher reports processes; the shared state has what the ranks themselves could say.
-    failures: Mapping[int, ProcessFailure] = {}
-    with _listening(board), _without_logs():
+    # In multiprocessing's own folder: no other user has access to it, and it is removed when this process ends.
+    store = Path(get_temp_dir(), f"store-{uuid.uuid4().hex}")
+    ranks = [context.Process(target=serve, args=(request, board, rank, num_ranks, store)) for rank in range(num_ranks)]
+    with _listening(board):
         try:
-            elastic_launch(config, serve)(request, board)
-        except ChildFailedError as error:
-            failures = error.failures
+            exit_codes = _run(ranks)
         except KeyboardInterrupt as error:
             sys.stderr.write(f"{explain(error)}\n")
             return Status.INTERRUPTED
-    status, words = exit_status_of(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
+    status, words = exit_status_of(list(board.statuses), exit_codes)
     if status is Status.RANKS:
         sys.stderr.write(f"anybatch: {words or board.last_words.value.decode(errors='replace')}\n")
     return status
 
 
-def serve(request: TrainRequest, board: SharedState) -> None:
+def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
+    """Run processes to their end, and kill the others some time after one has failed.
+
+    Returns:
+        The exit codes of those that failed by themselves, by rank, in the order in which they ended.
+    """
+    failed: dict[int, int] = {}
+    running = dict(enumerate(ranks))
+    deadline: float | None = None
+    try:
+        for process in ranks:
+            process.start()
+        while running and (deadline is None or time.monotonic() < deadline):
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            wait([process.sentinel for process in running.values()], patience)
+            for rank, process in list(running.items()):
+                if process.exitcode is not None:
+                    del running[rank]
+                    failed |= {rank: process.exitcode} if process.exitcode else {}
+            if failed and deadline is None:
+                deadline = time.monotonic() + _SECONDS_AFTER_FAILURE
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    return failed
+
+
+def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, store: Path) -> None:
     """Run one rank, in a process that the launcher has started."""
+    threading.Thread(target=_end_without_launcher, args=(store,), name="anybatch launcher", daemon=True).start()
     torch.set_num_threads(board.num_threads)
+    say_launched(rank, num_ranks, store.as_uri())
+    listen_at_loopback()
     asked = _catch_signals()
     try:
         world = join()
-    except Exception as error:  # noqa: BLE001 (the exit status says it)
-        sys.exit(status_of(error))
-    status, words = run_rank(
-        request, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
-    )
-    board.statuses[world.rank] = status
-    if status in (Status.DONE, Status.STOPPED) and _launcher_lives():
-        dist.destroy_process_group()
-        return
+    except Exception as error:  # noqa: BLE001 (the launcher prints it)
+        status, words = Status.RANKS, explain(error)
+    else:
+        status, words = run_rank(
+            request, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
+        )
     if status is Status.RANKS:
         board.last_words.value = words.encode()[: _MOST_BYTES - 1]
-        # The launcher takes the first process that ends for the culprit.
-        time.sleep(_SECONDS_BEHIND)
-    sys.exit(status)  # which makes the launcher end the other ranks
+    if status in (Status.DONE, Status.STOPPED):
+        dist.destroy_process_group()
+    board.statuses[rank] = status
+    if not _launcher_lives() and all(ended >= 0 for ended in board.statuses):
+        _remove_folder(store)
+    if status not in (Status.DONE, Status.STOPPED):
+        sys.exit(status)
 
 
 def threads_per_rank(num_ranks: int) -> int:
@@ -162,6 +190,21 @@ def _launcher_lives() -> bool:
     return launcher is None or launcher.is_alive()
 
 
+def _end_without_launcher(store: Path) -> None:
+    """Wait for the launcher to die; end this rank if it has not ended by itself some time later."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    time.sleep(_SECONDS_WITHOUT_LAUNCHER)
+    _remove_folder(store)
+    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+
+def _remove_folder(store: Path) -> None:
+    """Remove the folder that the launcher would have removed at its end."""
+    shutil.rmtree(store.parent, ignore_errors=True)
+
+
 @contextmanager
 def _listening(board: SharedState) -> Iterator[None]:
     """Let signals to the launcher ask the ranks to stop; a second Ctrl-C ends them at once."""
@@ -172,8 +215,6 @@ def _listening(board: SharedState) -> Iterator[None]:
             say_stopping(signal.Signals(number))
         elif number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not come between
-            for child in multiprocessing.active_children():
-                child.kill()
             raise KeyboardInterrupt
 
     former = {number: signal.signal(number, ask) for number in SIGNALS}
@@ -182,13 +223,3 @@ def _listening(board: SharedState) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _without_logs() -> Iterator[None]:
-    """Silence the elastic launcher, which logs the traceback of each rank: the rank has printed what matters."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

@@ -1,8 +1,10 @@
 """`anybatch`: find the verb, run it, and turn an error into a message and an exit status."""
 
+import argparse
 import difflib
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
@@ -70,16 +72,21 @@ def main(words: Sequence[str] | None = None) -> int:
         return Status.USAGE
     try:
         return int(function_of(verb)(words[1:]))
-    # argparse ends the program by itself on --help and on a wrong option.
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else Status.DONE
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
+        # argparse ends the program on --help and on a wrong option; any other exit is the user's code.
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and _raised_by_argparse(error):
+            return error.code
         from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
 
         # Results that were written so far come before the error.
         sys.stdout.flush()
         sys.stderr.write(f"{explain(error)}\n")
         return status_of(error)
+
+
+def _raised_by_argparse(error: SystemExit) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename == argparse.__file__
 
 
 def function_of(verb: Verb) -> VerbFunction:

@@ -1,7 +1,6 @@
 """argparse, as every verb uses it: options in full, errors in a sentence, values that say what they must be."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
@@ -42,8 +41,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and end the program."""
-        sys.stderr.write(f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
-        sys.exit(Status.USAGE)
+        self.exit(Status.USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
 
 
 def count(text: str) -> int:

@@ -59,7 +59,7 @@ def run_rank(
         with warnings.catch_warnings():
             _quiet_warnings(world)
             return _train(request, world, stop), ""
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (whatever it is, the status says it)
         # Every rank sees an error when one fails; only the rank that published first prints it.
         is_first = world.publish_failure(error, 0)
         words = explain(error)

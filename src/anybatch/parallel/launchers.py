@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from anybatch.errors import WorldError
 
+_INIT_METHOD = "ANYBATCH_INIT_METHOD"
+"""Where ranks meet that `anybatch train --ranks N` has started, in the place of MASTER_ADDR and MASTER_PORT."""
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
 _MPI = (
@@ -77,17 +79,25 @@ def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
-def say_launched(rank: int, size: int) -> None:
-    """Tell what is run in this process that it was launched, in torchrun's words; for a loop that is judged."""
+def say_launched(rank: int, size: int, init_method: str | None = None) -> None:
+    """Set torchrun's variables in this process, for a rank or a judged loop that anybatch itself starts.
+
+    Args:
+        rank: its number.
+        size: number of ranks, all on this machine.
+        init_method: where the ranks meet; None for a process whose group exists already.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_FIRST_PORT))
+    if init_method is not None:
+        os.environ[_INIT_METHOD] = init_method
 
 
 def listen_at_loopback() -> None:
-    """Tell gloo, for the process groups that this process makes from now on, to listen where no other machine reaches.
+    """Make the process groups of this process listen on the loopback interface only. For ranks on one machine.
 
-    By itself gloo listens at the address that the name of the machine leads to. For ranks that are all on this machine.
-    Where no loopback interface can be found by its name, as on Windows, nothing is changed.
+    By default gloo listens on the address of the machine's name, and NCCL on a network interface. Where no loopback
+    interface has a name, as on Windows, this changes nothing.
 
     Source: torch's documentation of `torch.distributed`, "Common environment variables".
     """
@@ -95,7 +105,7 @@ def listen_at_loopback() -> None:
         return
     for _, name in socket.if_nameindex():
         if name.startswith("lo"):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
             return
 
 
@@ -117,6 +127,7 @@ def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
         size=int(size),
         local_rank=int(found.get("LOCAL_RANK", "0")),
         local_size=int(found.get("LOCAL_WORLD_SIZE", "1")),
+        init_method=found.get(_INIT_METHOD, "env://"),
     )
 
 

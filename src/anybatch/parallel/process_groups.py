@@ -5,12 +5,13 @@ each group in a table of its own until `destroy_process_group`, so a group that 
 """
 
 import os
+import secrets
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, main_thread
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +30,8 @@ from anybatch.parallel.torch_internals import PrefixStore, Store, default_store,
 _JOINED_KEY = "anybatch/times_joined"
 _OPEN_KEY = "anybatch/open_worlds"
 _WORLDS_KEY = "anybatch/num_worlds"
-_PATIENCE_SECONDS = 2.0
+_SIGNATURES_KEY = "anybatch/signatures"
+_PATIENCE_SECONDS, _AT_EXIT_SECONDS = 2.0, 0.1
 _CONNECTING = timedelta(seconds=45)
 """How long ranks that have met may take to connect to each other: if one has died meanwhile, gloo does not notice."""
 _KEEP_ALIVES: "WeakKeyDictionary[dist.ProcessGroup, KeepAlive]" = WeakKeyDictionary()
@@ -45,6 +47,7 @@ class _GroupResources:
         keep_alive: connection to the next rank.
         roll_call: tells the other ranks that this one makes no more calls.
         messengers: the thread that passes messages on; empty on one rank, and once it has ended.
+        owns_default_group: the default group is ours, and ends at the exit of the process.
         num_pending: messages that have not been waited for yet.
         process_id: of the process that made it; forked children must not end it.
     """
@@ -53,6 +56,7 @@ class _GroupResources:
     keep_alive: KeepAlive
     roll_call: RollCall
     messengers: list[Messenger]
+    owns_default_group: bool
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
 
@@ -82,20 +86,22 @@ class PendingMessage:
 
 
 class ControlGroup:
-    """A gloo group of all ranks that ends when it is closed, or when nothing refers to it any more.
+    """A gloo group of all ranks that ends when it is closed, when nothing refers to it any more, or at exit.
 
     Ending it is local: no other rank is waited for. What this rank has sent arrives all the same, and every message
     needs all ranks, so a rank that ends the group earlier than others takes nothing from them.
 
     Args:
         timeout: how long a rank waits for the others.
+        owns_default_group: end the default group too, if this one is still open at the exit of the process.
 
     Attributes:
         name: the same on all ranks, and another for each group.
         roll_call: where the ranks stand.
+        secret: known to those that can read the store; signs what ranks unpickle.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, *, owns_default_group: bool = False) -> None:
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
         # Ranks make their worlds in the same order, so the name is the same on all of them.
         self.name = f"world_{store.add(f'{_WORLDS_KEY}/{rank}', 1)}"
@@ -116,15 +122,16 @@ class ControlGroup:
             # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
             dist.all_reduce(torch.zeros(1), group=group)
             keep_alive = KeepAlive(self.name, rank, size, store, connecting)
+            if rank == 0:
+                store.set(f"{_SIGNATURES_KEY}/{self.name}", secrets.token_hex())
         self.roll_call.keep_alive = keep_alive
+        self.secret = store.get(f"{_SIGNATURES_KEY}/{self.name}")
         self._rank, self._size = rank, size
         messengers = [Messenger(group, rank, size, timeout)] if size > 1 else []
-        self._resources = _GroupResources([group], keep_alive, self.roll_call, messengers)
+        self._resources = _GroupResources([group], keep_alive, self.roll_call, messengers, owns_default_group)
         _KEEP_ALIVES[default_group()] = keep_alive
+        # Also at exit: threads of a group that is still open while the interpreter ends may abort the process.
         self._finalizer = weakref.finalize(self, _destroy, self._resources)
-        self._finalizer.atexit = (
-            False  # the process that ends takes everything along, and must not wait for other ranks
-        )
 
     @property
     def group(self) -> "dist.ProcessGroup":
@@ -277,23 +284,27 @@ def _ended(store: Store, rank: int, size: int) -> list[int]:
 
 
 def _destroy(resources: _GroupResources) -> None:
-    """Destroy the group of a control group that was closed or collected."""
+    """Destroy the group of a control group that was closed or collected, or is open at the exit of the process."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
     # Before the goodbye: a rank that has heard one looks here for the reason.
     resources.roll_call.close()
+    is_exit = not main_thread().is_alive()
     resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(resources.groups[0])
-    if resources.num_pending:
+    if resources.num_pending and not is_exit:
         # A rank that has failed between the two halves of a message: the others may bring their parts yet.
         Thread(target=_release, args=(resources,), daemon=True).start()
     else:
-        _release(resources)
+        _release(resources, _AT_EXIT_SECONDS if resources.num_pending else _PATIENCE_SECONDS)
+    # NCCL ends a group only together with all ranks, and other ranks may have failed.
+    if is_exit and resources.owns_default_group and dist.is_initialized() and dist.get_backend() == "gloo":
+        end_default_group()
 
 
-def _release(resources: _GroupResources) -> None:
+def _release(resources: _GroupResources, patience_seconds: float = _PATIENCE_SECONDS) -> None:
     for messenger in resources.messengers:
-        messenger.end(_PATIENCE_SECONDS)
+        messenger.end(patience_seconds)
     resources.messengers.clear()
     resources.groups.clear()

@@ -30,6 +30,7 @@ from anybatch.parallel.process_groups import (
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.rank_grid import RankGrid, data_dimension, make_grid
 from anybatch.parallel.roll_call import RollCall
+from anybatch.parallel.signatures import signed, unsigned
 
 _T = TypeVar("_T")
 _NOTHING = nullcontext()
@@ -94,7 +95,8 @@ class World:
             if launch is None:
                 return cls(device=chosen)
             join_default_group(_backend(chosen, launch.local_size), launch, timeout)
-        control = ControlGroup(timeout)
+        is_ours = count_open_worlds(0) is not None
+        control = ControlGroup(timeout, owns_default_group=is_ours)
         count_open_worlds(+1)
         return cls(dist.get_rank(), dist.get_world_size(), chosen, _control=control)
 
@@ -242,7 +244,8 @@ class World:
         if self._silent:
             return [value] * self.size
         # torch's all_gather_object needs numpy, which torch does not bring along.
-        written = pickle.dumps(value)
+        assert self._control is not None
+        written = signed(pickle.dumps(value), self._control.secret)
         # Most values are small, and go along with their size in one message; what is left of larger ones, in another.
         first, rest = written[:_FIRST_BYTES], written[_FIRST_BYTES:]
         begun = self._gather_bytes(len(written).to_bytes(_SIZE_BYTES) + first, _SIZE_BYTES + _FIRST_BYTES)
@@ -251,8 +254,8 @@ class World:
         if max(sizes) > _FIRST_BYTES:
             more = self._gather_bytes(rest, max(sizes) - _FIRST_BYTES)
             gathered = [row + others for row, others in zip(gathered, more, strict=True)]
-        # What our own ranks have written is as trustworthy as this process.
-        return [pickle.loads(row[:size]) for row, size in zip(gathered, sizes, strict=True)]  # noqa: S301
+        own = [unsigned(bytes(row[:size]), self._control.secret) for row, size in zip(gathered, sizes, strict=True)]
+        return [pickle.loads(row) for row in own]  # noqa: S301 (signed by our own ranks)
 
     def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
         """Run `function` on every rank that has one, and return what every rank's returned; if one raises, all raise.

@@ -18,6 +18,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from anybatch.parallel.launchers import listen_at_loopback
+
 RankContext = ForkContext | ForkServerContext | SpawnContext
 PRELOADED = (__name__, "anybatch.engine.engine")
 """Modules that are imported once, by the process that ranks are forked from."""
@@ -183,6 +185,7 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
     gc.freeze()
     # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
     torch.set_num_threads(1)
+    listen_at_loopback()
     if "nccl" in backend:  # which takes the current device of the process
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -200,7 +203,7 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
         try:
             outcome = RankOutcome(value=function(*args))
             pipe.send(outcome)  # raises before it sends anything where the value cannot be pickled
-        except Exception:  # noqa: BLE001 (the caller gets it as text)
+        except (Exception, SystemExit):  # noqa: BLE001 (the caller gets it as text)
             outcome = RankOutcome(error=traceback.format_exc())
             pipe.send(outcome)
         if outcome.error:

@@ -247,7 +247,7 @@ def _serve(pipe: Connection, task: Any, enclosure: Enclosure) -> None:  # noqa: 
         answer = work(enclosure), None
     except UserError as error:
         answer = None, error
-    except Exception as error:  # noqa: BLE001 (it is told where it can be)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is told where it can be)
         answer = None, UserError(f"{type(error).__name__}: {error}")
     pipe.send(answer)
     pipe.close()

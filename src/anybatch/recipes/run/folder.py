@@ -3,6 +3,7 @@
 ```text
 runs/digits-20300131-120000/
 ├── run.json             the settings asked for, and from which step on; read to resume
+├── run.lock             host and process id of the newest session, which holds a lock on it
 ├── events.jsonl         rank 0's log; events-rank-1.jsonl is rank 1's
 ├── losses.png           drawn at the end of a session, where matplotlib is installed; losses.svg is the same
 ├── tensorboard/         what TensorBoard shows, where it is installed
@@ -14,13 +15,15 @@ runs/digits-20300131-120000/
 import dataclasses
 import json
 import os
+import platform
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 from anybatch.errors import CheckpointAccessError, CheckpointError, MissingCheckpointError, UserError
 from anybatch.recipes.run.settings import Settings
@@ -83,6 +86,11 @@ class RunFolder:
         return self.path / "run.json"
 
     @property
+    def lock(self) -> Path:
+        """The file that the session holds a lock on."""
+        return self.path / "run.lock"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.path / "checkpoints"
@@ -122,6 +130,32 @@ class RunFolder:
         )
         message = f"{self.path} is {kind}. {cure}"
         raise UserError(message)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes of this host from training in the folder.
+
+        The system releases the lock when the process ends, even if it is killed. A lock held on another host is
+        ignored: after that host has failed, a shared file system may keep it for minutes. Windows has no such lock.
+
+        Raises:
+            UserError: another process trains in the folder.
+            CheckpointAccessError: the folder may not be written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self.lock.open("a+", encoding="utf-8")
+        except PermissionError as error:
+            raise _no_access(self.path, error) from error
+        with file:
+            holder = _lock(file)
+            if holder is not None:
+                message = (
+                    f"process {holder} is training in {self.path}. Wait until it has ended, or stop it, before you "
+                    "resume this run; for a new run choose another folder."
+                )
+                raise UserError(message)
+            yield
 
     def read(self) -> RunHeader:
         """Return the header of the run.
@@ -191,8 +225,31 @@ class RunFolder:
             self.log(rank).unlink(missing_ok=True)
             if rank == 0:
                 self.header.unlink(missing_ok=True)
+                self.lock.unlink(missing_ok=True)
                 shutil.rmtree(self.tensorboard, ignore_errors=True)
             self.path.rmdir()
+
+
+def _lock(file: TextIO) -> str | None:
+    """Lock a file for this process and write its id there; return the id of another process that holds it."""
+    if sys.platform == "win32":
+        return None
+    import fcntl  # noqa: PLC0415 (missing on Windows)
+
+    host = platform.node()
+    try:
+        # A POSIX lock: data workers that outlive a killed rank do not inherit it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        file.seek(0)
+        holder_host, _, holder = file.read().partition(" ")
+        return holder if holder_host == host else None
+    except OSError:  # a file system without locks
+        return None
+    file.truncate(0)
+    file.write(f"{host} {os.getpid()}")
+    file.flush()
+    return None
 
 
 def _no_access(path: Path, error: OSError) -> CheckpointAccessError:

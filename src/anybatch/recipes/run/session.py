@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from anybatch.checkpoints import list_checkpoints
@@ -22,7 +23,7 @@ from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
-from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder
+from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder, RunHeader
 from anybatch.recipes.run.prepare import PreparedRun, on_first_rank, prepare
 from anybatch.recipes.run.settings import Choices
 from anybatch.recipes.run.stop import StopRequest
@@ -134,10 +135,12 @@ def train(
         )
         raise UserError(message)
     place = RunFolder(Path(folder))
-    header = on_first_rank(world, place.read if resume else place.refuse_used)
+    held = contextlib.ExitStack()
+    header = on_first_rank(world, partial(_claim, place, held, resume=resume))
     ready: PreparedRun | None = None
     try:
         with (
+            held,
             contextlib.nullcontext(stop) if stop is not None else StopRequest() as asked,
             JsonlLog(place.log(world.rank)) as log,
         ):
@@ -169,6 +172,15 @@ def train(
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
             place.clear(world.rank)  # so that the same command runs once the reason is gone
         raise
+
+
+def _claim(place: RunFolder, held: contextlib.ExitStack, *, resume: bool) -> RunHeader | None:
+    """Lock the folder until `held` is closed; return the header of the run to resume."""
+    header = place.read() if resume else None
+    if header is None:
+        place.refuse_used()
+    held.enter_context(place.locked())
+    return header
 
 
 def _keeps_smaller_size(error: BaseException, place: RunFolder, world: World) -> bool:

@@ -1,0 +1,193 @@
+"""Ranks on this machine: where they listen, what remains of them, and what ends them."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli.status import Status
+from tests.architecture.source_tree import PACKAGE, ROOT
+from tests.cli.small import FAULT, SPEC, logged, run
+from tests.cli.test_processes import IN_STEP_10, TIMEOUT_SECONDS
+from tests.faults import sees
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+LISTENS, LOOKS_EACH_SECONDS = "0A", 0.05
+SERVERS = {"guide": ["guide", "--no-browser"], "watch": ["watch", "--no-browser"]}
+COMMANDS = {
+    "train": ["train", "digits", "--ranks", "2", "--steps", "2", "--micro-batch-size", "64", "--out", "run"],
+    "scale": ["scale", "digits", "--ranks", "2", "--seconds", "1", "--buckets", "25MiB", "--micro-batch-size", "64"],
+    "compare": ["compare", "digits", "--devices", "2", "--seconds", "1"],
+    **SERVERS,
+}
+ORPHAN = """
+import multiprocessing, os, signal, sys, tempfile
+from pathlib import Path
+from anybatch.cli import local_ranks
+
+local_ranks._SECONDS_WITHOUT_LAUNCHER = 0.0
+
+def rank(store):
+    import threading
+    threading.Thread(target=local_ranks._end_without_launcher, args=(store,), daemon=True).start()
+    threading.Event().wait()
+
+folder = Path(tempfile.mkdtemp())
+multiprocessing.get_context("fork").Process(target=rank, args=(folder / "store",)).start()
+print(folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contextmanager
+def started(folder: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """Start `anybatch` in a session and a folder of its own; kill the session at the end."""
+    (folder / "tmp").mkdir()
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    env["PYTHONPATH"] = os.pathsep.join([str(PACKAGE.parent), str(ROOT), str(ROOT / "guide" / "src")])
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(  # noqa: S603 (a fixed program)
+            [sys.executable, "-m", "anybatch", *words],
+            cwd=folder,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def members(session: int) -> list[int]:
+    """Return the living processes of a session."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                state, _, _, own, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            found += [int(path.name)] if int(own) == session and state not in "ZX" else []
+    return found
+
+
+def listening(session: int) -> set[str]:
+    """Return the addresses at which the processes of a session listen."""
+    sockets = set()
+    for pid in members(session):
+        try:
+            sockets |= {str(handle.readlink()) for handle in Path(f"/proc/{pid}/fd").iterdir()}
+        except OSError:
+            continue
+    found = set()
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENS and f"socket:[{inode}]" in sockets:
+                words = bytes.fromhex(local.partition(":")[0])
+                # The kernel prints words of four bytes in the order of the machine.
+                turned = b"".join(
+                    words[i : i + 4][:: -1 if sys.byteorder == "little" else 1] for i in range(0, len(words), 4)
+                )
+                found.add(socket.inet_ntop(family, turned))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    parsed = ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_listens_beyond_loopback(tmp_path: Path, command: str) -> None:
+    """No process of a command that uses several processes or a browser can be reached from another machine."""
+    if command == "watch":
+        run(tmp_path / "runs" / "small", stop_after=1)
+    seen: set[str] = set()
+    with started(tmp_path, *COMMANDS[command]) as process:
+        while command not in SERVERS or not seen:
+            seen |= listening(process.pid)
+            try:
+                process.wait(LOOKS_EACH_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    assert seen, (tmp_path / "output").read_text()
+    assert all(map(is_loopback, seen)), seen
+
+
+def test_every_interface_is_not_loopback() -> None:
+    """Addresses that other machines reach are told from those that they do not reach."""
+    assert list(map(is_loopback, ("127.0.0.1", "::1", "::ffff:127.0.0.1"))) == [True] * 3
+    assert list(map(is_loopback, ("0.0.0.0", "::", "192.168.0.7", "::ffff:10.0.0.1"))) == [False] * 4  # noqa: S104
+
+
+@pytest.mark.slow
+def test_nothing_remains(tmp_path: Path) -> None:
+    """After a run on two ranks no process and no temporary folder remains."""
+    with started(tmp_path, *COMMANDS["train"]) as process:
+        assert process.wait(TIMEOUT_SECONDS) == Status.DONE, (tmp_path / "output").read_text()
+        assert not list((tmp_path / "tmp").iterdir())
+        assert wait_for_end(process.pid) == []
+
+
+@pytest.mark.slow
+def test_nothing_remains_of_a_killed_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose launcher is killed end after the step, and remove the temporary folder of the launcher."""
+    monkeypatch.setenv(FAULT, f"kill_launcher:{IN_STEP_10[2]}:0")
+    with started(tmp_path, "train", SPEC, "--ranks", "2", "--micro-batch-size", "1", "--out", "run") as process:
+        assert process.wait(TIMEOUT_SECONDS) == -signal.SIGKILL
+        assert wait_for_end(process.pid) == []
+        assert not list((tmp_path / "tmp").iterdir())
+    assert logged(tmp_path / "run", "end")[-1]["status"] == "stopped"
+
+
+def wait_for_end(session: int) -> list[int]:
+    """Wait for the processes of a session to end; return those that do not."""
+    for pid in members(session):
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        select.select([handle], [], [], TIMEOUT_SECONDS)
+        os.close(handle)
+    return members(session)
+
+
+@sees(
+    "local ranks: a rank outlives its launcher",
+    "src/anybatch/cli/local_ranks.py",
+    "    launcher.join()",
+    "    threading.Event().wait()",
+)
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_without_its_launcher() -> None:
+    """A rank whose main thread never returns is killed some time after its launcher has died, with the folder."""
+    done = subprocess.run(  # noqa: S603 (a fixed program)
+        [sys.executable, "-c", ORPHAN],
+        capture_output=True,  # which returns once the rank, which has the same output, has ended too
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.is_relative_to(tempfile.gettempdir())
+    assert not folder.exists()
