@@ -9,8 +9,10 @@ from anybatch.errors import UserError
 from anybatch.planner.cost.device import Device
 from anybatch.planner.cost.devices import parse_budget
 
-CONTEXT_BYTES: Final = 500 * 2**20
-"""A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509)."""
+CONTEXT_BYTES: Final = 840 * 2**20
+"""A CUDA context with the kernels and libraries that training loads: 837 MiB on an H200, torch 2.11 and CUDA 13
+(benchmarks/results/gpu_memory_second_h200_2026-11-26.md). Older versions of CUDA take less.
+"""
 COMMUNICATOR_BYTES: Final = 688 * 10**6
 """One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
 WORKSPACE_BYTES: Final = 65 * 2**20
