@@ -187,6 +187,9 @@ def train(case: Case, setting: Setting, size: int, num_bytes: int, *, room: int 
         num_bytes: the budget.
         room: bytes that a first step, which is meant to raise, may reserve beyond the weights; None: no such step.
     """
+    gc.collect()
+    if setting.on_gpu:
+        torch.cuda.empty_cache()  # weights inside larger cached blocks would keep these reserved
     model, watch, refused = case.new_model(setting.device), Watch(case.loss), ""
     batch = case.batch(2 * case.size)
     engine, optimizer = new_engine(case, model, size, watch)
@@ -195,9 +198,6 @@ def train(case: Case, setting: Setting, size: int, num_bytes: int, *, room: int 
         warnings.simplefilter("ignore")  # of the smaller size
         watch.memory = memory
         if room is not None:
-            gc.collect()
-            if setting.on_gpu:
-                torch.cuda.empty_cache()  # cached blocks would be room too
             memory.limit(sum(memory.now()[:2]) + room)
             try:
                 engine.step(batch)
