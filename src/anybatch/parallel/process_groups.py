@@ -6,6 +6,7 @@ each group in a table of its own until `destroy_process_group`, so a group that 
 
 import os
 import secrets
+import signal
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -207,6 +208,9 @@ def _destroy(resources: _GroupResources) -> None:
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
     is_exit = not main_thread().is_alive()
+    if is_exit:
+        # The process ends anyway. A thread that is left within gloo while the interpreter ends would abort it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(resources.groups[0])
