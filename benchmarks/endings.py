@@ -122,7 +122,7 @@ EVENTS = {
     ),
     "sys.exit on both": Event(in_step=f"sys.exit({EXIT_STATUS})", fault=None, statuses=((EXIT_STATUS,),) * 2),
     "Ctrl-C": Event(
-        signals=("ranks", signal.SIGINT), last="", statuses=((0, 1, -2), (0, 1, -2)), local_statuses=(0, 3, 130, -2)
+        signals=("ranks", signal.SIGINT), last="", statuses=((0, 1, -2, -15),) * 2, local_statuses=(0, 3, 130, -2)
     ),
     "launcher killed": Event(
         signals=("launcher", signal.SIGKILL), last="", statuses=((0, 1), (0, 1)), local_statuses=(-9, 0)

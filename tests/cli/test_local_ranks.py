@@ -38,7 +38,9 @@ local_ranks._SECONDS_WITHOUT_LAUNCHER = 0.0
 
 def rank(store):
     import threading
-    threading.Thread(target=local_ranks._end_without_launcher, args=(store,), daemon=True).start()
+    joined = threading.Event()
+    joined.set()
+    threading.Thread(target=local_ranks._end_without_launcher, args=(store, joined), daemon=True).start()
     threading.Event().wait()
 
 folder = Path(tempfile.mkdtemp())

@@ -69,6 +69,7 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     )
     # In multiprocessing's own folder: no other user has access to it, and it is removed when this process ends.
     store = Path(get_temp_dir(), f"store-{uuid.uuid4().hex}")
+    store.touch()
     ranks = [context.Process(target=serve, args=(request, board, rank, num_ranks, store)) for rank in range(num_ranks)]
     with _listening(board):
         try:
@@ -113,9 +114,10 @@ def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
 
 def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, store: Path) -> None:
     """Run one rank, in a process that the launcher has started."""
-    threading.Thread(target=_end_without_launcher, args=(store,), name="anybatch launcher", daemon=True).start()
+    joined = threading.Event()
+    threading.Thread(target=_end_without_launcher, args=(store, joined), name="anybatch launcher", daemon=True).start()
     torch.set_num_threads(board.num_threads)
-    say_launched(rank, num_ranks, store.as_uri())
+    say_launched(rank, num_ranks, _opened(store).as_uri())
     listen_at_loopback()
     asked = _catch_signals()
     try:
@@ -123,6 +125,7 @@ def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, 
     except Exception as error:  # noqa: BLE001 (the launcher prints it)
         status, words = Status.RANKS, explain(error)
     else:
+        joined.set()
         status, words = run_rank(
             request, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
         )
@@ -135,6 +138,15 @@ def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, 
         _remove_folder(store)
     if status not in (Status.DONE, Status.STOPPED):
         sys.exit(status)
+
+
+def _opened(store: Path) -> Path:
+    """Return a path to the store that stays valid when the file is removed.
+
+    torch waits for a file that is missing, and lets no other thread run meanwhile. Only Linux has such a path.
+    """
+    place = Path(f"/proc/self/fd/{os.open(store, os.O_RDWR)}")
+    return place if place.exists() else store
 
 
 def threads_per_rank(num_ranks: int) -> int:
@@ -190,12 +202,13 @@ def _launcher_lives() -> bool:
     return launcher is None or launcher.is_alive()
 
 
-def _end_without_launcher(store: Path) -> None:
-    """Wait for the launcher to die; end this rank if it has not ended by itself some time later."""
+def _end_without_launcher(store: Path, joined: threading.Event) -> None:
+    """Wait for the launcher to die; end this rank at once if it has not joined the others, else some time later."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
-    time.sleep(_SECONDS_WITHOUT_LAUNCHER)
+    if joined.is_set():
+        time.sleep(_SECONDS_WITHOUT_LAUNCHER)
     _remove_folder(store)
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 

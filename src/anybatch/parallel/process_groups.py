@@ -6,6 +6,7 @@ each group in a table of its own until `destroy_process_group`, so a group that 
 
 import os
 import secrets
+import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -290,6 +291,9 @@ def _destroy(resources: _GroupResources) -> None:
     # Before the goodbye: a rank that has heard one looks here for the reason.
     resources.roll_call.close()
     is_exit = not main_thread().is_alive()
+    if is_exit:
+        # The process ends anyway. A thread that is left within gloo while the interpreter ends would abort it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(resources.groups[0])
