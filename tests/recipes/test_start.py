@@ -85,10 +85,11 @@ def test_what_is_given_comes_before_the_defaults() -> None:
     "return max(effective_batch_size, len(dataset))",
 )
 def test_the_learning_rate_follows_what_a_step_sees() -> None:
-    """A step larger than the data set sees the data set, so the rate is scaled to that; a decision says so."""
-    run = start(JOB, effective_batch_size=4000)
+    """A step larger than the data set sees the data set, so the rate is scaled to that; a decision and a warning say so."""
+    with pytest.warns(AnyBatchWarning, match=r"effective_batch_size=4,000: each step has 10"):
+        run = start(JOB, effective_batch_size=4000)
     assert rates_of(run) == pytest.approx([0.1 * 10 / 2] * 2)
-    assert run.engine.decisions["samples"].startswith("steps of 10, all there are: 4,000 were asked for")
+    assert run.engine.decisions["samples"].startswith("steps of 10 samples, the whole data set, instead of 4,000")
     assert "samples" not in start(JOB).engine.decisions
     same = dataclasses.replace(JOB.defaults, effective_batch_size=100, base_batch_size=100)
     assert start(dataclasses.replace(JOB, defaults=same, optimizer=Unheard)).rates[0].factor == 1.0
@@ -233,7 +234,7 @@ RAMP = BatchRamp((2, 6), (4, None))
     "first = max(sizes_of(size))",
 )
 def test_a_job_is_ramped_as_its_batches_are() -> None:
-    """Steps are those of `ab.batches`; the rate is that of the first stage in all of them, and a decision says so."""
+    """Steps are those of `ab.batches`; the rate is that of the first stage in all of them, and a decision and a warning say so."""
     job = dataclasses.replace(JOB, defaults=dataclasses.replace(JOB.defaults, effective_batch_size=RAMP))
     run = start(job, seed=3, micro_batch_size=2)
     reports = [run.engine.step(batch) for batch in run.batches]

@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
         if unknown and self._explain_unknown is not None:
             self.error(self._explain_unknown(unknown))
         if unknown:
-            self.error(f"what is {' '.join(unknown)!r}?")
+            kind = "option" if unknown[0].startswith("-") else "argument"
+            self.error(f"unknown {kind} {unknown[0]!r}")
         return values
 
     def error(self, message: str) -> NoReturn:

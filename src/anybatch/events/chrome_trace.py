@@ -56,7 +56,7 @@ def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
     found = Path(path)
     first = found / "events.jsonl" if found.is_dir() else found
     if not first.is_file():
-        message = f"{first} is not there. Name the folder of a run, or its log: events.jsonl."
+        message = f"there is no log {str(first)!r}. Pass the folder of a run, or its events.jsonl."
         raise UserError(message)
     others = {
         int(number): log

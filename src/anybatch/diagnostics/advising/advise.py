@@ -18,6 +18,7 @@ from anybatch.diagnostics.scaling.from_log import read_steps
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
+from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import JsonLine, read_jsonl
 from anybatch.parallel.gradient_buckets import gradient_bytes
 
@@ -113,7 +114,7 @@ def _noise(noise: NoiseEstimate) -> dict[str, Any]:
 
 
 def _of_log(path: Path) -> tuple[Advice, int]:
-    log = path / "events.jsonl" if path.is_dir() else path
+    log = rank_logs(path)[0]
     start: JsonLine = {}
     noises: list[JsonLine] = []
     steps: list[JsonLine] = []

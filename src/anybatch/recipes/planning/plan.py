@@ -109,7 +109,9 @@ def plan(
         train, _ = build(subject.train)
         size, precision = size or train.effective_batch_size, precision or train.precision
     if size is None:
-        message = f"effective_batch_size must be given: nothing says how many samples a step of {subject.name} has."
+        message = (
+            f"effective_batch_size (--effective-batch-size) is required: {subject.name} has no default batch size."
+        )
         raise UserError(message)
     # A named headroom is taken as it is; otherwise a device on which plans were verified needs less.
     measured = None
