@@ -82,9 +82,13 @@ def test_kept_alive_connections_time_out(server: Served) -> None:
 
 def test_unread_responses_time_out(server: Served) -> None:
     """A client that asks for more and more and reads nothing loses its connection."""
-    with connected(server) as (connection,), pytest.raises(ConnectionError):
+
+    def ask_without_reading(connection: socket.socket) -> None:
         while True:
             connection.sendall(request(server))
+
+    with connected(server) as (connection,), pytest.raises(ConnectionError):
+        ask_without_reading(connection)
 
 
 @dataclass(eq=False)

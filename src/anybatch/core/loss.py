@@ -340,6 +340,16 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
     ]
 
 
+def without_graph() -> LossError:
+    """Return the error for a loss that no gradient can be computed of."""
+    if torch.is_grad_enabled():
+        return LossError(
+            "the loss has no graph, so nothing can be trained. Return it as computed from the model's output: without "
+            ".detach(), .item(), torch.tensor(...) or torch.no_grad(), and from parameters that require a gradient."
+        )
+    return LossError("gradients are switched off, so nothing can be trained. Call the engine outside torch.no_grad().")
+
+
 def returned_count(output: object) -> "int | float | torch.Tensor":
     """Return the count that an undeclared loss brought with its value: of a `LossSum`, or of one loss per item."""
     if isinstance(output, LossSum):

@@ -1,6 +1,7 @@
 """How long each sample is, before it is loaded: told by the user, read from a column, or found once and remembered."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from anybatch.core.token_budget import SampleLengths
@@ -84,7 +85,7 @@ class KnownLengths:
 
 def _function_of(lengths: Lengths) -> Callable[[Any], int]:
     if isinstance(lengths, str):
-        return lambda sample: _length_of(sample[lengths])
+        return partial(_length_of_field, lengths)
     if callable(lengths):
         return lengths
 
@@ -97,6 +98,17 @@ def _function_of(lengths: Lengths) -> Callable[[Any], int]:
         raise DataError(message)
 
     return refuse
+
+
+def _length_of_field(name: str, sample: Any) -> int:  # noqa: ANN401 (a sample may be anything)
+    try:
+        return _length_of(sample[name])
+    except (KeyError, IndexError, TypeError) as error:
+        has = (
+            f"the fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"type {type(sample).__name__}"
+        )
+        message = f"lengths={name!r} is no field of a sample, which has {has}. Pass one of them, or a function."
+        raise DataError(message) from error
 
 
 def _of_all(lengths: Lengths, dataset: Any | None) -> Sequence[int] | None:  # noqa: ANN401

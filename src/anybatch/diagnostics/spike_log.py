@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from anybatch.core.spikes import Spike, SpikeRule, spikes_of
 from anybatch.errors import UserError

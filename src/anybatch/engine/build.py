@@ -11,6 +11,7 @@ from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
+from anybatch.engine.argument_types import refuse_wrong_types
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.batch_norm.runner import BatchNormRunner, ranks_of
 from anybatch.engine.checked_arguments import CheckedArguments, check_arguments
@@ -87,6 +88,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     Raises:
         UserError: with what was wrong, both values and what to do; nothing of the model has changed then.
     """
+    refuse_wrong_types(spec, hardware, observer)
     arguments = check_arguments(spec, hardware)
     modules, world, strategy = arguments.modules, arguments.world, arguments.strategy
     decisions = Decisions()

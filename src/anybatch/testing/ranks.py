@@ -18,6 +18,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from anybatch.errors import WorldError
+
 RankContext = ForkContext | ForkServerContext | SpawnContext
 PRELOADED = (__name__, "anybatch.engine.engine")
 """Modules that are imported once, by the process that ranks are forked from."""
@@ -34,6 +36,10 @@ class RankOutcome:
 
     value: Any = None
     error: str | None = None
+
+
+class PoolError(WorldError, AssertionError):
+    """A rank of a pool raised, hung or died. The message has every rank's traceback."""
 
 
 class RankPool:
@@ -103,12 +109,12 @@ class RankPool:
         """Run `function(*args)` on every rank and return its values, in rank order.
 
         Raises:
-            AssertionError: a rank did not return; carries every rank's error.
+            PoolError: a rank did not return; carries every rank's error.
         """
         outcomes = self.outcomes(function, *args)
         failed = [f"rank {rank}:\n{outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
-            raise AssertionError("\n".join(failed))
+            raise PoolError("\n".join(failed))
         return [outcome.value for outcome in outcomes]
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from anybatch.core.collective_times import Link, best_all_reduce
 from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.learning_rate import ScaledRate, ScalingRule, scale_rate
 from anybatch.core.reports import StepReport
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.diagnostics.advising.advice import Advice
 from anybatch.diagnostics.scaling.from_log import read_steps
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds
@@ -42,7 +43,7 @@ def advise(
     ```
 
     The noise scale stands for the critical batch size B_crit. With `overhead` the seconds of a step beside those of its
-    samples, the time to a loss is least at `sqrt(B_crit x overhead / seconds per sample)`; see docs/gradient_noise.md.
+    samples, the time to a loss is least at `sqrt(B_crit x overhead / seconds per sample)`.
 
     Args:
         source: an engine that measures noise, and makes ordinary steps here (it trains on); or the log of a finished
@@ -61,6 +62,9 @@ def advise(
     if isinstance(source, Engine):
         advice, num_bytes = _of_engine(source, batches, steps)
     else:
+        refuse_unless(
+            isinstance(source, (str, os.PathLike)), "source", source, "an engine, or the path of the log of a run"
+        )
         advice, num_bytes = _of_log(Path(source))
     return replace(advice, on_ranks=_on_ranks(advice, ranks, link, num_bytes))
 

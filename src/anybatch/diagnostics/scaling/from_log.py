@@ -1,7 +1,6 @@
 """Where the steps of a finished run went, from the logs of its ranks."""
 
 import os
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -15,10 +15,11 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
+from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
-from anybatch.errors import UserError
+from anybatch.errors import BatchSizeError, UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
@@ -100,6 +101,8 @@ def plan(
         CannotPlanError: the memory of a step is not known without running it; says why.
         UserError: an argument cannot be used, or the engine refuses the step.
     """
+    _check_sizes(effective_batch_size, micro_batch_size, world_size, sequence_length)
+    refuse_unless(headroom is None or _is_part(headroom), "headroom", headroom, "a number from 0 to below 1, or None")
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
@@ -215,6 +218,27 @@ def _subject_of_python(
         return TrainSpec(model=what(), optimizer=optimizer, loss=loss)
 
     return PlanSubject(name=name, train=train_what, sample=sample, own_batch=True)
+
+
+def _check_sizes(
+    effective_batch_size: int | None, micro_batch_size: int | None, world_size: int, sequence_length: int | None
+) -> None:
+    """Refuse sizes that are no whole numbers of at least 1.
+
+    Raises:
+        BatchSizeError, UserError: with the argument and its value.
+    """
+    if effective_batch_size is not None:
+        checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
+    if micro_batch_size is not None:
+        checked_int("micro_batch_size", micro_batch_size, error=BatchSizeError)
+    checked_int("world_size", world_size)
+    if sequence_length is not None:
+        checked_int("sequence_length", sequence_length)
+
+
+def _is_part(value: object) -> bool:
+    return is_number(value) and 0 <= float(cast("float", value)) < 1
 
 
 def _copied(train: TrainSpec) -> TrainSpec:
