@@ -31,6 +31,7 @@ from anybatch.core.loss_kinds import (
     times,
 )
 from anybatch.core.tree import Batch
+from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.errors import LossError
 
 
@@ -87,7 +88,7 @@ class Loss:
 
 def samples(*, weight: float = 1.0) -> Term:
     """Declare a term as the mean over the samples of the batch."""
-    return Term(None, weight)
+    return Term(None, _weight(weight))
 
 
 def tokens(
@@ -107,6 +108,10 @@ def tokens(
             positions before it. False for masked-language, sequence-to-sequence and token-classification heads.
         weight: the term's weight in the loss.
     """
+    is_valid = isinstance(labels, str) or callable(labels)
+    refuse_unless(is_valid, "labels", labels, "the name of the labels, or a function of the batch", LossError)
+    checked_int("ignore_index", ignore_index, least=None, error=LossError)
+    refuse_unless(isinstance(shift, bool), "shift", shift, "True or False", LossError)
 
     def count(batch: Batch) -> torch.Tensor:
         targets = labels(batch) if callable(labels) else _lookup(batch, labels)
@@ -114,7 +119,7 @@ def tokens(
             targets = targets[..., 1:]
         return (targets != ignore_index).sum()
 
-    return Term(count, weight, TOKENS)
+    return Term(count, _weight(weight), TOKENS)
 
 
 def counted(count: Count, *, weight: float = 1.0) -> Term:
@@ -125,7 +130,13 @@ def counted(count: Count, *, weight: float = 1.0) -> Term:
             It has the batch alone to go by, before the forward.
         weight: the term's weight in the loss.
     """
-    return Term(count, weight, COUNTED)
+    refuse_unless(callable(count), "count", count, "a function of a batch", LossError)
+    return Term(count, _weight(weight), COUNTED)
+
+
+def _weight(weight: float) -> float:
+    refuse_unless(is_number(weight), "weight", weight, "a finite number", LossError)
+    return weight
 
 
 def mean_over_samples(function: LossFunction) -> Loss:
@@ -245,7 +256,12 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
     counts = []
     for name, term in loss.kind.terms.items():
         # On the host, because the divisors have to be known there before the first forward.
-        count = float(num_samples if term.count is None else term.count(batch))
+        returned = num_samples if term.count is None else term.count(batch)
+        try:
+            count = float(returned)
+        except (TypeError, ValueError, RuntimeError):
+            message = f"the count of loss term {name!r} is {returned!r}; return a number, or a tensor of one element."
+            raise LossError(message, term=name, unit=term.items.name) from None
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
             raise LossError(message, term=name, unit=term.items.name)
@@ -382,6 +398,10 @@ def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> 
 
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
+    for part, number in (("total", value.total), ("count", value.count)):
+        if not isinstance(number, torch.Tensor) and (part == "total" or not is_number(number)):
+            expected = "a tensor, the sum with its graph" if part == "total" else "a finite number, or a tensor"
+            refuse_unless(False, f"LossSum.{part} of term {name!r}", number, expected, LossError)  # noqa: FBT003
     if value.total.dim():
         message = (
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."

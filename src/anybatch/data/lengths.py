@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from anybatch.core.token_budget import SampleLengths
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.fetch import Collate
 from anybatch.data.random_state import preserved_random_state
@@ -41,6 +41,8 @@ class KnownLengths:
         self._all: list[int] | None = None
         self._known: dict[int, int] = {}
         self._of_sample = _function_of(lengths)
+        is_valid = isinstance(lengths, str) or callable(lengths) or hasattr(lengths, "__len__")
+        refuse_unless(is_valid, "lengths", lengths, "a list, the name of a field, or a function of a sample", DataError)
         told = _of_all(lengths, dataset)
         if told is not None and dataset is not None:
             if len(told) != len(dataset):

@@ -11,7 +11,6 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.parallel.world import World
 
 _OPTIMIZER = "a torch optimizer, or a function such as lambda named_parameters: torch.optim.AdamW(named_parameters)"
-_SCHEDULER = "a torch scheduler, a function optimizer -> scheduler, or None"
 _CLIP = "the largest gradient norm as a number, ClipByNorm, ClipByValue, a list of these for each group, or None"
 _OBSERVER = "an object with a method observe(record), such as ab.JsonlLog(path); for several: Observers(first, second)"
 
@@ -28,7 +27,6 @@ def refuse_wrong_types(spec: TrainSpec, hardware: Hardware, observer: Observer |
     observes = callable(getattr(observer, "observe", None)) and not isinstance(observer, type)
     for is_valid, name, value, expected in (
         (isinstance(spec.optimizer, Optimizer) or callable(spec.optimizer), "optimizer", spec.optimizer, _OPTIMIZER),
-        (_is_scheduler(spec.scheduler), "scheduler", spec.scheduler, _SCHEDULER),
         (not isinstance(spec.clip, (str, bytes, bool, Mapping)), "clip", spec.clip, _CLIP),
         (_is_flag(spec.measure_gradient_norm), "measure_gradient_norm", spec.measure_gradient_norm, "True or False"),
         (_is_flag(spec.check_loss), "check_loss", spec.check_loss, "True or False"),
@@ -61,7 +59,3 @@ def _is_flag(value: object) -> bool:
 
 def _is_word(value: object) -> bool:
     return isinstance(value, str)
-
-
-def _is_scheduler(value: object) -> bool:
-    return value is None or callable(value) or hasattr(value, "step")

@@ -16,6 +16,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
+from anybatch.core.whole_numbers import checked_path
 from anybatch.engine.build import build
 from anybatch.engine.checkpoint_state import Scheduler, Stateful
 from anybatch.engine.data_place import data_of, go_on
@@ -340,7 +341,7 @@ class Engine:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
         form = SaveForm(keep_last=keep_last, only_trainable=only_trainable, sharded=sharded, wait=wait)
-        return self._parts.save(Path(folder), self.num_steps, self.position, form)
+        return self._parts.save(checked_path("folder", folder), self.num_steps, self.position, form)
 
     def load(self, path: str | Path) -> Position:
         """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.
@@ -359,7 +360,7 @@ class Engine:
         """
         parts = self._parts
         with parts.failures_reported("engine.load", self.num_steps, barrier=True):
-            loaded = parts.load(Path(path), self._restore)
+            loaded = parts.load(checked_path("path", path), self._restore)
         for skipped in loaded.skipped:
             parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
             warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)

@@ -56,6 +56,7 @@ def advise(
     Raises:
         UserError: noise was not measured, or there are no two steps; or ranks without a link.
     """
+    refuse_unless(isinstance(ranks, Sequence), "ranks", ranks, "a list of numbers of ranks")
     if ranks and link is None:
         message = f"ranks={list(ranks)} needs link=, what connects them: parse_link('25Gbit,20us'), say."
         raise UserError(message)

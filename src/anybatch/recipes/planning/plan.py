@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
-from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
@@ -35,6 +36,19 @@ from anybatch.recipes.job import Job
 from anybatch.recipes.planning.library_models import subject_of_config
 from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, with_optimizer
 from anybatch.recipes.planning.subjects import load_subject, subject_of_job
+
+_FUNCTIONS = ("optimizer", "strategy")
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        "headroom": ((int, float), "a number from 0 to below 1, or None"),
+        "optimizer": ((str,), "a function named_parameters -> optimizer, the name of an optimizer, or None"),
+        "precision": ((str,), "'fp32', 'bf16', 'fp16' or None"),
+        "strategy": ((str,), "a name, or a function () -> strategy"),
+        "known": ((KnownDevices,), "a KnownDevices, or None"),
+        "rates": ((Rates,), "the Rates of a device, or None"),
+        "changes": ((list, tuple), "a list of names"),
+    }
+)
 
 
 def plan(
@@ -102,7 +116,16 @@ def plan(
         UserError: an argument cannot be used, or the engine refuses the step.
     """
     _check_sizes(effective_batch_size, micro_batch_size, world_size, sequence_length)
-    refuse_unless(headroom is None or _is_part(headroom), "headroom", headroom, "a number from 0 to below 1, or None")
+    _check_flags(proposals=proposals, fit=fit, expandable_segments=expandable_segments)
+    _check_types(
+        headroom=headroom,
+        optimizer=optimizer,
+        precision=precision,
+        strategy=strategy,
+        known=known,
+        rates=rates,
+        changes=changes,
+    )
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
@@ -237,8 +260,17 @@ def _check_sizes(
         checked_int("sequence_length", sequence_length)
 
 
-def _is_part(value: object) -> bool:
-    return is_number(value) and 0 <= float(cast("float", value)) < 1
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        refuse_unless(isinstance(value, bool), name, value, "True or False")
+
+
+def _check_types(**arguments: object) -> None:
+    """Refuse arguments of another type than they must have."""
+    for name, (types, expected) in _TYPES.items():
+        value = arguments[name]
+        is_valid = value is None or isinstance(value, types) or (name in _FUNCTIONS and callable(value))
+        refuse_unless(is_valid and not isinstance(value, bool), name, value, expected)
 
 
 def _copied(train: TrainSpec) -> TrainSpec:
