@@ -117,7 +117,7 @@ def tokens(
         targets = labels(batch) if callable(labels) else _lookup(batch, labels)
         if shift:
             targets = targets[..., 1:]
-        return (targets != ignore_index).sum()
+        return torch.as_tensor(targets != ignore_index).sum()
 
     return Term(count, _weight(weight), TOKENS)
 
@@ -398,10 +398,10 @@ def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> 
 
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
-    for part, number in (("total", value.total), ("count", value.count)):
-        if not isinstance(number, torch.Tensor) and (part == "total" or not is_number(number)):
-            expected = "a tensor, the sum with its graph" if part == "total" else "a finite number, or a tensor"
-            refuse_unless(False, f"LossSum.{part} of term {name!r}", number, expected, LossError)  # noqa: FBT003
+    is_tensor = isinstance(value.total, torch.Tensor)
+    refuse_unless(is_tensor, f"LossSum.total of term {name!r}", value.total, "a tensor, the sum", LossError)
+    is_count = value.count.numel() == 1 if isinstance(value.count, torch.Tensor) else is_number(value.count)
+    refuse_unless(is_count, f"LossSum.count of term {name!r}", value.count, "one finite number", LossError)
     if value.total.dim():
         message = (
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."

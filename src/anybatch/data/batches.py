@@ -161,12 +161,12 @@ def batches(
             the data set.
         DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
     """
-    if shuffle and sampler is not None:
-        message = "shuffle=True and a sampler both say in which order samples come. Give one of them."
-        raise DataError(message)
     _refuse_tables(dataset)
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
         refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
+    if shuffle and sampler is not None:
+        message = "shuffle=True and a sampler both say in which order samples come. Give one of them."
+        raise DataError(message)
     if sampler is not None and not _has_index(dataset):
         message = f"a sampler yields indices, and the data set ({type(dataset).__name__}) is a stream. Leave it out."
         raise DataError(message)

@@ -59,6 +59,7 @@ def check(
     """
     num_samples = count_samples(batch)
     checked_int("seed", seed, least=None)
+    refuse_unless(norms is None or isinstance(norms, str | Policy), "norms", norms, "the name of a policy, or a policy")
     is_valid = micro_batch_sizes is None or isinstance(micro_batch_sizes, Sequence)
     refuse_unless(is_valid, "micro_batch_sizes", micro_batch_sizes, "a list of sizes, or None")
     for size in micro_batch_sizes or ():

@@ -60,7 +60,8 @@ def evaluate(
         on_halved: called with the sizes before and after, where a micro-batch did not fit.
     """
     refuse_unless(_is_iterable(batches), "batches", batches, "an iterable of batches, such as ab.batches(...)")
-    has_kind = callable(metric) or isinstance(metric, Loss | OverWholeSet) or hasattr(metric, "update")
+    is_object = hasattr(metric, "update") and hasattr(metric, "compute")
+    has_kind = callable(metric) or isinstance(metric, Loss | OverWholeSet) or is_object
     refuse_unless(has_kind, "metric", metric, "a declared loss, or a function of (model, batch)")
     halving = OomHalving(
         world.device, on_halved, alone=not (context.strategy.capabilities.lockstep or world.has_model_groups)

@@ -1,6 +1,6 @@
 """The hot loop."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -140,7 +140,7 @@ def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[obj
         except Exception as error:
             samples = f"samples {unit.start} to {unit.stop - 1} of the effective batch"
             error.add_note(f"anybatch: in the loss function, on {samples} (its micro-batch {unit.number}, from 0 on).")
-            if isinstance(batch, list):
+            if isinstance(batch, list) and batch and isinstance(batch[0], Mapping | tuple):
                 error.add_note(
                     f"anybatch: the batch is a list of {len(batch)} samples. For a dict of tensors, collate it first: "
                     "engine.step(torch.utils.data.default_collate(samples)), or use ab.batches(samples, ...)."

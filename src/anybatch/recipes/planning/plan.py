@@ -269,7 +269,11 @@ def _check_types(**arguments: object) -> None:
     """Refuse arguments of another type than they must have."""
     for name, (types, expected) in _TYPES.items():
         value = arguments[name]
-        is_valid = value is None or isinstance(value, types) or (name in _FUNCTIONS and callable(value))
+        is_valid = (
+            (value is None and name != "changes")
+            or isinstance(value, types)
+            or (name in _FUNCTIONS and callable(value))
+        )
         refuse_unless(is_valid and not isinstance(value, bool), name, value, expected)
 
 
