@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,10 +60,11 @@ def contrastive(model: nn.Module, batch: Data) -> Tensor:
 
 def padded_shares() -> None:
     """Join batches of a loader that pads each of them to a length of its own."""
-    loader = DataLoader(
-        [torch.ones(3 + i % 5) for i in range(16)],
+    samples: Any = [torch.ones(3 + i % 5) for i in range(16)]
+    loader: DataLoader[Tensor] = DataLoader(
+        samples,
         4,
-        collate_fn=lambda samples: pad_sequence(samples, batch_first=True),  # type: ignore[arg-type]
+        collate_fn=lambda samples: pad_sequence(samples, batch_first=True),
     )
     list(ab.shares(loader, effective_batch_size=16, world=ab.World()))
 
@@ -74,7 +75,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AnyBatchError], tuple[str, 
     "observer is a path": (lambda: engine(observer="log.jsonl"), UserError, ("log.jsonl", "ab.JsonlLog(path)")),
     "observer is a function": (lambda: engine(observer=print), UserError, ("observe(record)",)),
     "seed is text": (lambda: engine(seed="a"), UserError, ("seed='a'", "whole number")),
-    "optimizer is a name": (lambda: ab.Engine(nn.Linear(1, 1), "adamw", F.mse_loss), UserError, ("optimizer='adamw'",)),
+    "optimizer is a name": (
+        lambda: ab.Engine(nn.Linear(1, 1), cast("Any", "adamw"), F.mse_loss),
+        UserError,
+        ("optimizer='adamw'",),
+    ),
     "a detached loss": (
         lambda: engine(ab.mean_over_samples(lambda model, batch: model(batch["x"]).mean().detach())).step(data()),
         LossError,

@@ -36,7 +36,8 @@ WRONG: Mapping[str, Any] = {
 
 def loss_of(model: nn.Module, batch: Data) -> Tensor:
     """Return a mean over samples."""
-    return model(batch["x"]).pow(2).mean()
+    outputs: Tensor = model(batch["x"])
+    return outputs.pow(2).mean()
 
 
 def batch_of(num_samples: int = 8) -> dict[str, Tensor]:
@@ -146,9 +147,7 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         parameters_of(ab.token_budget),
     ),
     "Defaults": (
-        lambda **arguments: ab.Defaults(
-            **{"effective_batch_size": 4, "learning_rate": 0.1, "epochs": 1, **arguments}  # type: ignore[arg-type]
-        ),
+        lambda **arguments: ab.Defaults(**{"effective_batch_size": 4, "learning_rate": 0.1, "epochs": 1, **arguments}),
         parameters_of(ab.Defaults),
     ),
     "mean_over": (with_loss(ab.mean_over, function=loss_of, count=len), ("function", "count")),
@@ -212,5 +211,5 @@ def test_raw_errors_are_found() -> None:
     """The sweep sees an error that is not anybatch's."""
     errors: list[str] = []
     with raw_errors(errors, "f(x=1)"):
-        {}["x"]
+        dict[str, int]()["x"]
     assert errors == ["f(x=1): KeyError: 'x'"]

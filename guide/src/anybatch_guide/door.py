@@ -6,14 +6,14 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 
 from anybatch.errors import UserError
 from anybatch_guide.guard import LOOPBACK_NAMES, Admission, App
 from anybatch_guide.limits import Limits
-from anybatch_guide.stalled_connections import StalledConnections
+from anybatch_guide.stalled_connections import Connection, StalledConnections
 
 _LOOK_SECONDS: Final = 0.1
 
@@ -71,7 +71,7 @@ async def serve_app(
 async def _watch(server: uvicorn.Server, close_streams: Callable[[], None], stalled: StalledConnections) -> None:
     """Close stalled connections while the server runs, and all streams when it wants to end: it waits for them."""
     while not server.should_exit:
-        stalled.close(server.server_state.connections)
+        stalled.close(cast("set[Connection]", server.server_state.connections))
         await asyncio.sleep(_LOOK_SECONDS)  # a signal handler of the server sets `should_exit`
     close_streams()
 

@@ -21,14 +21,21 @@ class Transport(Protocol):
 class Exchange(Protocol):
     """A request whose headers are complete, with its response."""
 
-    response_complete: bool
+    @property
+    def response_complete(self) -> bool:
+        """Whether the application has sent all of the response."""
 
 
 class Connection(Protocol):
     """A connection, as uvicorn keeps it."""
 
-    transport: Transport
-    cycle: Exchange | None
+    @property
+    def transport(self) -> Transport:
+        """The socket."""
+
+    @property
+    def cycle(self) -> Exchange | None:
+        """The latest request; None before the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,9 @@
 """Chapter 18: counts and sizes are whole numbers; arguments of a wrong kind are refused here."""
 
 import math
-import os
 import reprlib
-from pathlib import Path
-from typing import Final
 
 from anybatch.errors import AnyBatchError, UserError
-
-_TOO_LARGE: Final = 2**63
-"""Sizes from here on do not fit into an index."""
 
 
 def checked_int(
@@ -28,10 +22,9 @@ def checked_int(
         AnyBatchError: of the class `error`; `value` is of another type, or below `least`.
     """
     # `True` would pass for 1, and is nearly always an argument in the wrong place.
-    if isinstance(value, int) and not isinstance(value, bool) and (least is None or least <= value < _TOO_LARGE):
+    if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
         return value
     bound = "" if least is None else f" of at least {least}"
-    bound += " and below 2**63" * (type(value) is int and value >= _TOO_LARGE)
     kind = "" if type(value) is int else f", not {type(value).__name__}"
     message = f"{name}={value!r} must be a whole number{bound}{kind}.{cure and f' {cure}'}"
     raise error(message)
@@ -65,13 +58,3 @@ def refuse_unless(
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def checked_path(name: str, value: object, error: type[AnyBatchError] = UserError) -> Path:
-    """Return an argument as a path.
-
-    Raises:
-        AnyBatchError: of the class `error`; it is not a path.
-    """
-    refuse_unless(isinstance(value, (str, os.PathLike)), name, value, "the path of a file or folder", error)
-    return Path(value)  # type: ignore[arg-type]

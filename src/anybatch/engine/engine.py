@@ -16,14 +16,13 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
-from anybatch.core.whole_numbers import checked_path
 from anybatch.engine.build import build
 from anybatch.engine.checkpoint_state import Scheduler, Stateful
 from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.engine.inputs import Model
+from anybatch.engine.inputs import Model, checked_path
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.parts import Parts, SaveForm
 from anybatch.engine.rng.generators import Rng
