@@ -158,7 +158,7 @@ def test_short_name(recipe: str) -> None:
         ("--precision fp8", "invalid choice: 'fp8'"),
         ("--epoch 3", "Did you mean --epochs?"),
         ("--nothing-like-it", "There are: --effective-batch-size"),
-        ("digits text", "One recipe is run at a time"),
+        ("digits text", "Pass one recipe"),
         ("--resume", "--resume needs --out"),
         ("--resume auto", "--resume needs --out"),
         ("--resume digits", "the recipe comes before it: digits --resume"),

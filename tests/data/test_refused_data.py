@@ -71,7 +71,7 @@ def test_effective_batch_size(size: Any, message: str) -> None:
         (DataLoader(Unsized(), sampler=range(9)), {}, "dataset is a DataLoader, which yields batches"),
         (ab.batches(range(9), effective_batch_size=2), {}, "dataset is a Batches, which yields batches"),
         ((i for i in range(9)), {"shuffle": False}, "dataset is a generator, which can be read only once"),
-        (Stream(), {}, "shuffle=True needs a data set with an index.* shuffle inside the data set"),
+        (Stream(), {"shuffle": True}, "shuffle=True needs a data set with an index.* shuffle inside the data set"),
         (
             Stream(),
             {"shuffle": False, "num_workers": 2},

@@ -1,6 +1,7 @@
 """`anybatch trace`: the spans of a log as events that Perfetto reads, at the times that the log has."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,12 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_chrome_trace(rank_logs(tmp_path), tmp_path / "other.json", first_step=7)
     assert not (tmp_path / "other.json").exists()
     assert main(["trace", str(tmp_path / "none")]) == Status.USAGE
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """A target that is no regular file is written to; replacing it would remove a device of the system."""
+    log(tmp_path / "events.jsonl", 0)
+    target = tmp_path / "null"
+    target.symlink_to(os.devnull)
+    write_chrome_trace(rank_logs(tmp_path), target)
+    assert target.is_symlink()

@@ -202,7 +202,10 @@ def test_time() -> None:
     [
         ({"what": 3}, "cannot be planned"),
         ({"what": nn.Linear(8, 8)}, "planned with its loss"),
-        ({"what": nn.Linear(8, 8), "loss": loss, "sample": torch.zeros(1, 8)}, "effective_batch_size must be given"),
+        (
+            {"what": nn.Linear(8, 8), "loss": loss, "sample": torch.zeros(1, 8)},
+            r"effective_batch_size \(--effective-batch-size\) is required",
+        ),
     ],
 )
 def test_what_is_missing(arguments: dict[str, object], said: str) -> None:

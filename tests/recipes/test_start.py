@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import anybatch as ab
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.engine.update.bf16_weights import Bf16Weights
-from anybatch.errors import BatchSizeError, CompositionError, DataError, UserError
+from anybatch.errors import AnyBatchWarning, BatchSizeError, CompositionError, DataError, UserError
 from anybatch.recipes.job import make_model
 from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings
 from anybatch.recipes.run.start import JobRun, start
@@ -85,13 +85,15 @@ def test_what_is_given_comes_before_the_defaults() -> None:
     "return max(effective_batch_size, len(dataset))",
 )
 def test_the_learning_rate_follows_what_a_step_sees() -> None:
-    """A step larger than the data set sees the data set, so the rate is scaled to that; a decision says so."""
-    run = start(JOB, effective_batch_size=4000)
+    """A step larger than the data set sees the data set, so the rate is scaled to that, with a warning."""
+    with pytest.warns(AnyBatchWarning, match=r"effective_batch_size=4,000: each step has 10"):
+        run = start(JOB, effective_batch_size=4000)
     assert rates_of(run) == pytest.approx([0.1 * 10 / 2] * 2)
-    assert run.engine.decisions["samples"].startswith("steps of 10, all there are: 4,000 were asked for")
+    assert run.engine.decisions["samples"].startswith("steps of 10 samples, the whole data set, instead of 4,000")
     assert "samples" not in start(JOB).engine.decisions
     same = dataclasses.replace(JOB.defaults, effective_batch_size=100, base_batch_size=100)
-    assert start(dataclasses.replace(JOB, defaults=same, optimizer=Unheard)).rates[0].factor == 1.0
+    with pytest.warns(AnyBatchWarning, match="effective_batch_size=100: each step has 10"):
+        assert start(dataclasses.replace(JOB, defaults=same, optimizer=Unheard)).rates[0].factor == 1.0
 
 
 def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from anybatch.cli.parser import Parser, integer
+from anybatch.cli.parser import Parser, integer, output_file
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.errors import UserError
@@ -23,7 +23,7 @@ _DESCRIPTION = (
 _EPILOG = (
     "`anybatch guide export DIR` writes the guide as files that any web server can serve, `anybatch guide export "
     "--single-file FILE` as one file that opens from the disk; `anybatch guide record [NAME...]` makes its recordings "
-    "again. docs/guide.md has more."
+    "again."
 )
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _MAX_PORT: Final = 65_535
@@ -99,7 +99,7 @@ def open_browser(address: str) -> None:
 def _export(words: Sequence[str]) -> int:
     parser = Parser("guide export", "Write the guide as files that need no server of ours.")
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="new or empty, for any web server")
-    parser.add_argument("--single-file", type=Path, metavar="FILE", help="everything in one file, to open from a disk")
+    parser.add_argument("--single-file", type=output_file, metavar="FILE", help="write one file, to open from a disk")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="another build of the page")
     given = parser.parse(words)
     if (given.folder is None) == (given.single_file is None):

@@ -6,15 +6,16 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 
 from anybatch.errors import UserError
 from anybatch_guide.guard import LOOPBACK_NAMES, Admission, App
 from anybatch_guide.limits import Limits
+from anybatch_guide.stalled_connections import Connection, StalledConnections
 
-_EXIT_SECONDS: Final = 0.1
+_LOOK_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +60,19 @@ async def serve_app(
     server = uvicorn.Server(_config(app_for(admission), door.limits))
     shown = f"[{door.host}]" if ":" in door.host else door.host
     on_listening(f"http://{shown}:{port}/?k={admission.secret}", f"http://{shown}:{port}/?k={admission.once}")
-    ending = asyncio.create_task(_close_when(server, close_streams))
+    watching = asyncio.create_task(_watch(server, close_streams, StalledConnections(door.limits)))
     try:
         await server.serve(sockets=sockets)
     finally:
-        # A server that fails by itself leaves this task waiting for a signal.
-        ending.cancel()
+        # A server that fails leaves this task waiting for a signal.
+        watching.cancel()
 
 
-async def _close_when(server: uvicorn.Server, close_streams: Callable[[], None]) -> None:
-    """Close the streams once the server wants to end: it waits for its responses, and a stream has no end."""
-    while not server.should_exit:  # noqa: ASYNC110 (set by a signal handler of the server, which looks as often itself)
-        await asyncio.sleep(_EXIT_SECONDS)
+async def _watch(server: uvicorn.Server, close_streams: Callable[[], None], stalled: StalledConnections) -> None:
+    """Close stalled connections while the server runs, and all streams when it wants to end: it waits for them."""
+    while not server.should_exit:
+        stalled.close(cast("set[Connection]", server.server_state.connections))
+        await asyncio.sleep(_LOOK_SECONDS)  # a signal handler of the server sets `should_exit`
     close_streams()
 
 

@@ -12,7 +12,9 @@ class Limits:
     Attributes:
         body_bytes: most bytes of a request's body, counted as they arrive.
         body_seconds: in which it has to arrive.
-        num_connections: connections at once; more are answered with 503.
+        head_seconds: for the headers of a request to arrive, on a new connection or on one that is kept alive.
+        unread_seconds: for which nobody reads a response; then the connection is closed.
+        num_connections: connections at once; more are answered with 503. At most half of them may wait for a request.
         num_streams: streams of events at once; more are answered with 503.
         messages_per_second: most messages with lines that one stream gets; lines in between wait and go together.
         message_bytes: about how large such a message gets.
@@ -36,6 +38,8 @@ class Limits:
 
     body_bytes: int = 4 * _KIB
     body_seconds: float = 5.0
+    head_seconds: float = 5.0
+    unread_seconds: float = 30.0
     num_connections: int = 256
     num_streams: int = 8
     messages_per_second: float = 30.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
-from anybatch.cli.parser import Parser, add_recipe, count, integer
+from anybatch.cli.parser import Parser, add_recipe, count, integer, output_file, picture_file
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
@@ -22,7 +22,6 @@ _DESCRIPTION = (
     "smaller effective batch would cost, where the time to a loss is least, the learning rate there, and whether "
     "accumulating pays here at all. What is trained is not kept."
 )
-_EPILOG = "docs/gradient_noise.md says how noise is measured, and what an estimate of the critical batch size is worth."
 
 
 def run(words: Sequence[str]) -> int:
@@ -52,7 +51,7 @@ def run(words: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """Return the parser of this verb."""
-    parser = Parser("advise", _DESCRIPTION, epilog=_EPILOG)
+    parser = Parser("advise", _DESCRIPTION)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
@@ -68,8 +67,8 @@ def make_parser() -> Parser:
     add("--link", type=link, metavar="RATE,LATENCY", help="between ranks, such as 25Gbit,20us")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
     add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise instead")
-    add("--figure", type=Path, metavar="FILE", help="draw time and samples by batch size: .png, .svg or .pdf")
-    add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add("--figure", type=picture_file, metavar="FILE", help="draw time and samples by batch size: .png, .svg or .pdf")
+    add("--json", type=output_file, metavar="FILE", help="write everything that was found")
     return parser
 
 

@@ -4,11 +4,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
-from anybatch.cli.parser import Parser, add_recipe, count, integer, number
+from anybatch.cli.parser import Parser, add_recipe, count, integer, number, output_file, picture_file
 from anybatch.cli.progress_line import progress_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
@@ -24,10 +23,7 @@ _DESCRIPTION = (
     "accumulated, DataParallel, DDP with and without accumulation and no_sync, ZeRO-1, FSDP. Print time, memory, "
     "traffic, whether the gradient is that of the un-split batch, and what it costs. What is trained is not kept."
 )
-_EPILOG = (
-    "With --effective-batch-size 8 --micro-batch-size 1 it is the classical exercise: 8 x 1 against 8 at once. "
-    "docs/compare.md explains the columns."
-)
+_EPILOG = "With --effective-batch-size 8 --micro-batch-size 1 it is the classical exercise: 8 x 1 against 8 at once. "
 
 
 def run(words: Sequence[str]) -> int:
@@ -91,8 +87,8 @@ def make_parser() -> Parser:
     add("--link", type=link, metavar="RATE,LATENCY", help="of a network, such as 25Gbit,20us: adds the useful ranks")
     add("--seconds", type=number, default=60.0, metavar="X", help="begin no further round after so long (default: 60)")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
-    add("--figure", type=Path, metavar="FILE", help="draw time, memory and traffic: .png, .svg or .pdf")
+    add("--json", type=output_file, metavar="FILE", help="write all figures")
+    add("--figure", type=picture_file, metavar="FILE", help="draw time, memory and traffic: .png, .svg or .pdf")
     return parser
 
 

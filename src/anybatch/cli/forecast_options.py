@@ -3,10 +3,9 @@
 import argparse
 import sys
 from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybatch.cli.parser import count, memory_size, number
+from anybatch.cli.parser import count, memory_size, number, output_file, picture_file
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.core.collective_times import Link, parse_link
@@ -27,7 +26,7 @@ def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection
         parser: of the verb.
         without: options that it has already, such as "--figure", under the same names of values.
     """
-    group = parser.add_argument_group("forecast", "what more ranks would bring (docs/forecast.md)")
+    group = parser.add_argument_group("forecast", "what more ranks would bring")
 
     def add(option: str, **how: Any) -> None:  # noqa: ANN401 (handed on)
         if option not in without:
@@ -81,8 +80,8 @@ def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection
         metavar="SIZE",
         help="of all gradients, such as 102MB, with --micro-batch-seconds",
     )
-    add("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
-    add("--json", type=Path, metavar="FILE", help="write it as JSON")
+    add("--figure", type=picture_file, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    add("--json", type=output_file, metavar="FILE", help="write it as JSON")
 
 
 def link(text: str) -> Link:

@@ -6,6 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from typing import cast
@@ -59,7 +60,19 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: what follows the program's name; None takes it from the process.
     """
-    words = sys.argv[1:] if words is None else words
+    try:
+        status = _run_command(sys.argv[1:] if words is None else words)
+        # Output that cannot be written fails here, and not when the interpreter exits.
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
+        return _report(error)
+    return status
+
+
+def _run_command(words: Sequence[str]) -> int:
+    """Run a command line and return its exit status; errors pass."""
+    if len(words) > 1 and words[0] == "help":
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
         return Status.DONE
@@ -72,16 +85,26 @@ def main(words: Sequence[str] | None = None) -> int:
         return Status.USAGE
     try:
         return int(function_of(verb)(words[1:]))
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
+    except SystemExit as end:
         # argparse ends the program on --help and on a wrong option; any other exit is the user's code.
-        if isinstance(error, SystemExit) and isinstance(error.code, int) and _raised_by_argparse(error):
-            return error.code
-        from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
+        if isinstance(end.code, int) and _raised_by_argparse(end):
+            return end.code
+        return _report(end)
 
-        # Results that were written so far come before the error.
-        sys.stdout.flush()
-        sys.stderr.write(f"{explain(error)}\n")
-        return status_of(error)
+
+def _report(error: BaseException) -> int:
+    """Print an error and return the exit status; nothing is printed if the reader of the output has gone."""
+    from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
+    from anybatch.cli.output import discard_unwritable_output  # noqa: PLC0415 (the same)
+
+    status = status_of(error)
+    if status is not Status.CLOSED_PIPE:
+        with suppress(OSError):  # results that were written so far come before the error
+            sys.stdout.flush()
+        with suppress(OSError):
+            sys.stderr.write(f"{explain(error)}\n")
+    discard_unwritable_output()
+    return status
 
 
 def _raised_by_argparse(error: SystemExit) -> bool:
@@ -115,8 +138,8 @@ def overview() -> str:
 
 
 def unknown_verb(word: str) -> str:
-    """Return a sentence about a word that is no verb, with the nearest verb."""
+    """Return the message about an unknown command, with the nearest one."""
     names = [verb.name for verb in VERBS]
     near = difflib.get_close_matches(word, names, n=1)
-    hint = f"Did you mean `anybatch {near[0]}`?" if near else f"It can: {', '.join(names)}."
-    return f"anybatch: {word!r} is nothing it can do. {hint}\n"
+    hint = f"Did you mean `anybatch {near[0]}`?" if near else f"Commands: {', '.join(names)}."
+    return f"anybatch: unknown command {word!r}. {hint}\n"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, memory_size
+from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, memory_size, picture_file
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
 
@@ -16,7 +16,7 @@ _DESCRIPTION = (
     "Run the first steps of a recipe on one rank, and report the memory of the last of them: for what, when it was "
     "most, and how much is left. The model is the recipe's, new; no run is begun, and nothing is kept."
 )
-_EPILOG = "docs/command_line.md has an example. `anybatch train` says the peak of a whole run in its summary."
+_EPILOG = "`anybatch train` prints the peak of a whole run in its summary."
 _MOST_STEPS: Final = 3
 """The first step makes the optimizer's state; it is not like those that follow."""
 
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
         metavar="SIZE",
         help="memory there is, such as 24GiB (default: the accelerator's)",
     )
-    add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
+    add("--figure", type=picture_file, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     add("--allocator", action="store_true", help="with torch.cuda.memory_summary, on a CUDA device")
     return parser
 

@@ -122,9 +122,9 @@ def explain_unknown(words: Sequence[str]) -> str:
         for ours, theirs, difference in HINTS:
             if name in theirs.split():
                 found = f"there is no --{name}; here it is `{ours}`"
-                return f"{found}: {difference}" if difference else f"{found} (docs/command_line.md says what differs)."
+                return f"{found}: {difference}" if difference else f"{found}."
     if not names:
-        return f"what is {' '.join(words)!r}? One recipe is run at a time, and options begin with --"
+        return f"unknown argument {words[0]!r}. Pass one recipe; options begin with --"
     near = difflib.get_close_matches(names[0], OWN_OPTIONS, n=1)
     hint = f"Did you mean --{near[0]}?" if near else f"There are: {', '.join(f'--{word}' for word in OWN_OPTIONS)}."
     return f"there is no --{names[0]}. {hint}"

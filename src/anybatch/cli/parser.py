@@ -1,13 +1,16 @@
 """argparse, as every verb uses it: options in full, errors in a sentence, values that say what they must be."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from anybatch.cli.status import Status
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
+from anybatch.events.matplotlib_files import FORMATS
 
 Explain = Callable[[Sequence[str]], str]
 
@@ -36,7 +39,8 @@ class Parser(argparse.ArgumentParser):
         if unknown and self._explain_unknown is not None:
             self.error(self._explain_unknown(unknown))
         if unknown:
-            self.error(f"what is {' '.join(unknown)!r}?")
+            kind = "option" if unknown[0].startswith("-") else "argument"
+            self.error(f"unknown {kind} {unknown[0]!r}")
         return values
 
     def error(self, message: str) -> NoReturn:
@@ -88,6 +92,34 @@ def memory_size(text: str) -> int:
         return parse_bytes(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file to write, if a file can be there: checked before what goes into it is computed.
+
+    Raises:
+        ArgumentTypeError: it is a folder, or lies below a file or in a folder that cannot be written.
+    """
+    path = Path(text)
+    parent = next(folder for folder in (path.absolute(), *path.absolute().parents)[1:] if os.path.lexists(folder))
+    if not text or path.is_dir():
+        message = f"{text!r} is a folder; name a file in it"
+    elif not parent.is_dir():
+        message = f"{text!r} cannot be written: {str(parent)!r} is not a folder"
+    elif not os.access(path if path.exists() else parent, os.W_OK):
+        message = f"{text!r} cannot be written: no permission"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(message)
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a picture to write, checked as by `output_file`."""
+    path = output_file(text)
+    if path.suffix.lower() not in FORMATS:
+        message = f"{text!r} must end in one of {', '.join(FORMATS)}"
+        raise argparse.ArgumentTypeError(message)
+    return path
 
 
 def integer(text: str) -> int:

@@ -4,13 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.parser import Parser, count, number
+from anybatch.cli.parser import Parser, count, number, picture_file
 
 _DESCRIPTION = (
     "Say what micro-batch size fits into a device, what holds its memory, and what would change it. The device is not "
     "needed, and no memory is taken: the engine's own step runs on tensors without data."
 )
-_EPILOG = "docs/memory.md says how it is done and how far it can be trusted."
 _CHECKPOINTING = {
     "whole": "checkpointing",
     "every-2nd": "checkpointing every 2nd block",
@@ -27,7 +26,7 @@ OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "adam", "sgd", "adafactor", 
 
 def make_parser() -> Parser:
     """Return the parser of this verb."""
-    parser = Parser("plan", _DESCRIPTION, epilog=_EPILOG)
+    parser = Parser("plan", _DESCRIPTION)
     parser.add_argument(
         "what",
         metavar="WHAT",
@@ -99,7 +98,7 @@ def _add_answer(parser: Parser) -> None:
         action="store_true",
         help="run a step where the device is here, print planned beside measured, and keep it for later plans",
     )
-    add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
+    add("--figure", type=picture_file, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the plan as JSON")
 
 

@@ -63,9 +63,11 @@ def run_rank(
         # Every rank sees an error when one fails; only the rank that published first prints it.
         is_first = world.publish_failure(error, 0)
         words = explain(error)
-        if is_first and not (isinstance(error, RankFailedError) and is_watched):
+        status = status_of(error)
+        is_silent = status is Status.CLOSED_PIPE or (isinstance(error, RankFailedError) and is_watched)
+        if is_first and not is_silent:
             _write(sys.stderr, f"{words}\n")
-        return status_of(error), words
+        return status, words
 
 
 def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None) -> Status:

@@ -30,6 +30,7 @@ def write_report_files(
         figure: where to draw it; None for nowhere.
     """
     if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(f"wrote {json_file}\n")
     if figure is not None:

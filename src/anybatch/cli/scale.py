@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.forecast_options import add_forecast_options, run_forecast
-from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size
+from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size, output_file, picture_file
 from anybatch.cli.progress_line import progress_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
@@ -19,7 +19,6 @@ _DESCRIPTION = (
     "sizes, with and without loading; say what keeps N ranks from being N times as fast, what to change, and how much "
     "that will gain. What is trained is not kept."
 )
-_EPILOG = "docs/scaling.md says how each part is measured, docs/forecast.md what a forecast assumes."
 MEASURED = ("all_reduce", "ddp")
 _SHARED = ("--strategy", "--effective-batch-size", "--micro-batch-size", "--bucket", "--figure", "--json")
 """Options that both a measurement and a forecast have."""
@@ -36,7 +35,7 @@ def run(words: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """Return the parser of this verb."""
-    parser = Parser("scale", _DESCRIPTION, epilog=_EPILOG)
+    parser = Parser("scale", _DESCRIPTION)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
     add(
@@ -73,8 +72,13 @@ def make_parser() -> Parser:
     add("--seconds", type=count, default=20, metavar="N", help="about as long for steps in turns (default: 20)")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
     add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")
-    add("--figure", type=Path, metavar="FILE", help="draw the parts of a step, and bucket sizes: .png, .svg or .pdf")
-    add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add(
+        "--figure",
+        type=picture_file,
+        metavar="FILE",
+        help="draw a step's parts, and bucket sizes: .png, .svg or .pdf",
+    )
+    add("--json", type=output_file, metavar="FILE", help="write everything that was found")
     add_forecast_options(parser, without=_SHARED)
     return parser
 
@@ -92,8 +96,10 @@ def scale_recipe(given: argparse.Namespace) -> int:
     from anybatch.diagnostics.scaling.figure import draw_scaling  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.scaling.measure import RunSettings  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.scaling.scale import measure_scaling  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
 
+    load_recipe(given.recipe)  # here, so that a mistake is not an error of a rank
     job = MeasuredJob(recipe=given.recipe, effective_batch_size=given.effective_batch_size, seed=given.seed)
     settings = RunSettings(
         strategy=given.strategy,

@@ -11,7 +11,6 @@ _DESCRIPTION = (
     "Look through the losses and gradient norms in the log of a run, finished or still going on, for what the steps "
     "before would not lead one to expect: jumps, rises, what is not finite."
 )
-_EPILOG = "docs/learning_rates.md says what counts as a spike, and how a run is watched while it goes on."
 
 
 def run(words: Sequence[str]) -> int:
@@ -28,7 +27,7 @@ def run(words: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """Return the parser of this verb."""
-    parser = Parser("spikes", _DESCRIPTION, epilog=_EPILOG)
+    parser = Parser("spikes", _DESCRIPTION)
     parser.add_argument("log", type=Path, metavar="LOG", help="events.jsonl, or the folder of a run")
     parser.add_argument(
         "--strictness",

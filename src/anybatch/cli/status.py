@@ -3,7 +3,10 @@
 import errno
 import sys
 from enum import IntEnum
+from typing import TypeGuard
 
+from anybatch.cli.output import is_output_closed
+from anybatch.cli.users_code import users_traceback
 from anybatch.errors import CheckpointError, MemoryExhaustedError, NonFiniteError, UserError, WorldError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -22,12 +25,15 @@ class Status(IntEnum):
     OUT_OF_MEMORY = 7
     NOT_EXACT = 8
     INTERRUPTED = 130
+    CLOSED_PIPE = 141
 
 
 def status_of(error: BaseException) -> Status:
     """Return how a command ends that this error ends."""
     if isinstance(error, KeyboardInterrupt):
         return Status.INTERRUPTED
+    if is_output_closed(error):
+        return Status.CLOSED_PIPE
     if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.errno in _FULL):
         return Status.FILES
     for kind, status in (
@@ -38,7 +44,14 @@ def status_of(error: BaseException) -> Status:
     ):
         if isinstance(error, kind):
             return status
+    if is_unusable_file(error):
+        return Status.USAGE
     return Status.OUT_OF_MEMORY if _is_out_of_memory(error) else Status.UNEXPECTED
+
+
+def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
+    """Return whether a file that the user chose cannot be used; errors of the user's own code are not included."""
+    return isinstance(error, OSError) and error.filename is not None and users_traceback(error) is None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.parser import Parser, integer
+from anybatch.cli.parser import Parser, integer, output_file
 from anybatch.cli.status import Status
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 
@@ -12,7 +12,7 @@ _DESCRIPTION = (
     "Write the log of a run, finished or still going on, as a trace: phases, micro-batches and reductions of each rank "
     "on one line of time, with memory, loss and diagnoses. https://ui.perfetto.dev opens it."
 )
-_EPILOG = "Times are of the host. docs/watch.md says what the tracks show, and how the ranks of several machines stand."
+_EPILOG = "Times are host times; on an accelerator, work shows where the host waits for it."
 
 
 def run(words: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def make_parser() -> Parser:
     parser = Parser("trace", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or its events.jsonl; logs of other ranks lie beside it")
-    add("--out", type=Path, metavar="FILE", help="where to write it (default: trace.json beside the log)")
+    add("--out", type=output_file, metavar="FILE", help="where to write it (default: trace.json beside the log)")
     add("--first-step", type=integer, default=0, metavar="N", help="the first step that is wanted (default: 0)")
     add("--last-step", type=integer, metavar="N", help="the last one (default: the last of the log)")
     return parser

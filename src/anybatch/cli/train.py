@@ -25,7 +25,10 @@ _DESCRIPTION = (
     "Train a recipe at the effective batch size you name: the samples of one optimizer step, over all ranks. "
     "How it is cut and spread is only hardware, and does not change the result."
 )
-_EPILOG = "docs/command_line.md has examples and the exit statuses."
+_EPILOG = (
+    "Exit status: 0 done, 1 an error in the recipe, 2 a wrong request, 3 stopped and saved, 4 loss or gradient not "
+    "finite, 5 full disk or damaged checkpoint, 6 a rank failed, 7 out of memory."
+)
 
 
 def run(words: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.cli.parser import Parser, add_recipe, count, integer
+from anybatch.cli.parser import Parser, add_recipe, count, integer, picture_file
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
@@ -17,7 +17,7 @@ _DESCRIPTION = (
     "Make whole steps of a recipe at many micro-batch sizes, in turns, and print samples per second and memory of "
     "each; load its data with several numbers of workers, and say whether that keeps up. What is trained is not kept."
 )
-_EPILOG = "`anybatch train` tries a few sizes by itself (docs/auto_size.md); this shows the whole curve."
+_EPILOG = "`anybatch train` tries a few sizes automatically; this prints the whole curve."
 _WORKERS = (0, 1, 2)
 
 
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
-    add("--figure", type=Path, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
+    add("--figure", type=picture_file, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
     return parser
 
 

@@ -32,6 +32,7 @@ from anybatch.core.loss_kinds import (
     times,
 )
 from anybatch.core.tree import Batch
+from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.errors import LossError
 
 
@@ -92,7 +93,7 @@ class Loss:
 
 def samples(*, weight: float = 1.0) -> Term:
     """Declare a term as the mean over the samples of the batch."""
-    return Term(None, weight)
+    return Term(None, _weight(weight))
 
 
 def tokens(
@@ -112,14 +113,18 @@ def tokens(
             positions before it. False for masked-language, sequence-to-sequence and token-classification heads.
         weight: the term's weight in the loss.
     """
+    is_valid = isinstance(labels, str) or callable(labels)
+    refuse_unless(is_valid, "labels", labels, "the name of the labels, or a function of the batch", LossError)
+    checked_int("ignore_index", ignore_index, least=None, error=LossError)
+    refuse_unless(isinstance(shift, bool), "shift", shift, "True or False", LossError)
 
     def count(batch: Batch) -> torch.Tensor:
         targets = labels(batch) if callable(labels) else _lookup(batch, labels)
         if shift:
             targets = targets[..., 1:]
-        return (targets != ignore_index).sum()
+        return torch.as_tensor(targets != ignore_index).sum()
 
-    return Term(count, weight, TOKENS)
+    return Term(count, _weight(weight), TOKENS)
 
 
 def counted(count: Count, *, weight: float = 1.0) -> Term:
@@ -130,7 +135,13 @@ def counted(count: Count, *, weight: float = 1.0) -> Term:
             It has the batch alone to go by, before the forward.
         weight: the term's weight in the loss.
     """
-    return Term(count, weight, COUNTED)
+    refuse_unless(callable(count), "count", count, "a function of a batch", LossError)
+    return Term(count, _weight(weight), COUNTED)
+
+
+def _weight(weight: float) -> float:
+    refuse_unless(is_number(weight), "weight", weight, "a finite number", LossError)
+    return weight
 
 
 def mean_over_samples(function: LossFunction) -> Loss:
@@ -250,7 +261,12 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
     counts = []
     for name, term in loss.kind.terms.items():
         # On the host, because the divisors have to be known there before the first forward.
-        count = float(num_samples if term.count is None else term.count(batch))
+        returned = num_samples if term.count is None else term.count(batch)
+        try:
+            count = float(returned)
+        except (TypeError, ValueError, RuntimeError):
+            message = f"the count of loss term {name!r} is {returned!r}; return a number, or a tensor of one element."
+            raise LossError(message, term=name, unit=term.items.name) from None
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
             raise LossError(message, term=name, unit=term.items.name)
@@ -345,6 +361,16 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
     ]
 
 
+def without_graph() -> LossError:
+    """Return the error for a loss that no gradient can be computed of."""
+    if torch.is_grad_enabled():
+        return LossError(
+            "the loss has no graph, so nothing can be trained. Return it as computed from the model's output: without "
+            ".detach(), .item(), torch.tensor(...) or torch.no_grad(), and from parameters that require a gradient."
+        )
+    return LossError("gradients are switched off, so nothing can be trained. Call the engine outside torch.no_grad().")
+
+
 def returned_count(output: object) -> "int | float | torch.Tensor":
     """Return the count that an undeclared loss brought with its value: of a `LossSum`, or of one loss per item."""
     if isinstance(output, LossSum):
@@ -377,6 +403,10 @@ def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> 
 
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
+    is_tensor = isinstance(value.total, torch.Tensor)
+    refuse_unless(is_tensor, f"LossSum.total of term {name!r}", value.total, "a tensor, the sum", LossError)
+    is_count = value.count.numel() == 1 if isinstance(value.count, torch.Tensor) else is_number(value.count)
+    refuse_unless(is_count, f"LossSum.count of term {name!r}", value.count, "one finite number", LossError)
     if value.total.dim():
         message = (
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."

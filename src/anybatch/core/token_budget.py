@@ -28,7 +28,7 @@ from typing import Literal
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import BatchPlan, Cut, Unit, plan_of
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.errors import BatchSizeError, UserError
 
 FIXED_TOKENS = 256.0
@@ -144,9 +144,10 @@ def token_budget(
         UserError: another value that cannot be used.
     """
     checked_int("tokens", tokens, error=BatchSizeError)
-    if fixed_tokens is not None and not (math.isfinite(fixed_tokens) and fixed_tokens >= 0):
-        message = f"{fixed_tokens=} must be a number of tokens, 0 or more."
-        raise UserError(message)
+    is_valid = fixed_tokens is None or (is_number(fixed_tokens) and fixed_tokens >= 0)
+    refuse_unless(is_valid, "fixed_tokens", fixed_tokens, "a number of tokens of at least 0, or None")
+    is_valid = sample_cost is None or callable(sample_cost)
+    refuse_unless(is_valid, "sample_cost", sample_cost, "a function of a length, or None")
     if longer not in ("error", "alone"):
         message = f"{longer=} must be 'error' or 'alone'. To shorten samples, give the collate function a `longest`."
         raise UserError(message)

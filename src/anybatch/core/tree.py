@@ -168,8 +168,9 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
         return torch.cat(list(leaves))
     shapes = " and ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")))
     message = (
-        f"batches of a loader cannot be joined: {path} is {shapes or f'of type {type(first).__name__}'}. Pad all of "
-        "them to one length, or have the loader yield batches of the whole size."
+        f"batches of a loader cannot be joined: {path} is {shapes or f'of type {type(first).__name__}'}. Use "
+        "ab.batches(dataset, effective_batch_size=..., collate=...), which pads each micro-batch on its own; or pad "
+        "all batches to one length, or have the loader yield batches of the whole size."
     )
     raise DataError(message)
 

@@ -44,6 +44,8 @@ def per_second(value: float | None) -> str:
 def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
     """Return a number of bytes, `1.23 GiB`, or a part of a limit in the limit's unit, `1.23 of 79.2 GiB`.
 
+    A part below a hundredth of that unit has a unit of its own: `7.64 MiB of 1.00 TiB`.
+
     Args:
         num_bytes: in bytes; may be a fraction, such as an average.
         limit_bytes: in bytes; None to name no limit.
@@ -51,6 +53,8 @@ def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
     largest, power = num_bytes if limit_bytes is None else limit_bytes, 0
     while float(f"{largest:.2e}") >= 1_000 and power < len(_BYTE_UNITS) - 1:  # noqa: PLR2004 (the three digits are full)
         largest, power = largest / 1024, power + 1
+    if limit_bytes is not None and 0 < num_bytes < 1024**power / 100:
+        return f"{in_bytes(num_bytes)} of {in_bytes(limit_bytes)}"
     used = f"{num_bytes:.0f}" if power == 0 else three_digits(num_bytes / 1024**power)
     of = "" if limit_bytes is None else f" of {three_digits(largest)}"
     return f"{used}{of} {_BYTE_UNITS[power]}"

@@ -1,4 +1,7 @@
-"""Chapter 18: counts and sizes are whole numbers, and every argument that is one is checked here."""
+"""Chapter 18: counts and sizes are whole numbers; arguments of a wrong kind are refused here."""
+
+import math
+import reprlib
 
 from anybatch.errors import AnyBatchError, UserError
 
@@ -25,3 +28,33 @@ def checked_int(
     kind = "" if type(value) is int else f", not {type(value).__name__}"
     message = f"{name}={value!r} must be a whole number{bound}{kind}.{cure and f' {cure}'}"
     raise error(message)
+
+
+def refuse_unless(
+    is_valid: bool,  # noqa: FBT001 (a condition, as in `assert`)
+    name: str,
+    value: object,
+    expected: str,
+    error: type[AnyBatchError] = UserError,
+) -> None:
+    """Refuse an argument that is not what it must be.
+
+    Args:
+        is_valid: whether it can be used.
+        name: the argument's name, for the message.
+        value: the argument.
+        expected: a noun phrase for the message, such as "a function of a sample".
+        error: class of the error.
+
+    Raises:
+        AnyBatchError: of the class `error`; the argument cannot be used.
+    """
+    if not is_valid:
+        # Arguments in the wrong place may be whole data sets.
+        message = f"{name}={reprlib.repr(value)} must be {expected}, not {type(value).__name__}."
+        raise error(message)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,6 +1,6 @@
 """`batches`: a data set and an effective batch size in, effective batches out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from anybatch.core.batch import Position
 from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
 from anybatch.data.iteration import Iteration, OpenSource
@@ -128,8 +129,8 @@ def batches(
             epoch 0, so that a resumed run ends where it would have ended; a run that is iterated again from its end
             goes on with as many more.
         steps: optimizer steps from the start on, instead of `epochs`.
-        shuffle: a new order in each epoch, unless there is a sampler; False keeps the data set's own order. Must be
-            False for streams.
+        shuffle: a new order in each epoch; False keeps the data set's own order. None shuffles data sets with an index,
+            and keeps the order of a stream or a sampler.
         sampler: yields the indices of each epoch, drawn once per epoch and the same on every rank: a torch `Sampler`
             with a length, and without a generator of its own (weighted, a subset). Its `set_epoch` is called. A sample
             that is drawn twice in an epoch is augmented alike.
@@ -161,6 +162,9 @@ def batches(
             the data set.
         DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
     """
+    _refuse_tables(dataset)
+    for name, value in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
+        refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
     if shuffle and sampler is not None:
         message = "shuffle=True and a sampler both say in which order samples come. Give one of them."
         raise DataError(message)
@@ -169,7 +173,8 @@ def batches(
         raise DataError(message)
     request = BatchOptions(
         effective_batch_size=effective_batch_size,
-        shuffle=sampler is None if shuffle is None else shuffle,
+        # A stream has an order of its own, and no index by which it could be shuffled.
+        shuffle=sampler is None and _has_index(dataset) if shuffle is None else shuffle,
         sampler=sampler,
         seed=seed,
         drop_last=drop_last,
@@ -183,6 +188,22 @@ def batches(
     )
     source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
     return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source, request=request)
+
+
+def _refuse_tables(dataset: object) -> None:
+    """Refuse a DataFrame and a dict of columns, whose `dataset[i]` is not sample i.
+
+    Raises:
+        DataError: with a way to get samples out of it.
+    """
+    message = ""
+    if hasattr(dataset, "iloc"):
+        message = "Pass its rows, dataset.to_dict('records'), or a Dataset that makes tensors of dataset.iloc[i]."
+    elif isinstance(dataset, Mapping):
+        message = "Pass a list of samples, or tensors of equal length as torch.utils.data.TensorDataset(x, y)."
+    if message:
+        message = f"dataset is a {type(dataset).__name__}, which is indexed by column and not by sample. {message}"
+        raise DataError(message)
 
 
 def _has_index(dataset: object) -> bool:

@@ -1,10 +1,11 @@
 """How long each sample is, before it is loaded: told by the user, read from a column, or found once and remembered."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from anybatch.core.token_budget import SampleLengths
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.fetch import Collate
 from anybatch.data.random_state import preserved_random_state
@@ -40,6 +41,8 @@ class KnownLengths:
         self._all: list[int] | None = None
         self._known: dict[int, int] = {}
         self._of_sample = _function_of(lengths)
+        is_valid = isinstance(lengths, str) or callable(lengths) or hasattr(lengths, "__len__")
+        refuse_unless(is_valid, "lengths", lengths, "a list, the name of a field, or a function of a sample", DataError)
         told = _of_all(lengths, dataset)
         if told is not None and dataset is not None:
             if len(told) != len(dataset):
@@ -84,7 +87,7 @@ class KnownLengths:
 
 def _function_of(lengths: Lengths) -> Callable[[Any], int]:
     if isinstance(lengths, str):
-        return lambda sample: _length_of(sample[lengths])
+        return partial(_length_of_field, lengths)
     if callable(lengths):
         return lengths
 
@@ -97,6 +100,17 @@ def _function_of(lengths: Lengths) -> Callable[[Any], int]:
         raise DataError(message)
 
     return refuse
+
+
+def _length_of_field(name: str, sample: Any) -> int:  # noqa: ANN401 (a sample may be anything)
+    try:
+        return _length_of(sample[name])
+    except (KeyError, IndexError, TypeError) as error:
+        has = (
+            f"the fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"type {type(sample).__name__}"
+        )
+        message = f"lengths={name!r} is no field of a sample, which has {has}. Pass one of them, or a function."
+        raise DataError(message) from error
 
 
 def _of_all(lengths: Lengths, dataset: Any | None) -> Sequence[int] | None:  # noqa: ANN401

@@ -9,6 +9,7 @@ from anybatch.core.comparison import errors_by_parameter, relative_error
 from anybatch.core.loss import Loss, declared, mean_over_samples
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch, count_samples
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.diagnostics.causes import find_causes
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs
@@ -57,6 +58,12 @@ def check(
         Exception: what the model or the loss raises on the un-split batch.
     """
     num_samples = count_samples(batch)
+    checked_int("seed", seed, least=None)
+    refuse_unless(norms is None or isinstance(norms, str | Policy), "norms", norms, "the name of a policy, or a policy")
+    is_valid = micro_batch_sizes is None or isinstance(micro_batch_sizes, Sequence)
+    refuse_unless(is_valid, "micro_batch_sizes", micro_batch_sizes, "a list of sizes, or None")
+    for size in micro_batch_sizes or ():
+        checked_int("micro_batch_sizes", size, error=BatchSizeError)
     if num_samples < FEWEST_SAMPLES:
         message = f"the batch has {num_samples} samples; a check needs at least {FEWEST_SAMPLES} to cut it unevenly."
         raise BatchSizeError(message, effective_batch_size=num_samples)

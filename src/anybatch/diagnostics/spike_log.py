@@ -2,10 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from anybatch.core.spikes import Spike, SpikeRule, spikes_of
 from anybatch.errors import UserError
+from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import read_jsonl
 
 
@@ -43,10 +43,9 @@ def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> 
 
     Raises:
         UserError: there are fewer steps in it than it takes to find anything.
-        OSError: it cannot be opened.
+        OSError: the log cannot be opened.
     """
-    found, rule = Path(path), rule or SpikeRule()
-    log = found / "events.jsonl" if found.is_dir() else found
+    rule, log = rule or SpikeRule(), rank_logs(path)[0]
     values: dict[int, tuple[float, float | None]] = {}
     told: dict[tuple[int, str], str] = {}
     for line in read_jsonl(log):

@@ -12,6 +12,7 @@ from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
+from anybatch.engine.argument_types import refuse_wrong_types
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.batch_norm.runner import BatchNormRunner, ranks_of
 from anybatch.engine.checked_arguments import CheckedArguments, check_arguments
@@ -94,6 +95,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         RanksDifferError: ranks do not build the same, or only some of them build.
         RankFailedError: another rank failed while it built.
     """
+    refuse_wrong_types(spec, hardware, observer)
     loss = declared(spec.loss)
     modules = collect_modules(spec.model, loss)
     # After the modules, since a single rank computes where the model is.

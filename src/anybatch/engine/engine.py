@@ -22,7 +22,7 @@ from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.engine.inputs import Model
+from anybatch.engine.inputs import Model, checked_path
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.parts import Parts, SaveForm
 from anybatch.engine.rng.generators import Rng
@@ -343,7 +343,7 @@ class Engine:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
         form = SaveForm(keep_last=keep_last, only_trainable=only_trainable, sharded=sharded, wait=wait)
-        return self._parts.save(Path(folder), self.num_steps, self.position, form)
+        return self._parts.save(checked_path("folder", folder), self.num_steps, self.position, form)
 
     def load(self, path: str | Path) -> Position:
         """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.
@@ -362,7 +362,7 @@ class Engine:
         """
         parts = self._parts
         with parts.failures_reported("engine.load", self.num_steps, barrier=True):
-            loaded = parts.load(Path(path), self._restore)
+            loaded = parts.load(checked_path("path", path), self._restore)
         for skipped in loaded.skipped:
             parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
             warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)

@@ -16,6 +16,7 @@ from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch, to_device
 from anybatch.engine.accumulation.two_pass import (
@@ -58,6 +59,10 @@ def evaluate(
         world: the ranks.
         on_halved: called with the sizes before and after, where a micro-batch did not fit.
     """
+    refuse_unless(_is_iterable(batches), "batches", batches, "an iterable of batches, such as ab.batches(...)")
+    is_object = hasattr(metric, "update") and hasattr(metric, "compute")
+    has_kind = callable(metric) or isinstance(metric, Loss | OverWholeSet) or is_object
+    refuse_unless(has_kind, "metric", metric, "a declared loss, or a function of (model, batch)")
     halving = OomHalving(
         world.device, on_halved, alone=not (context.strategy.capabilities.lockstep or world.has_model_groups)
     )
@@ -151,6 +156,10 @@ def _refuse_other_rows(output: object, num_samples: int) -> None:
             "samples; it must return one row for each sample, along the first axis."
         )
         raise LossError(message)
+
+
+def _is_iterable(batches: object) -> bool:
+    return isinstance(batches, Iterable) and not isinstance(batches, type)
 
 
 def _nothing_to_evaluate() -> LossError:

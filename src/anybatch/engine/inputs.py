@@ -1,7 +1,9 @@
-"""The modules and the device that follow from the model and the loss a user passes."""
+"""The modules, the device and the paths that follow from what a user passes."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anybatch.core.loss import Loss
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.errors import ParameterError
 from anybatch.parallel.world import World
 
@@ -86,3 +89,13 @@ def world_of(modules: nn.Module) -> World:
 def _is_lazy(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(map(is_lazy, own))
+
+
+def checked_path(name: str, value: str | Path) -> Path:
+    """Return an argument as a path.
+
+    Raises:
+        UserError: it is not a path.
+    """
+    refuse_unless(isinstance(value, (str, os.PathLike)), name, value, "the path of a file or folder")
+    return Path(value)

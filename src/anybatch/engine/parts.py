@@ -15,6 +15,7 @@ from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
 from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.reports import StepReport
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.runner import BatchNormRunner
@@ -62,6 +63,12 @@ class SaveForm:
     only_trainable: bool
     sharded: bool | None
     wait: bool
+
+    def __post_init__(self) -> None:
+        for name in ("only_trainable", "sharded", "wait"):
+            value = getattr(self, name)
+            is_valid = isinstance(value, bool) or (name == "sharded" and value is None)
+            refuse_unless(is_valid, name, value, "True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from torch.utils.data import DistributedSampler
 
 from anybatch.core.splitting import even_parts
 from anybatch.core.tree import count_samples, join_samples, slice_samples
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.failure import failures_reported
-from anybatch.errors import BatchSizeError
+from anybatch.errors import BatchSizeError, DataError
 from anybatch.parallel.world import World
 
 
@@ -44,12 +44,18 @@ def shares(
     """
     if effective_batch_size is not None:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
+    refuse_unless(_is_iterable(loader), "loader", loader, "a loader of batches, such as a DataLoader", DataError)
+    refuse_unless(world is None or isinstance(world, World), "world", world, "an ab.World, or None")
     _warn_of_duplicates(loader)
     if world is not None:
         yield from _agreed_shares(loader, effective_batch_size, world)
         return
     with World.from_environment() as own:
         yield from _agreed_shares(loader, effective_batch_size, own)
+
+
+def _is_iterable(loader: object) -> bool:
+    return isinstance(loader, Iterable) and not isinstance(loader, type)
 
 
 def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, world: World) -> Iterator[RankShare]:

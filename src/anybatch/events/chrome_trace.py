@@ -56,7 +56,7 @@ def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
     found = Path(path)
     first = found / "events.jsonl" if found.is_dir() else found
     if not first.is_file():
-        message = f"{first} is not there. Name the folder of a run, or its log: events.jsonl."
+        message = f"there is no log {str(first)!r}. Pass the folder of a run, or its events.jsonl."
         raise UserError(message)
     others = {
         int(number): log
@@ -90,13 +90,16 @@ def write_chrome_trace(
     shifts = clock_shifts(ends)
     begin = min(source.first_seconds + shift for source, shift in zip(sources, shifts, strict=True))
     num_events = 0
-    unfinished = target.with_name(f"{target.name}.writing")
+    # Only a regular file is replaced: a device or a pipe is written to.
+    replaces = target.is_file() or not target.exists()
+    unfinished = target.with_name(f"{target.name}.writing") if replaces else target
     with unfinished.open("w", encoding="utf-8", newline="\n") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for source, shift in zip(sources, shifts, strict=True):
             num_events += _write_events(file, source.events(shift - begin), is_first=num_events == 0)
         file.write("\n]}\n")
-    unfinished.replace(target)
+    if replaces:
+        unfinished.replace(target)
     return TraceReport(
         num_ranks=len(sources),
         num_steps=len(ends[0]),

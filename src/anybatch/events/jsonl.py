@@ -31,7 +31,7 @@ from anybatch.core.records import (
     ReductionRecord,
     StepRecord,
 )
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import UserError
 from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_line, decoded_object
 
@@ -72,6 +72,7 @@ class JsonlLog:
     ) -> None:
         """Open the file and find where to go on."""
         checked_int("num_steps_per_flush", num_steps_per_flush)
+        refuse_unless(isinstance(path, (str, os.PathLike)), "path", path, "the path of a file")
         self._path = Path(path)
         self._clock = clock
         self._num_steps_per_flush = num_steps_per_flush

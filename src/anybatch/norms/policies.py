@@ -183,9 +183,9 @@ def policy_of(norms: "Policy | PolicyName | None") -> Policy:
     if isinstance(norms, Policy):
         return norms
     known: dict[str, Policy] = {"keep": Keep(), "sync": Sync(), "freeze": Freeze(), "exact": Exact()}
-    if norms in known:
+    if isinstance(norms, str) and norms in known:
         return known[norms]
-    if norms in _REPLACEMENTS:
+    if isinstance(norms, str) and norms in _REPLACEMENTS:
         message = (
             f"{norms=} would make other parameters, which the optimizer would not hold. Replace the layers before it "
             f"is built: model = anybatch.norms.replaced(model, {norms!r}).model."

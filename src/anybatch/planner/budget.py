@@ -5,6 +5,7 @@ from typing import Final
 
 from anybatch.core.headroom import HEADROOM
 from anybatch.core.units import in_bytes
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import UserError
 from anybatch.planner.cost.device import Device
 from anybatch.planner.cost.devices import parse_budget
@@ -103,10 +104,11 @@ def budget_of(
     on_cpu = isinstance(device, str) and device.startswith("cpu:")
     known: Device | None = None
     if isinstance(device, int):
-        total_bytes = device
+        total_bytes = checked_int("device", device)
     elif isinstance(device, Device):
         total_bytes, known = device.memory_bytes, device
     else:
+        refuse_unless(isinstance(device, str), "device", device, "a name, a size such as '24GiB', bytes, or a Device")
         total_bytes, known = parse_budget(device.removeprefix("cpu:"))
     context_bytes = CONTEXT_BYTES if measured.outside_bytes is None else measured.outside_bytes
     # Made by the first collective, so it is absent from what a single rank measures.

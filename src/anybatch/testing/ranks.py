@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from anybatch.errors import WorldError
 from anybatch.parallel.launchers import listen_at_loopback
 
 RankContext = ForkContext | ForkServerContext | SpawnContext
@@ -36,6 +37,10 @@ class RankOutcome:
 
     value: Any = None
     error: str | None = None
+
+
+class PoolError(WorldError, AssertionError):
+    """A rank of a pool raised, hung or died. The message has every rank's traceback."""
 
 
 class RankPool:
@@ -105,12 +110,12 @@ class RankPool:
         """Run `function(*args)` on every rank and return its values, in rank order.
 
         Raises:
-            AssertionError: a rank did not return; carries every rank's error.
+            PoolError: a rank did not return; carries every rank's error.
         """
         outcomes = self.outcomes(function, *args)
         failed = [f"rank {rank}:\n{outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
-            raise AssertionError("\n".join(failed))
+            raise PoolError("\n".join(failed))
         return [outcome.value for outcome in outcomes]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from anybatch.cli.parser import Parser
+from anybatch.cli.parser import Parser, output_file
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import RUNS
 from anybatch.errors import UserError
@@ -22,7 +22,7 @@ _DESCRIPTION = (
 )
 _EPILOG = (
     "A run on another machine is watched by a copy of its log that grows: "
-    "ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl. docs/watch.md has more."
+    "ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl."
 )
 
 
@@ -66,7 +66,7 @@ def make_parser() -> Parser:
         metavar="RUN",
         help=f"folder of a run, log, or folder of runs; others are compared with the first (default: {RUNS})",
     )
-    add("--export", type=Path, metavar="FILE", help="write one page that opens from a disk, and serve nothing")
+    add("--export", type=output_file, metavar="FILE", help="write one page that opens from a disk, and serve nothing")
     add("--port", type=port, default=0, metavar="N", help="to listen at (default: one that is free)")
     add("--no-browser", action="store_true", help="print the address, and open nothing")
     add("--page", type=Path, metavar="FOLDER", help="another build of the page (default: the one in the package)")

@@ -255,7 +255,7 @@ class Advice:
 
 _LIMITS = (
     "The noise scale is an estimate of the critical batch size, at this point of training and with the learning rate\n"
-    "tuned for each size; it grows as the loss falls. docs/gradient_noise.md says what it leaves out."
+    "tuned for each size; it grows as the loss falls."
 )
 
 

@@ -13,11 +13,13 @@ from anybatch.core.collective_times import Link, best_all_reduce
 from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.learning_rate import ScaledRate, ScalingRule, scale_rate
 from anybatch.core.reports import StepReport
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.diagnostics.advising.advice import Advice
 from anybatch.diagnostics.scaling.from_log import read_steps
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
+from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import JsonLine, read_jsonl
 from anybatch.parallel.gradient_buckets import gradient_bytes
 
@@ -41,7 +43,7 @@ def advise(
     ```
 
     The noise scale stands for the critical batch size B_crit. With `overhead` the seconds of a step beside those of its
-    samples, the time to a loss is least at `sqrt(B_crit x overhead / seconds per sample)`; see docs/gradient_noise.md.
+    samples, the time to a loss is least at `sqrt(B_crit x overhead / seconds per sample)`.
 
     Args:
         source: an engine that measures noise, and makes ordinary steps here (it trains on); or the log of a finished
@@ -54,12 +56,16 @@ def advise(
     Raises:
         UserError: noise was not measured, or there are no two steps; or ranks without a link.
     """
+    refuse_unless(isinstance(ranks, Sequence), "ranks", ranks, "a list of numbers of ranks")
     if ranks and link is None:
         message = f"ranks={list(ranks)} needs link=, what connects them: parse_link('25Gbit,20us'), say."
         raise UserError(message)
     if isinstance(source, Engine):
         advice, num_bytes = _of_engine(source, batches, steps)
     else:
+        refuse_unless(
+            isinstance(source, (str, os.PathLike)), "source", source, "an engine, or the path of the log of a run"
+        )
         advice, num_bytes = _of_log(Path(source))
     return replace(advice, on_ranks=_on_ranks(advice, ranks, link, num_bytes))
 
@@ -113,7 +119,7 @@ def _noise(noise: NoiseEstimate) -> dict[str, Any]:
 
 
 def _of_log(path: Path) -> tuple[Advice, int]:
-    log = path / "events.jsonl" if path.is_dir() else path
+    log = rank_logs(path)[0]
     start: JsonLine = {}
     noises: list[JsonLine] = []
     steps: list[JsonLine] = []

@@ -1,7 +1,6 @@
 """Where the steps of a finished run went, from the logs of its ranks."""
 
 import os
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from anybatch.core.units import in_bytes
 from anybatch.errors import UserError
+from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import JsonLine, read_jsonl
 
 _WORTH = 0.1
@@ -115,11 +115,9 @@ def read_steps(path: str | os.PathLike[str]) -> LogReport:
 
     Raises:
         UserError: there are not two steps in it.
-        OSError: it cannot be opened.
+        OSError: the log cannot be opened.
     """
-    found = Path(path)
-    first = found / "events.jsonl" if found.is_dir() else found
-    others = sorted(first.parent.glob(f"{first.stem}-rank-*{first.suffix}"), key=_rank_of)
+    first, *others = rank_logs(path)
     ranks = [steps for log in (first, *others) if (steps := dict(_steps_of(log)))]
     common = sorted(set.intersection(*map(set, ranks)) if ranks else ())[_FIRST_STEPS:]
     if not common:
@@ -176,11 +174,6 @@ def _part_of(line: JsonLine) -> str | None:
 
 def _num_ranks(path: Path) -> int:
     return next((int(line["world_size"]) for line in read_jsonl(path) if line.get("kind") == "start"), 1)
-
-
-def _rank_of(path: Path) -> int:
-    found = re.search(r"(\d+)$", path.stem)
-    return int(found.group(1)) if found else 0
 
 
 def _median(steps: Sequence[LoggedStep], part: str) -> float:

@@ -1,6 +1,6 @@
 """The hot loop."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.loss import Loss, TermFactors, returned_count, scaled
+from anybatch.core.loss import Loss, TermFactors, returned_count, scaled, without_graph
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch
@@ -116,6 +116,8 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
                 terms = call(forward_of(context.loss, micro_batch, sums), batch)
             # 3. Backward: gradients add up.
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+            if not total.requires_grad:
+                raise without_graph()
             torch.autograd.backward(scale(total), inputs=inputs)
         # 4. Keep what will be reported, on the device.
         contributions = [term.detach() for term in terms]
@@ -134,6 +136,11 @@ def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[obj
         except Exception as error:
             samples = f"samples {unit.start} to {unit.stop - 1} of the effective batch"
             error.add_note(f"anybatch: in the loss function, on {samples} (its micro-batch {unit.number}, from 0 on).")
+            if isinstance(batch, list) and batch and isinstance(batch[0], Mapping | tuple):
+                error.add_note(
+                    f"anybatch: the batch is a list of {len(batch)} samples. For a dict of tensors, collate it first: "
+                    "engine.step(torch.utils.data.default_collate(samples)), or use ab.batches(samples, ...)."
+                )
             raise
         terms = scaled(loss, output, factors)
         if loss.kind.brings_count and factors[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch.core.buffers import BufferValues
-from anybatch.core.loss import Loss, TermFactors
+from anybatch.core.loss import Loss, TermFactors, without_graph
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.tree import Batch, copied, take_apart
@@ -345,6 +345,8 @@ def _loss_gradient(context: LoopContext, outputs: Outputs, exchange: OutputExcha
     tensors, differentiable = exchange.gather(outputs)
     if outputs.put_together is None:
         return None
+    if not torch.is_grad_enabled():
+        raise without_graph()
     # The graph of the loss begins here: the encoder's own graphs are gone, and the second pass makes them again.
     leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(tensors, differentiable, strict=True)]
     whole = _in_batch_order(leaves, exchange.plan)

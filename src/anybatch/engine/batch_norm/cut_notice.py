@@ -34,6 +34,5 @@ class CutNotice:
             f"{which} normalised each of {num_micro_batches} micro-batches by its own statistics, so the gradient is "
             "not that of the un-split batch, and depends on the cut. norms='exact' normalises over the whole effective "
             "batch, norms=anybatch.norms.Ghost(group_size=32) over groups that no cut changes, norms='freeze' by "
-            "running statistics, norms='sync' over ranks; Engine(norms='keep') says that this is meant. See "
-            "docs/batch_norm.md.",
+            "running statistics, norms='sync' over ranks; Engine(norms='keep') says that this is meant.",
         )

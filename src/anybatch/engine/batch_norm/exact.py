@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core.compatibility import Feature, refusal
+from anybatch.core.loss import without_graph
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, forward_of
 from anybatch.engine.accumulation.sums import Sums
@@ -92,6 +93,8 @@ def accumulate_together(
         terms = [term for terms in found for term in terms]
         # One backward for all: merged statistics make one graph of the forwards.
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
+        if not total.requires_grad:
+            raise without_graph()
         torch.autograd.backward(context.scaler.scale(total), inputs=context.prepared.backward_inputs)
     return _joined(sums)
 

@@ -141,7 +141,7 @@ class StateWatch:
             "forward_updates_state",
             f"the forward updates state that it also computes with: {named}. Each of {num_micro_batches} micro-batches "
             f"met it as the one before had left it{apart}, where the un-split batch meets it once, so the gradient "
-            f"depends on the cut. {cure} See docs/forward_state.md.",
+            f"depends on the cut. {cure}",
         )
 
 

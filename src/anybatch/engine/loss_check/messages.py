@@ -37,7 +37,10 @@ def explained(name: str, found: TermFinding, *, named: bool) -> str:
         named: whether the loss function returns a dict of terms, so that each is declared by its name.
     """
     if found.broadcast and found.explanation in ("joint", "terms", "other"):
-        return f"{found.broadcast}. Give both the same shape (squeeze(1), or targets of shape (n, 1))."
+        return (
+            f"{found.broadcast}. If the loss compares samples on purpose (contrastive, triplet), declare "
+            "ab.joint(encode, loss); if not, give both the same shape: squeeze(1), or targets of shape (n, 1)."
+        )
     if found.explanation == "joint":
         return (
             "The gradient of a sample's output depends on the other samples' outputs, so no count can mend it: declare "

@@ -285,7 +285,7 @@ class RunSizes:
         message = (
             f"micro_batch_size='auto' cannot try sizes on accelerators under strategy {name!r}: a rank that runs out "
             f"of memory would leave the others waiting in a collective, and there is no plan{reason and f' ({reason})'}"
-            ". Name a micro_batch_size, or have it planned: Auto(largest=planned_largest(...)), see docs/auto_size.md."
+            ". Name a micro_batch_size, or have it planned: anybatch.sizes.Auto(largest=planned_largest(...))."
         )
         raise CompositionError(message)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anybatch.core.torch_internals import clamp_each, dense_values, multiply_each
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.errors import UserError
 from anybatch.parallel.strategy import ParameterLayout
 
@@ -113,13 +114,15 @@ def _clip(
 
 
 def _policy_of_group(clip: Clip | float | None) -> Clip | None:
-    if not isinstance(clip, (int, float)):
+    if clip is None or isinstance(clip, ClipByNorm | ClipByValue):
         return clip
     _check_positive("clip", clip)
     return ClipByNorm(float(clip))
 
 
 def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        message = f"{name}={value} must be above 0. Leave it out to clip nothing."
-        raise UserError(message)
+    refuse_unless(_is_positive(value), name, value, "a number above 0, or None to clip nothing")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0  # infinity clips nothing

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.errors import UserError
 
@@ -22,6 +23,8 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
     """
     if scheduler is None:
         return None
+    is_valid = callable(scheduler) or hasattr(scheduler, "step")
+    refuse_unless(is_valid, "scheduler", scheduler, "a torch scheduler, a function optimizer -> scheduler, or None")
     # A class has a method `step` too, and is a function of the optimizer.
     made = scheduler if hasattr(scheduler, "step") and not isinstance(scheduler, type) else scheduler(optimizer)
     if not hasattr(made, "step"):

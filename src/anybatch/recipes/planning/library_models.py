@@ -74,7 +74,7 @@ def subject_of_config_file(path: Path, *, sequence_length: int | None = None) ->
         if "_class_name" in values:
             return _subject_of_diffusers(values)
         config = _module("transformers").AutoConfig.for_model(values.pop("model_type"), **values)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = (
             f"{str(path)!r} is no configuration that transformers knows: {type(error).__name__}: {error}. It must be "
             "the config.json of a model, with a model_type, or of diffusers' UNet2DConditionModel."

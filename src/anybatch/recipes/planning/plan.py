@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -15,10 +16,11 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
-from anybatch.errors import UserError
+from anybatch.errors import BatchSizeError, UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
@@ -34,6 +36,19 @@ from anybatch.recipes.job import Job
 from anybatch.recipes.planning.library_models import subject_of_config
 from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, with_optimizer
 from anybatch.recipes.planning.subjects import load_subject, subject_of_job
+
+_FUNCTIONS = ("optimizer", "strategy")
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        "headroom": ((int, float), "a number from 0 to below 1, or None"),
+        "optimizer": ((str,), "a function named_parameters -> optimizer, the name of an optimizer, or None"),
+        "precision": ((str,), "'fp32', 'bf16', 'fp16' or None"),
+        "strategy": ((str,), "a name, or a function () -> strategy"),
+        "known": ((KnownDevices,), "a KnownDevices, or None"),
+        "rates": ((Rates,), "the Rates of a device, or None"),
+        "changes": ((list, tuple), "a list of names"),
+    }
+)
 
 
 def plan(
@@ -100,6 +115,17 @@ def plan(
         CannotPlanError: the memory of a step is not known without running it; says why.
         UserError: an argument cannot be used, or the engine refuses the step.
     """
+    _check_sizes(effective_batch_size, micro_batch_size, world_size, sequence_length)
+    _check_flags(proposals=proposals, fit=fit, expandable_segments=expandable_segments)
+    _check_types(
+        headroom=headroom,
+        optimizer=optimizer,
+        precision=precision,
+        strategy=strategy,
+        known=known,
+        rates=rates,
+        changes=changes,
+    )
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
@@ -109,7 +135,9 @@ def plan(
         train, _ = build(subject.train)
         size, precision = size or train.effective_batch_size, precision or train.precision
     if size is None:
-        message = f"effective_batch_size must be given: nothing says how many samples a step of {subject.name} has."
+        message = (
+            f"effective_batch_size (--effective-batch-size) is required: {subject.name} has no default batch size."
+        )
         raise UserError(message)
     # A named headroom is taken as it is; otherwise a device on which plans were verified needs less.
     measured = None
@@ -213,6 +241,40 @@ def _subject_of_python(
         return TrainSpec(model=what(), optimizer=optimizer, loss=loss)
 
     return PlanSubject(name=name, train=train_what, sample=sample, own_batch=True)
+
+
+def _check_sizes(
+    effective_batch_size: int | None, micro_batch_size: int | None, world_size: int, sequence_length: int | None
+) -> None:
+    """Refuse sizes that are no whole numbers of at least 1.
+
+    Raises:
+        BatchSizeError, UserError: with the argument and its value.
+    """
+    if effective_batch_size is not None:
+        checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
+    if micro_batch_size is not None:
+        checked_int("micro_batch_size", micro_batch_size, error=BatchSizeError)
+    checked_int("world_size", world_size)
+    if sequence_length is not None:
+        checked_int("sequence_length", sequence_length)
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        refuse_unless(isinstance(value, bool), name, value, "True or False")
+
+
+def _check_types(**arguments: object) -> None:
+    """Refuse arguments of another type than they must have."""
+    for name, (types, expected) in _TYPES.items():
+        value = arguments[name]
+        is_valid = (
+            (value is None and name != "changes")
+            or isinstance(value, types)
+            or (name in _FUNCTIONS and callable(value))
+        )
+        refuse_unless(is_valid and not isinstance(value, bool), name, value, expected)
 
 
 def _copied(train: TrainSpec) -> TrainSpec:

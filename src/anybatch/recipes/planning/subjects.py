@@ -46,9 +46,9 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
         hint = (
             f"Did you mean {near[0]!r}?"
             if near
-            else f"It can be {', '.join([*RECIPES, *KNOWN_MODELS])}; or a model of a library."
+            else f"Choose one of {', '.join([*RECIPES, *KNOWN_MODELS])}, or a model of a library."
         )
-        message = f"{name!r} is nothing that can be planned. {hint} A recipe of your own is file.py:function."
+        message = f"unknown model or recipe {name!r}. {hint} Write a recipe of your own as file.py:function."
         raise UserError(message)
     return subject_of_job(load_recipe(name), name)
 

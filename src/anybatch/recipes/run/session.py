@@ -131,7 +131,7 @@ def train(
     if world.has_model_groups:
         message = (
             f"a recipe is trained on ranks of one process, and this world has {world.size} ranks of "
-            f"{world.num_processes} processes. Use an Engine in a loop of your own (docs/ranks.md)."
+            f"{world.num_processes} processes. Use an Engine in a loop of your own."
         )
         raise UserError(message)
     place = RunFolder(Path(folder))
