@@ -82,7 +82,7 @@ def verdicts(request: pytest.FixtureRequest) -> dict[str, Verdict]:
 @sees(
     "a closed engine is not noticed",
     "src/anybatch/parallel/roll_call.py",
-    "one.number < self.number",
+    "last.number < self.number",
     "False",
     cases=["saves alone behind the last step"],
 )

@@ -40,7 +40,7 @@ def what_cannot_be_pickled() -> object:
 @sees(
     "a rank dies of a value that cannot be pickled",
     "src/anybatch/testing/ranks.py",
-    "        except Exception:  # noqa: BLE001 (the caller gets it as text)",
+    "        except (Exception, SystemExit):  # noqa: BLE001 (the caller gets it as text)",
     "        except ZeroDivisionError:",
 )
 @pytest.mark.slow
