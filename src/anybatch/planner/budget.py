@@ -10,15 +10,17 @@ from anybatch.errors import UserError
 from anybatch.planner.cost.device import Device
 from anybatch.planner.cost.devices import parse_budget
 
-CONTEXT_BYTES: Final = 840 * 2**20
-"""A CUDA context with the kernels and libraries that training loads: 837 MiB on an H200, torch 2.11 and CUDA 13
-(benchmarks/results/gpu_memory_second_h200_2026-11-26.md). Older versions of CUDA take less.
+CONTEXT_BYTES: Final = 500 * 2**20
+"""A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509).
+837 MiB were measured on an H200 with torch 2.11 and CUDA 13; the headroom covers the difference, and
+`anybatch plan --verify` measures it.
 """
 COMMUNICATOR_BYTES: Final = 688 * 10**6
 """One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
-WORKSPACE_BYTES: Final = 65 * 2**20
-"""Workspaces of cuBLAS on Hopper: 32 MiB for each of the threads that run forward and backward, and 1 MiB of cuBLASLt
-(measured on an H200 with torch 2.11). They come from torch's allocator and are never freed. Older cards take less.
+WORKSPACE_BYTES: Final = 32 * 2**20
+"""cuBLAS's workspace on Hopper; 8.1 MiB before. It comes from torch's allocator, and is never freed.
+Forward and backward run in threads of their own, so an H200 took two of them and 1 MiB of cuBLASLt; the headroom covers
+the difference.
 """
 NOT_MEASURED: Final = "nothing has been measured on it yet"
 
