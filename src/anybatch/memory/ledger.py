@@ -68,6 +68,7 @@ class MemoryLedger(TorchDispatchMode):
         self.peak_bytes = 0
         self.phase: Phase | None = None
         self.paused = False
+        self._is_in_micro_batch = self._is_after_backward = False
         self._watcher = watcher
         self._on_operation = on_operation
         self._device_type = device_type
@@ -109,7 +110,10 @@ class MemoryLedger(TorchDispatchMode):
         """The phase that was set, or else forward or backward, as autograd reports."""
         if self.phase is not None:
             return self.phase
-        return "backward" if is_in_backward() else "forward"
+        if not is_in_backward():
+            return "forward"
+        self._is_after_backward = self._is_in_micro_batch
+        return "backward"
 
     def hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
         """Record tensors as belonging to `category`, also those from before the block.
@@ -118,6 +122,8 @@ class MemoryLedger(TorchDispatchMode):
             category: the purpose of their memory.
             tensors: any; several views of one storage count once.
         """
+        if category == "inputs":  # of the next micro-batch
+            self._is_after_backward = False
         for tensor in tensors:
             number = self._book(tensor, "")
             if number is not None:
@@ -141,6 +147,8 @@ class MemoryLedger(TorchDispatchMode):
             name: as reports and pictures print it.
         """
         self._marks.append((len(self._events), name))
+        if name.startswith("micro-batch"):
+            self._is_in_micro_batch, self._is_after_backward = not name.endswith("ends"), False
 
     def hold_rest(self, category: Category) -> None:
         """Record all memory that is in use now and has no category as belonging to `category`.
@@ -256,7 +264,10 @@ class MemoryLedger(TorchDispatchMode):
         """Record an allocation of so many bytes; return its number."""
         number = len(self._sizes)
         self._sizes.append(num_bytes)
-        self._phases.append(self.current_phase)
+        phase = self.current_phase
+        # What is copied after a backward, in its micro-batch, are first gradients: see parallel/owned_gradients.py.
+        is_copy = phase == "forward" and self._is_after_backward and operation == "aten.clone.default"
+        self._phases.append("backward" if is_copy else phase)
         self._operations.append(operation)
         self._pools.append(0 if self._pool is None else self._pool())
         self._events.append(number + 1)

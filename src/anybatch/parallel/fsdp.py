@@ -4,6 +4,7 @@ Each block of the model gathers its weights before its forward and again before 
 one that has fewer micro-batches runs others along, with weight 0.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -120,6 +121,7 @@ class FSDP:
             WorldError: ranks do not make up the replicas, or GPUs communicate over gloo.
         """
         _refuse_gloo_on_gpus(world)
+        gc.collect()  # a sharded model that was dropped is in cycles of torch's, with its process groups and memory
         self._world, self._model, self._reduces = world, model, None
         differed: tuple[str, ...] = ()
         form = "as the model came"

@@ -27,7 +27,7 @@ def unsigned(content: bytes, secret: bytes) -> bytes:
     if not hmac.compare_digest(signature, hmac.digest(secret, inner, _ALGORITHM)):
         message = (
             "a message between ranks has a wrong signature: another process has connected to this rank, or the "
-            "connection is damaged. See docs/hosts.md for the processes and hosts that ranks must trust."
+            "connection is damaged. Let only hosts and users that you trust reach the ports of the ranks."
         )
         raise WorldError(message)
     return inner
