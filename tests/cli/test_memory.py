@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from anybatch.cli.memory import make_parser, record
 from anybatch.cli.parser import memory_size
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
+from anybatch.errors import AnyBatchWarning
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.session import PeakMemory, SessionResult
 from tests.architecture.source_tree import ROOT
@@ -126,7 +128,8 @@ def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize("num_samples", [25, 49, 50, 64])
 def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Where an epoch of 50 samples ends with a smaller batch, or has one batch only, a largest one is measured."""
-    lines = printed(capsys, "--effective-batch-size", str(num_samples))
+    with pytest.warns(AnyBatchWarning, match="50 samples, fewer than") if num_samples > 50 else nullcontext():
+        lines = printed(capsys, "--effective-batch-size", str(num_samples))
 
     assert lines[0].startswith(f"one step of {min(num_samples, 50)} samples, ")
 

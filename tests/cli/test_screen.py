@@ -30,11 +30,12 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tu
 
 @pytest.mark.slow
 def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file of a run is named by the summary, or lies in a folder that is; and what is named exists."""
+    """The summary names every file of a run but its lock, or a folder around it; and what is named exists."""
     summary, _ = shown(tmp_path / "run", capsys)
     named = {Path(word) for text in summary.values() for word in re.findall(rf"{tmp_path}[^\s,]*", text)}
     named.remove(tmp_path / "run")  # by the command that goes on
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    lock = RunFolder(tmp_path / "run").lock
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path != lock]
 
     assert all(path.exists() for path in named)
     newest_only = [path for path in files if "checkpoints" not in path.parts]

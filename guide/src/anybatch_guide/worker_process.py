@@ -32,14 +32,18 @@ class WorkerProcess:
     async def start(cls, command: Sequence[str], limits: Limits) -> "WorkerProcess":
         """Start a worker. It is in a session of its own: Ctrl-C is for the server, and its group can be ended."""
         folder = tempfile.TemporaryDirectory(prefix="anybatch-guide-", ignore_cleanup_errors=True)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env={**os.environ, "TMPDIR": folder.name},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            limit=limits.answer_bytes,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env={**os.environ, "TMPDIR": folder.name},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                limit=limits.answer_bytes,
+            )
+        except BaseException:
+            folder.cleanup()
+            raise
         return cls(process, folder)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from anybatch.engine.torch_internals import is_compiled
-from anybatch.errors import CannotPlanError, UserError
+from anybatch.errors import CannotPlanError, LossError, UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.trace.cuda_emulation import Profile
 
@@ -90,9 +90,12 @@ def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> 
     was_disabled, log.disabled = log.disabled, True
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        # A branch on data may be why the loss has no graph. Every other UserError passes unchanged.
+        if isinstance(error, UserError) and not (isinstance(error, LossError) and read_at()):
+            raise
         first = next(iter(str(error).splitlines()), "")
         names = {id(module): name for name, module in modules.named_modules() if name}
         is_slip = isinstance(error, (AttributeError, ImportError, LookupError, NameError, TypeError))
