@@ -458,7 +458,7 @@ FAULTS: Mapping[str, Fault] = {
         Subject(Encoder, mean(compare_all), vectors),
         "loss_declaration",
         "loss",
-        "Give both the same shape",
+        "give both the same shape",
         Subject(Encoder, mean(compare), vectors),
     ),
     "class weights forgotten": Fault(

@@ -21,6 +21,7 @@ from anybatch.errors import (
     LossError,
     NonFiniteError,
     ParameterError,
+    RanksDifferError,
     ReplicaError,
     UserError,
 )
@@ -376,8 +377,8 @@ ON_TWO_RANKS: Mapping[str, Refusal] = {
         lambda: engine(one_model_per_rank(), **here(strategy=AllReduce(initial="verify"))),
     ),
     "models that differ": Refusal(
-        ReplicaError,
-        ("ranks hold different models", "(3, 5)", "(4, 5)", "same configuration"),
+        RanksDifferError,
+        ("different model", "rank 0", "rank 1", "same values on every rank"),
         lambda: engine(nn.Linear(5, 3 + ab.World.from_environment().rank), **here()),
     ),
 }

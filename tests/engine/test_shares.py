@@ -184,7 +184,7 @@ def test_ranks_join_their_loaders(two_ranks: Ranks) -> None:
 def test_what_cannot_be_joined_is_refused() -> None:
     """Batches that are padded to different lengths are named, with what to do."""
     loader = [{"x": torch.zeros(4, 5)}, {"x": torch.zeros(4, 7)}]
-    with pytest.raises(DataError, match=r"batch\['x'\] is \(4, 5\) and \(4, 7\)\. Pad all of them"):
+    with pytest.raises(DataError, match=r"batch\['x'\] is \(4, 5\) and \(4, 7\)\. Use ab.batches"):
         list(ab.shares(loader, effective_batch_size=6, world=ab.World()))
     with pytest.raises(BatchSizeError, match="effective_batch_size=0 must be a whole number"):
         list(ab.shares(loader, effective_batch_size=0, world=ab.World()))

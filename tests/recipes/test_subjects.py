@@ -241,7 +241,7 @@ def test_recipes_bring_their_data() -> None:
     ("name", "length", "said"),
     [
         ("lama-3.1-8b", None, "Did you mean 'llama-3.1-8b'"),
-        ("nothing", None, "It can be digits"),
+        ("nothing", None, "Choose one of digits"),
         ("digits", 128, "as its data is"),
         ("gpt2", 2048, "at most 1024 tokens"),
         ("missing.json", None, "no configuration that transformers knows"),
