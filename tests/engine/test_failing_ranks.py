@@ -38,7 +38,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
     "a broken reduction is DDP's own error",
     "src/anybatch/parallel/ddp.py",
     """
-            if self._reductions.broken and self._world.roll_call is not None:
+            if self._reductions.error is not None:
 """,
     """
             if False:

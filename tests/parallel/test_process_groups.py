@@ -45,7 +45,25 @@ def test_fifty_engines_leave_nothing(two_ranks: Ranks, use: Callable[[], object]
 @pytest.mark.slow
 def test_an_open_engine_ends_at_exit(tmp_path: Path) -> None:
     """A program that does not close its engine has neither its thread nor a process group when the interpreter ends."""
-    assert ranks_do.open_at_exit((tmp_path / "store").as_uri()) == [(0, "[] False")] * 2
+    assert ranks_do.run_two_ranks(ranks_do.OPEN_AT_EXIT, (tmp_path / "store").as_uri()) == [(0, "[] False")] * 2
+
+
+@sees(
+    "groups: DDP's buckets are finished in a thread of gloo",
+    "src/anybatch/parallel/ddp.py",
+    "    if on_cpu:\n        return reductions.finish_later(work, finish, is_last=bucket.is_last())\n",
+    """
+    if on_cpu and bucket.is_last():
+        result = work.get_future().then(summed)
+        reductions.wait(work)
+        return result
+""",
+)
+@pytest.mark.slow
+def test_an_exception_under_ddp_ends_all_ranks_with_status_1(tmp_path: Path) -> None:
+    """If one rank raises between steps, the other leaves DDP's reduction and ends with its error, not with an abort."""
+    ended = ranks_do.run_two_ranks(ranks_do.ONE_RAISES, (tmp_path / "store").as_uri())
+    assert [status for status, _ in ended] == [1, 1]
 
 
 def test_ranks_end_worlds_at_different_times(three_ranks: Ranks) -> None:

@@ -234,13 +234,31 @@ a_step(engine)
 """
 
 
-def open_at_exit(store: str) -> list[tuple[int, str]]:
-    """Run two ranks that end with an open engine; return their exit statuses, and what is open at the very end."""
+ONE_RAISES = """
+import os, warnings
+warnings.simplefilter("ignore")
+import torch
+import anybatch as ab
+
+torch.set_num_threads(1)
+samples = [{"x": torch.ones(4)} for _ in range(8)]
+loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]).mean())
+make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+engine = ab.Engine(torch.nn.Linear(4, 3), make, loss, micro_batch_size=4, strategy="ddp")
+for batch in ab.batches(samples, effective_batch_size=8, steps=3):
+    if engine.num_steps == 2 and os.environ["RANK"] == "1":
+        raise ValueError("mine")
+    engine.step(batch)
+"""
+
+
+def run_two_ranks(program: str, store: str) -> list[tuple[int, str]]:
+    """Run a program on two ranks; return their exit statuses and standard outputs."""
     variables = {**os.environ, "WORLD_SIZE": "2", "ANYBATCH_INIT_METHOD": store, "OMP_NUM_THREADS": "1"}
     variables |= {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(ROOT)])}
     ranks = [
         subprocess.Popen(  # noqa: S603 (a fixed program)
-            [sys.executable, "-c", OPEN_AT_EXIT],
+            [sys.executable, "-c", program],
             env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -180,6 +180,7 @@ class DDP:
             raise
         finally:
             self._reductions.error = None
+            self._reductions.started.clear()
 
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
         assert self._wrapper is not None
@@ -233,6 +234,7 @@ class _Reductions:
     compression: Compression = None
     broken: bool = False
     error: WorldError | None = None
+    started: "list[tuple[dist.Work, Callable[[], Tensor], torch.futures.Future[Tensor]]]" = field(default_factory=list)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective; on a CPU with an eye on ranks that will not come."""
@@ -245,8 +247,31 @@ class _Reductions:
             self.error = error
             raise
 
+    def finish_later(
+        self, work: dist.Work, finish: Callable[[], Tensor], *, is_last: bool
+    ) -> "torch.futures.Future[Tensor]":
+        """Return a future that this thread completes after the last bucket of the backward has started.
+
+        A callback would run in a thread of gloo: where the collective fails while the interpreter ends, that thread
+        cannot take the interpreter's lock, and aborts the process. DDP would wait for the buckets next anyway, but
+        without looking for ranks that will not come.
+        """
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self.started.append((work, finish, future))
+        if is_last:
+            started, self.started = self.started, []
+            for each, finish_bucket, result in started:
+                self.wait(each)
+                result.set_result(finish_bucket())
+        return future
+
 
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def finish() -> Tensor:
+        if compressed is not None:
+            compressed.finish()
+        return flat  # it was summed in place
+
     def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
             # Asked for its error alone: the sum is in the bucket itself.
@@ -254,9 +279,7 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
         except RuntimeError:
             reductions.broken = True
             raise
-        if compressed is not None:
-            compressed.finish()
-        return flat  # it was summed in place
+        return finish()
 
     flat, compressed = bucket.buffer(), None
     on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
@@ -273,9 +296,8 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
             on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
         work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
-    result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
+    if on_cpu:
+        return reductions.finish_later(work, finish, is_last=bucket.is_last())
     # Waiting for an accelerator's collective only orders it before what comes next there.
-    if bucket.is_last() and on_cpu and reductions.roll_call is not None:
-        # DDP would wait for it next, and not look around meanwhile for a rank that will not come.
-        reductions.wait(work)
+    result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
     return result
