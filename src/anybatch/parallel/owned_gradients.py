@@ -43,14 +43,16 @@ class OwnedGradients:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._around.__exit__(kind, error, traceback)
-        if (
-            kind is None and self._pending
-        ):  # after the first micro-batch, only parameters that no sample has reached yet
+        # After the first micro-batch only parameters that no sample has reached yet are pending.
+        if kind is None and self._pending:
             self._pending = [parameter for parameter in self._pending if not _copy_gradient(parameter)]
 
 
 def _copy_gradient(parameter: torch.Tensor) -> bool:
     if parameter.grad is None:
         return False
-    parameter.grad = parameter.grad.clone()
+    # Plans run on fake tensors, which nothing overwrites. A copy adds nothing to a step's peak: it is made after the
+    # backward, one gradient at a time.
+    if not hasattr(parameter.grad, "fake_mode"):
+        parameter.grad = parameter.grad.clone()
     return True
