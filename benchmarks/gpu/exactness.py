@@ -192,7 +192,6 @@ def one_process(setting: Setting) -> Rows:
 
 def static_buffers(setting: Setting) -> Rows:
     """Compare models whose gradients come in static buffers, as those of captured graphs do."""
-    expected = unsplit(small())
     batch = {name: value[:28] for name, value in samples().items()}  # graphs need micro-batches of one size
     if setting.on_gpu:
         model = small()

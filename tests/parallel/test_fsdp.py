@@ -639,3 +639,29 @@ def test_other_shardings_are_refused() -> None:
         assert "sharded over 1 ranks, and there are 2" in some
         assert "'blocks.0.gain' is sharded over ranks" in replicas
         assert "strategy='fsdp'" in replicas
+
+
+def prepared_on_a_gpu_over_gloo() -> str:
+    """Run on every rank: shard for a GPU, as ranks do that share one; nothing reaches the device."""
+    own = ab.World.from_environment()
+    world = ab.World(own.rank, own.size, torch.device("cuda:0"))
+    try:
+        FSDP().prepare(torch.nn.Linear(2, 2), None, world, None)
+    except WorldError as error:
+        return str(error)
+    finally:
+        own.close()
+    return "not refused"
+
+
+@sees(
+    "fsdp runs over gloo on GPUs",
+    "src/anybatch/parallel/fsdp.py",
+    "        _refuse_gloo_on_gpus(world)\n",
+    "",
+)
+def test_gpus_that_communicate_over_gloo_are_refused(two_ranks: Ranks) -> None:
+    """On GPUs FSDP2 needs NCCL: over gloo it ends in a segmentation fault."""
+    for told in two_ranks.run(prepared_on_a_gpu_over_gloo):
+        assert "needs NCCL" in told
+        assert "all_reduce" in told

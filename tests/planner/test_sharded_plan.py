@@ -63,6 +63,11 @@ def large(taken: list[tuple[str, int]]) -> Counter[tuple[str, int]]:
     )
 
 
+def keeps_whole_gradients(name: str) -> bool:
+    """Return whether gradients accumulate in `.grad` until the last micro-batch, so that first ones are copied."""
+    return name.startswith("once")
+
+
 @pytest.mark.slow
 @sees(
     "a plan says that gradients are reduced when they are not",
@@ -88,7 +93,8 @@ def test_every_allocation_is_that_of_real_ranks(two_ranks: Ranks) -> None:
         taken = [(one.operation, one.num_bytes) for one in planned.allocations if one.phase != "setup"]
         assert not large(taken) - large(ranks[0][number].taken), name
         beyond = large(ranks[0][number].taken) - large(taken)
-        assert {operation for operation, _ in beyond} <= {"aten.clone.default"}, name
+        copies = large([("aten.clone.default", 4 * one.numel()) for one in Network().parameters()])
+        assert beyond == (copies if keeps_whole_gradients(name) else Counter()), name
         assert abs(planned.peak_bytes - max(rank[number].peak_bytes for rank in ranks)) <= 512, name
 
 

@@ -258,3 +258,19 @@ def test_views_cost_the_host_only() -> None:
     rates = dataclasses.replace(RATES, overlaps=True)
     assert operation_seconds(itertools.repeat(view, 5), rates) == 0
     assert operation_seconds([view], RATES) == 0.25
+
+
+def test_float32_convolutions_run_at_tf32_speed() -> None:
+    """By default cuDNN computes them in TF32; products of matrices and convolutions in bf16 keep their own peaks."""
+    device = find_device("H100")
+    rates = rates_of(device)
+    flops = 10**15
+
+    def seconds(kind: str, dtype: str) -> float:
+        one = Operation(name="one", kind=kind, phase="forward", dtype=dtype, flops=flops)  # type: ignore[arg-type]
+        return rates.roofline_seconds(one) - rates.launch_seconds
+
+    assert seconds("convolution", "fp32") == pytest.approx(flops / device.peak("tf32"))
+    assert seconds("convolution backward", "fp32") == pytest.approx(flops / device.peak("tf32"))
+    assert seconds("matmul", "fp32") == pytest.approx(flops / device.peak("fp32"))
+    assert seconds("convolution", "bf16") == pytest.approx(flops / device.peak("bf16"))

@@ -51,8 +51,8 @@ class OwnedGradients:
 def _copy_gradient(parameter: torch.Tensor) -> bool:
     if parameter.grad is None:
         return False
-    # Plans run on fake tensors, which nothing overwrites. A copy adds nothing to a step's peak: it is made after the
-    # backward, one gradient at a time.
+    # Plans run on fake tensors, which nothing overwrites. A copy seldom adds to a step's peak: it is made after the
+    # backward, when activations are gone, one gradient at a time.
     if not hasattr(parameter.grad, "fake_mode"):
         parameter.grad = parameter.grad.clone()
     return True
