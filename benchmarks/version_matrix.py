@@ -25,16 +25,23 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.architecture.source_tree import parse  # noqa: E402 (not installed)
+from tests.architecture.test_torch_internals import reaches_into  # noqa: E402
+
 ENVIRONMENTS = ROOT / ".matrix"
-TORCHES = ("2.11", "2.12", "2.13")
+TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 EXACTNESS = (
     "tests/core",
     "tests/engine/test_exactness.py",
     "tests/engine/test_steps.py",
     "tests/engine/test_resume.py",
+    "tests/engine/test_static_gradients.py",
+    "tests/engine/test_two_pass.py",
+    "tests/engine/test_compatibility.py",
 )
-FAST = ("tests/norms", "tests/data", "tests/events", "tests/checkpoints", "tests/parallel")
+FAST = ("tests/norms", "tests/data", "tests/events", "tests/checkpoints", "tests/parallel", "tests/memory")
 INTERNALS = ("tests/engine/test_torch_internals.py", "tests/planner/test_torch_internals.py")  # others are in FAST
 MOST_NAMED = 12  # failures that the table names; more of them have one cause
 
@@ -162,6 +169,22 @@ def table(rows: Sequence[Row]) -> list[str]:
     return [*head, *map(str, rows)]
 
 
+def private_names(rows: Sequence[Row]) -> list[str]:
+    """Return a table: the private names of torch that each folder uses, and the versions on which its tests pass."""
+    versions = [row for row in rows if row.pair.python == PYTHONS[0] and not row.missing]
+    lines = [
+        "| folder | private names | " + " | ".join(row.pair.torch for row in versions) + " |",
+        "|---|---|" + "---|" * len(versions),
+    ]
+    for path in sorted((ROOT / "src" / "anybatch").glob("*/torch_internals.py")):
+        folder = path.parent.name
+        names = sorted({name.removeprefix(".") for _, name in reaches_into(parse(path))})
+        passed = [not any(failed.startswith(f"{folder}.") for failed in row.failed) for row in versions]
+        seen = " | ".join("yes" if each else "no" for each in passed)
+        lines.append(f"| {folder} | {', '.join(f'`{name}`' for name in names)} | {seen} |")
+    return lines
+
+
 def write(lines: Sequence[str]) -> Path:
     """File the table with its date and the tests it is of."""
     today = datetime.now(tz=UTC).date()
@@ -191,7 +214,13 @@ def main() -> int:
         print(rows[-1], flush=True)
     print("\n".join(["", *table(rows)]))
     if given.python is None and given.torch is None:
-        print(f"\nwritten to {write(table(rows)).relative_to(ROOT)}")
+        names = [
+            "",
+            "Private names of torch, and whether the tests of the folder that uses them pass:",
+            "",
+            *private_names(rows),
+        ]
+        print(f"\nwritten to {write([*table(rows), *names]).relative_to(ROOT)}")
     return int(any(row.failed for row in rows))
 
 

@@ -105,7 +105,7 @@ def test_the_bits_of_nan_are_kept(tmp_path: Path) -> None:
     "if tensor.dtype is None:",
 )
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")
 def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     """Every dtype of torch that is not quantized, the format's own or not, keeps dtype, shape and bits."""
     state = {}

@@ -26,6 +26,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from anybatch.parallel.launchers import listen_at_loopback
+
 LOSSES = {"loss": ("loss", "total"), "loss_sum": ("loss_sum",)}
 """What is shown to the names of variables that may hold it; only one number in a tensor counts as one."""
 MODELS = ("model", "ddp", "network")
@@ -327,6 +329,7 @@ def _serve_rank(
 
 
 def _joined(function: Any, rank: int, num_ranks: int, meeting: str) -> None:  # noqa: ANN401 (a program's)
+    listen_at_loopback()
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     function(rank, num_ranks)
     # Reference cycles may keep DDP alive, which has to be gone before its process group.

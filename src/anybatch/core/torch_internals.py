@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from anybatch.errors import UnsupportedTorchError
 
-SEEN: Final = ("2.11", "2.12", "2.13")
+SEEN: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch on which all private names were seen to hold."""
 
 

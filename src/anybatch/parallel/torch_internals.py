@@ -239,6 +239,11 @@ class ShardedGroup:
             self._members = group.fsdp_params
             self.mesh: DeviceMesh = group.mesh_info.mesh
             self.shards: list[nn.Parameter] = [one.sharded_param for one in self._members]
+            # Used later, in the middle of a run: if one is missing, fail here.
+            for name in ("post_backward", "reduce_grads", "_partial_reduce_output"):
+                getattr(group, name)
+            for one in self._members:
+                one.unsharded_accumulated_grad  # noqa: B018 (see above)
 
     def on_whole_gradient(self, function: Callable[[int], None]) -> list[Any]:
         """Have a function called whenever a backward has added to the gradient of a gathered parameter.
@@ -283,9 +288,13 @@ class ShardedGroup:
         group.post_backward = with_zeros
 
     def drop_whole_gradients(self) -> None:
-        """Forget gradients that have not been reduced yet, of parameters and of replicas."""
+        """Forget gradients that have not been reduced yet, of parameters and of replicas.
+
+        From torch 2.15 on they are in `.grad` of the whole parameter alone, and the other name is read-only.
+        """
         for one in self._members:
-            one.unsharded_accumulated_grad = None
+            if not isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property):
+                one.unsharded_accumulated_grad = None
             if hasattr(one, "_unsharded_param"):
                 one._unsharded_param.grad = None
         self._group._partial_reduce_output = None
