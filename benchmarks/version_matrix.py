@@ -25,10 +25,6 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from tests.architecture.source_tree import parse  # noqa: E402 (not installed)
-from tests.architecture.test_torch_internals import reaches_into  # noqa: E402
-
 ENVIRONMENTS = ROOT / ".matrix"
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -176,12 +172,14 @@ def private_names(rows: Sequence[Row]) -> list[str]:
         "| folder | private names | " + " | ".join(row.pair.torch for row in versions) + " |",
         "|---|---|" + "---|" * len(versions),
     ]
-    for path in sorted((ROOT / "src" / "anybatch").glob("*/torch_internals.py")):
-        folder = path.parent.name
-        names = sorted({name.removeprefix(".") for _, name in reaches_into(parse(path))})
+    program, _ = environment(versions[0].pair)
+    command = [str(program), str(ROOT / "benchmarks" / "private_names.py")]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for line in listed.splitlines():
+        folder, names = line.split(": ")
         passed = [not any(failed.startswith(f"{folder}.") for failed in row.failed) for row in versions]
         seen = " | ".join("yes" if each else "no" for each in passed)
-        lines.append(f"| {folder} | {', '.join(f'`{name}`' for name in names)} | {seen} |")
+        lines.append(f"| {folder} | {names} | {seen} |")
     return lines
 
 
