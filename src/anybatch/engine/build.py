@@ -52,8 +52,8 @@ from anybatch.engine.update.schedule import scheduler_of
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.norms.layers import batch_norms
-from anybatch.parallel.model_groups import refuse_joined_kernels
-from anybatch.parallel.strategy import Prepared, Strategy, UpdateSharding
+from anybatch.parallel.model_groups import refuse_joined_kernels, refuse_whole_updates
+from anybatch.parallel.strategy import Prepared, UpdateSharding
 from anybatch.parallel.world import World
 
 
@@ -138,7 +138,7 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
     """Make what needs the parameters as the strategy has left them; refuse what only an optimizer can show."""
     spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     guard = StepGuard(
-        spec.model, modules, prepared, notifier, replaces_parameters=strategy.capabilities.replaces_parameters
+        spec.model, modules, prepared, notifier, world, replaces_parameters=strategy.capabilities.replaces_parameters
     )
     prepared = dataclasses.replace(prepared, call=guard.call)
     # An optimizer that is given as a function is made over what the strategy has made of the parameters.
@@ -146,6 +146,7 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
     # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
     refuse_groups(arguments.clip, target.optimizer)
     refuse_joined_kernels(target.optimizer, target.updated)
+    refuse_whole_updates(target.optimizer, target.updated)
     refuse_preconditioner(spec.noise, target, prepared)
     prepare_for_training(target.optimizer)
     shard_update = prepared.shard_update
@@ -155,7 +156,9 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
         target=target,
         scheduler=scheduler_of(spec.scheduler, target.optimizer),
         sharding=None if shard_update is None else shard_update(target.optimizer, target.updated),
-        average=None if spec.average_decay is None else WeightAverage(prepared.parameters, spec.average_decay),
+        average=None
+        if spec.average_decay is None
+        else WeightAverage(prepared.parameters, spec.average_decay, target.wide_weights),
         batch_norm=BatchNormRunner(
             arguments.norm_policy,
             modules,
@@ -204,7 +207,7 @@ def _parts(shared: _Shared) -> Parts:
     check, noise = _loss_check(shared), _noise_meter(shared)
     context = _loop_context(shared, check, noise)
     planner = _step_planner(shared, check, context)
-    replicas = _replica_check(model.prepared, updater, arguments.strategy, arguments.world)
+    replicas = _replica_check(arguments, model.prepared, updater)
     backoff = SizeBackoff(arguments.sizes, decisions, notifier)
     impossible = why_impossible(
         model.prepared, arguments.strategy.capabilities, arguments.norm_constraints, arguments.world
@@ -372,12 +375,14 @@ def _add_decisions(shared: _Shared, impossible: str) -> None:
         decisions.add(name, text)
 
 
-def _replica_check(prepared: Prepared, updater: Updater, strategy: Strategy, world: World) -> ReplicaCheck:
+def _replica_check(arguments: CheckedArguments, prepared: Prepared, updater: Updater) -> ReplicaCheck:
     target = updater.target
     # Windows are empty between steps: replicas are compared by what the model has.
     updated = target.updated if target.windows is None else target.parameters
     weights = dict(zip(prepared.parameters, updated, strict=True))
-    return ReplicaCheck(world, weights, enabled=strategy.capabilities.replicas)
+    # A forward may change frozen weights, such as those of a teacher, differently on each rank.
+    frozen = {name: one for name, one in arguments.modules.named_parameters() if not one.requires_grad}
+    return ReplicaCheck(arguments.world, weights | frozen, enabled=arguments.strategy.capabilities.replicas)
 
 
 def _step_meaning(arguments: CheckedArguments, updater: Updater, replicas: ReplicaCheck) -> StepMeaning:

@@ -10,6 +10,7 @@ from torch import nn
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import CutConstraints
 from anybatch.engine.accumulation.accumulate import Randomness
+from anybatch.engine.accumulation.step_guard import refuse_accumulation_hooks
 from anybatch.engine.batch_norm.runner import policy_for, refuse_policy
 from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
@@ -26,7 +27,7 @@ from anybatch.errors import CompositionError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.model_groups import comes_sharded, refuse_misplaced
-from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.strategy import Capabilities, Strategy, trainable
 from anybatch.parallel.world import World
 
 
@@ -66,6 +67,8 @@ def check_arguments(
     Raises:
         UserError: with what was wrong, both values and what to do.
     """
+    # Before a strategy replaces parameters, whose hooks it would drop.
+    refuse_accumulation_hooks(trainable(modules))
     world = with_device_bytes(world)
     clip = clip_policy(spec.clip)
     make_autocast = autocast(spec.precision, world.device)

@@ -193,7 +193,7 @@ class StepRunner:
                 counts = _as_tensor(counted.divisors, widest_dtype(device))
                 late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
                 plan = counted.planned.plan
-                watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
+                watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch()
                 measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
                 with watched, pooled, measured, self._notifier.phase(phase):
                     sums = self._execute(counted)

@@ -5,10 +5,12 @@ one that has fewer micro-batches runs others along, with weight 0.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.core.units import in_bytes
-from anybatch.errors import UserError, WorldError
+from anybatch.errors import AnyBatchError, LossError, UserError, WorldError
 from anybatch.parallel.dtensors import SHARDED
 from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
 from anybatch.parallel.loss_caller import LossCaller
@@ -34,13 +36,21 @@ from anybatch.parallel.sharding import (
     Sharding,
     ShardingGroup,
     refuse_other_sharding,
+    refuse_unshardable,
     shard,
     sharding_groups,
     whole_parameters,
 )
 from anybatch.parallel.step_agreement import StepAgreement
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
-from anybatch.parallel.torch_internals import ShardedGroup, begin_as_root, root_of, sharded_group
+from anybatch.parallel.torch_internals import (
+    ShardedGroup,
+    begin_as_root,
+    carry_over,
+    is_in_forward,
+    root_of,
+    sharded_group,
+)
 from anybatch.parallel.world import World
 
 Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_batch"]
@@ -48,6 +58,18 @@ Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_ba
 
 _REDUCTIONS = ("auto", "every_micro_batch", "replicas_last", "last_micro_batch")
 _MOST_OF_MEMORY = 0.1
+_SHARDS_IN_LOSS = (
+    "the loss function uses {} outside of its block under strategy 'fsdp', where each rank holds a shard of it: "
+    "weights of a block are gathered only while the block runs. Compute this term in the forward of the block and "
+    "return it, or use strategy='zero1', which keeps whole weights on every rank."
+)
+_GRADIENT_IN_LOSS = (
+    "the loss function computes a gradient (torch.autograd.grad, as for a gradient penalty) under strategy 'fsdp', "
+    "whose backward frees the gathered weights that the engine's own backward needs. Use strategy='zero1', which "
+    "shards the optimizer's state, or 'all_reduce'."
+)
+_PREPARED: "WeakSet[FSDP]" = WeakSet()
+"""Strategies whose models are in use: a loss may run through the model of another engine, as a generator's does."""
 _NOTHING = nullcontext()
 
 
@@ -108,6 +130,7 @@ class FSDP:
         self._hooks: list[Any] = []
         self._reduces: bool | None = None
         self._begun = False
+        self._others: list[FSDP] = []
         self._owned = OwnedGradients()
 
     def prepare(
@@ -128,6 +151,7 @@ class FSDP:
         for module in _sharded_modules(modules):
             module.reshard()  # its own forward may have left it gathered
         if not comes_sharded(modules):
+            refuse_unshardable(modules)
             groups = sharding_groups(modules)
             mesh = self._mesh()
             differed = align_replicas(modules, world, self._initial)
@@ -151,7 +175,8 @@ class FSDP:
                 module.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
-        self._watch(weakly(on_reduction))
+        self._watch(weakly(on_reduction), {id(parameter): name for name, parameter in parameters.items()})
+        _PREPARED.add(self)
         self._owned = OwnedGradients(self._gathered_leaves())
         if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
             self._replicas = self._groups[0].mesh.shape[0]
@@ -218,6 +243,11 @@ class FSDP:
             for group in self._groups:
                 group.drop_whole_gradients()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """All-reduce a small tensor in the data group."""
         dist.all_reduce(numbers, group=self._world.group)
@@ -228,6 +258,7 @@ class FSDP:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        _PREPARED.discard(self)
 
     def _gathered_leaves(self) -> list[torch.Tensor]:
         """Return what a backward makes gradients of: gathered parameters in the place of their shards."""
@@ -258,6 +289,12 @@ class FSDP:
     def _begin(self, *, is_begun: bool) -> None:
         """Begin or end the micro-batches of an effective batch."""
         self._begun = is_begun
+        if is_begun:
+            self._others = [other for other in _PREPARED if other is not self and not other.holds_gradients]
+        else:
+            for other in self._others:  # a backward accumulates in all weights that it reaches
+                other.clear_gradients()
+            self._others = []
         for module in self._outermost:
             # Within one, what is gathered for a forward is needed again as soon as its backward begins. Outside, a
             # backward may never come, and what stays gathered would grow stale.
@@ -268,6 +305,12 @@ class FSDP:
             if isinstance(self._root, LossCaller):
                 return self._root(partial(self._gathered, function, batch))
             return function(self._model, batch)
+        except AnyBatchError:
+            raise
+        except Exception as error:
+            if _is_raised_in(error, "torch.distributed.tensor"):
+                raise LossError(_SHARDS_IN_LOSS.format("a weight")) from error
+            raise
         finally:
             if not self._begun:
                 for module in self._outermost:
@@ -277,10 +320,21 @@ class FSDP:
         # What is not in a block is gathered here and not by the model's own forward, which `model.encode` leaves out.
         for module in self._outermost:
             module.unshard()
-        return function(model, batch)
+        assert self._root is not None, "prepare comes first"
+        try:
+            return function(model, batch)
+        finally:
+            # Not in an evaluation, after which no backward needs the weights.
+            if self._begun and not is_in_forward(self._root):
+                raise LossError(_GRADIENT_IN_LOSS)
 
-    def _watch(self, on_reduction: Callable[[], ReductionObserver | None]) -> None:
-        """See which parameters backwards reach, and tell of reductions."""
+    def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Mapping[int, str]) -> None:
+        """See which parameters backwards reach, and tell of reductions.
+
+        Args:
+            on_reduction: function () -> the observer, or None.
+            names: of the trainable parameters, by id.
+        """
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._used = [False] * len(self._parameters)
         self._groups = []
@@ -289,11 +343,18 @@ class FSDP:
             if group is None:
                 continue
             self._groups.append(group)
+            self._hooks += [
+                shard.register_post_accumulate_grad_hook(_refuse_shard_in_loss(names[id(shard)]))
+                for shard in group.shards
+                if id(shard) in names
+            ]
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
             # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
             module.unshard()
             module.reshard()
+            for shard, whole in zip(group.shards, group.gathered, strict=True):
+                carry_over(shard, whole, hooks=False)
             # Not a method: torch would keep this strategy, and with it the process group of a world that was dropped.
             note = partial(_note_use, self._used, [places.get(id(shard), -1) for shard in group.shards])
             self._hooks += group.on_whole_gradient(note)
@@ -352,6 +413,20 @@ def _in_words(groups: Sequence[ShardingGroup]) -> str:
     if num_blocks:
         return f"{num_blocks} blocks, one by one, and what is outside of them"
     return "the model in one piece, because it has no repeated blocks: a step gathers all weights at once"
+
+
+def _refuse_shard_in_loss(name: str) -> Callable[[torch.Tensor], None]:
+    """Return a hook that autograd calls if a loss has used a shard itself: its gradient would not be summed."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise LossError(_SHARDS_IN_LOSS.format(f"parameter {name!r}"))
+
+    return refuse
+
+
+def _is_raised_in(error: BaseException, package: str) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
 
 
 def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:

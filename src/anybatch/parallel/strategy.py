@@ -170,6 +170,11 @@ class Prepared:
     decisions: Mapping[str, str] = field(default_factory=dict)
     abort: "Callable[[Float[Tensor, ' numbers']], Abort] | None" = None
 
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """For each parameter the leaf of the graph: the parameter itself, or its gathered form."""
+        return list(self.parameters.values()) if self.gradient_leaves is None else self.gradient_leaves()
+
 
 class Strategy(Protocol):
     """Sums gradients and numbers over micro-batches and ranks. It never divides: the engine does, once."""

@@ -352,7 +352,7 @@ def _loss_gradient(context: LoopContext, outputs: Outputs, exchange: OutputExcha
     whole = _in_batch_order(leaves, exchange.plan)
     value = one_number(call_on_whole(context, context.loss, outputs.put_together(whole), exchange.seed))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    parameters = list(context.prepared.parameters.values())
+    parameters = context.prepared.leaves
     found: Sequence[torch.Tensor | None] = []
     if value.requires_grad:
         # `grad` and not `backward`, which would add to `.grad` and set off reductions before the last micro-batch.
