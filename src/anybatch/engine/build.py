@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import nn
+
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import declared
@@ -24,7 +27,7 @@ from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_builds
 from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
-from anybatch.engine.inputs import collect_modules, move_modules, world_of
+from anybatch.engine.inputs import captured_parameters, collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.meaning import StepMeaning
@@ -52,6 +55,7 @@ from anybatch.engine.update.schedule import scheduler_of
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.norms.layers import batch_norms
+from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.model_groups import refuse_joined_kernels, refuse_whole_updates
 from anybatch.parallel.strategy import Prepared, UpdateSharding
 from anybatch.parallel.world import World
@@ -187,7 +191,7 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
         measures_norm=spec.measure_gradient_norm,
         layout=model.prepared.layout,
         state=model.state,
-        finite=FiniteCheck(world.device),
+        finite=FiniteCheck(world.device, partial(_not_finite, modules, model.state)),
         average=model.average,
         scheduler=model.scheduler,
         optimizer_memory=OptimizerStateMemory(target, world, resident, model.sharding),
@@ -198,6 +202,13 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
         resident=resident,
         notifier=notifier,
     )
+
+
+def _not_finite(modules: nn.Module, state: StepState) -> list[str]:
+    """Return the names of buffers and weights that were not finite before the step."""
+    state.restore_buffers()
+    named = (*modules.named_buffers(), *modules.named_parameters())
+    return [name for name, tensor in named if not bool(torch.isfinite(local_part(tensor)).all())]
 
 
 def _parts(shared: _Shared) -> Parts:
@@ -213,6 +224,7 @@ def _parts(shared: _Shared) -> Parts:
         model.prepared, arguments.strategy.capabilities, arguments.norm_constraints, arguments.world
     )
     _add_decisions(shared, impossible)
+    _warn_of_captured(arguments, notifier)
     # Gradients of the user's from before would be added to those of the first effective batch.
     arguments.strategy.clear_gradients()
     return Parts(
@@ -373,6 +385,19 @@ def _add_decisions(shared: _Shared, impossible: str) -> None:
         decisions.add(decision.name, decision.text)
     for name, text in prepared.decisions.items():
         decisions.add(name, text)
+
+
+def _warn_of_captured(arguments: CheckedArguments, notifier: Notifier) -> None:
+    """Warn of parameters that the loss function holds and no module: the engine does not train them."""
+    own = set(map(id, arguments.modules.parameters()))
+    names = [name for name, one in captured_parameters(arguments.loss).items() if id(one) not in own]
+    if names:
+        message = (
+            f"the loss function holds a parameter that is in no module of the engine, so it never trains: "
+            f"{', '.join(map(repr, names))}. Register it: Engine({{'model': model, 'loss': module}}, ...), or make the "
+            "loss a module with the parameter; or freeze it with requires_grad_(False)."
+        )
+        notifier.warn("parameter_outside_model", message)
 
 
 def _replica_check(arguments: CheckedArguments, prepared: Prepared, updater: Updater) -> ReplicaCheck:

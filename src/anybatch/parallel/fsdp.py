@@ -5,7 +5,6 @@ one that has fewer micro-batches runs others along, with weight 0.
 """
 
 import gc
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,17 +15,20 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.core.units import in_bytes
-from anybatch.errors import AnyBatchError, LossError, UserError, WorldError
+from anybatch.errors import LossError, UserError, WorldError
 from anybatch.parallel.dtensors import SHARDED
 from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
+from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.model_groups import comes_sharded
@@ -59,7 +61,7 @@ Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_ba
 _REDUCTIONS = ("auto", "every_micro_batch", "replicas_last", "last_micro_batch")
 _MOST_OF_MEMORY = 0.1
 _SHARDS_IN_LOSS = (
-    "the loss function uses {} outside of its block under strategy 'fsdp', where each rank holds a shard of it: "
+    "the loss function uses parameter {!r} outside of its block under strategy 'fsdp', where each rank holds a shard: "
     "weights of a block are gathered only while the block runs. Compute this term in the forward of the block and "
     "return it, or use strategy='zero1', which keeps whole weights on every rank."
 )
@@ -68,6 +70,8 @@ _GRADIENT_IN_LOSS = (
     "whose backward frees the gathered weights that the engine's own backward needs. Use strategy='zero1', which "
     "shards the optimizer's state, or 'all_reduce'."
 )
+_VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)
+_NUM_WATCHED_CALLS = 2
 _PREPARED: "WeakSet[FSDP]" = WeakSet()
 """Strategies whose models are in use: a loss may run through the model of another engine, as a generator's does."""
 _NOTHING = nullcontext()
@@ -131,6 +135,9 @@ class FSDP:
         self._reduces: bool | None = None
         self._begun = False
         self._others: list[FSDP] = []
+        self._names: Mapping[int, str] = {}
+        self._nodes: list[Any] = []
+        self._calls_to_watch = _NUM_WATCHED_CALLS
         self._owned = OwnedGradients()
 
     def prepare(
@@ -176,6 +183,7 @@ class FSDP:
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
         self._watch(weakly(on_reduction), {id(parameter): name for name, parameter in parameters.items()})
+        self._names = {id(self._parameters[place]): name for place, name in enumerate(parameters) if place not in self._whole}
         _PREPARED.add(self)
         self._owned = OwnedGradients(self._gathered_leaves())
         if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
@@ -245,8 +253,9 @@ class FSDP:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
+        """Whether a parameter has a gradient; FSDP2 gives zeros to parameters that a backward has not used."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return any(bool(local_part(gradient).any()) for gradient in gradients)
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """All-reduce a small tensor in the data group."""
@@ -258,6 +267,7 @@ class FSDP:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._nodes.clear()
         _PREPARED.discard(self)
 
     def _gathered_leaves(self) -> list[torch.Tensor]:
@@ -305,12 +315,6 @@ class FSDP:
             if isinstance(self._root, LossCaller):
                 return self._root(partial(self._gathered, function, batch))
             return function(self._model, batch)
-        except AnyBatchError:
-            raise
-        except Exception as error:
-            if _is_raised_in(error, "torch.distributed.tensor"):
-                raise LossError(_SHARDS_IN_LOSS.format("a weight")) from error
-            raise
         finally:
             if not self._begun:
                 for module in self._outermost:
@@ -321,8 +325,13 @@ class FSDP:
         for module in self._outermost:
             module.unshard()
         assert self._root is not None, "prepare comes first"
+        watch: AbstractContextManager[object] = _NOTHING
+        if self._begun and self._calls_to_watch:
+            self._calls_to_watch -= 1
+            watch = _ShardWatch(self._names)
         try:
-            return function(model, batch)
+            with watch:
+                return function(model, batch)
         finally:
             # Not in an evaluation, after which no backward needs the weights.
             if self._begun and not is_in_forward(self._root):
@@ -343,11 +352,12 @@ class FSDP:
             if group is None:
                 continue
             self._groups.append(group)
-            self._hooks += [
-                shard.register_post_accumulate_grad_hook(_refuse_shard_in_loss(names[id(shard)]))
-                for shard in group.shards
-                if id(shard) in names
-            ]
+            for shard in group.shards:
+                if id(shard) in names:
+                    # Not a hook on the shard, which FSDP2 itself or the engine would run.
+                    node = get_gradient_edge(shard).node
+                    self._hooks.append(node.register_prehook(_refuse_shard_in_loss(names[id(shard)])))
+                    self._nodes.append(node)  # which nothing else keeps
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
             # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
@@ -415,18 +425,35 @@ def _in_words(groups: Sequence[ShardingGroup]) -> str:
     return "the model in one piece, because it has no repeated blocks: a step gathers all weights at once"
 
 
-def _refuse_shard_in_loss(name: str) -> Callable[[torch.Tensor], None]:
+def _refuse_shard_in_loss(name: str) -> Callable[[object], None]:
     """Return a hook that autograd calls if a loss has used a shard itself: its gradient would not be summed."""
 
-    def refuse(_: torch.Tensor) -> None:
-        raise LossError(_SHARDS_IN_LOSS.format(f"parameter {name!r}"))
+    def refuse(_: object) -> None:
+        raise LossError(_SHARDS_IN_LOSS.format(name))
 
     return refuse
 
 
-def _is_raised_in(error: BaseException, package: str) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
+class _ShardWatch(TorchFunctionMode):
+    """Refuses operations on shards, before torch raises an error of its own or computes with parts of weights.
+
+    Args:
+        names: of the trainable parameters, by the id of their shard.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: "dict[str, Any] | None" = None  # noqa: ANN401 (torch's signature)
+    ) -> Any:  # noqa: ANN401 (the same)
+        """Run an operation unless it computes with a shard."""
+        if getattr(func, "__name__", "") not in {"__get__", "__set__"} or getattr(func, "__self__", None) in _VIEWS:
+            for one in args:
+                if id(one) in self._names:
+                    raise LossError(_SHARDS_IN_LOSS.format(self._names[id(one)]))
+        return func(*args, **(kwargs or {}))
 
 
 def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:

@@ -76,7 +76,7 @@ class StepGuard:
         self._all_in_buffers = room == sum(local_part(one).numel() for one in self._parameters)
         self._call = prepared.call
         self._notifier = notifier
-        self._world = world
+        self._world, self._roll_call = world, world.roll_call
         # Hooks see whole gradients, as those of the user's own parameters.
         self._layout = prepared.layout if replaces_parameters else ParameterLayout()
         self._trained = TrainableParts(modules)
@@ -102,6 +102,8 @@ class StepGuard:
         # What a loss function does with gradients it does from the start; later on one look per step has to do.
         self._looks_left = sys.maxsize if self._steps_left else 1
         self._hooks = tensor_hooks(self._parameters)
+        if self._roll_call is not None:
+            self._roll_call.has_hooks = bool(self._hooks)
         return without_tensor_hooks(self._parameters) if self._hooks else _NOTHING
 
     def end_step(self) -> None:
@@ -141,29 +143,38 @@ class StepGuard:
         Raises:
             RankFailedError: a hook has raised on another rank; no rank makes the update.
         """
-        hooks = [(gradients[number], hook) for number, hook in self._hooks if gradients[number] is not None]
-        if not hooks:
+        if self._roll_call is None or not self._roll_call.any_hooks:
+            if self._hooks:
+                self._run_hooks(gradients, gradients)
             return
-        # Gathered first, so that a hook that raises leaves no rank in a collective. Each gradient once.
-        whole = {id(gradient): self._layout.gather(gradient) for gradient, _ in hooks}
+        self._roll_call.has_agreed = False  # a rank whose hook raises keeps the others from the update
+        numbers = self._world.gather_from_processes([number for number, _ in self._hooks])
+        # Before the hooks, so that one that raises leaves no rank in a collective.
+        whole = {
+            number: self._layout.gather(gradient)
+            for number in sorted(set().union(*numbers))
+            if (gradient := gradients[number]) is not None
+        }
+        self._world.run_on_all_processes(lambda: self._run_hooks(gradients, whole))
+        self._roll_call.has_agreed = True
 
-        def run() -> None:
-            with torch.no_grad():
-                for gradient, hook in hooks:
-                    changed = hook(whole[id(gradient)])
-                    if changed is not None:
-                        whole[id(gradient)].copy_(changed)
-                for gradient, _ in hooks:
-                    if whole[id(gradient)] is not gradient:
-                        gradient.copy_(self._layout.scatter(whole[id(gradient)], gradient))
-
-        roll_call = self._world.roll_call
-        if roll_call is None:
-            run()
-            return
-        roll_call.has_agreed = False  # the other ranks wait for the hooks of this one
-        self._world.run_on_all_processes(run)
-        roll_call.has_agreed = True
+    @torch.no_grad()
+    def _run_hooks(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        whole: "Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]",
+    ) -> None:
+        """Run this rank's hooks on whole gradients, and put the results where gradients are."""
+        for number, hook in self._hooks:
+            gradient = gradients[number]
+            seen = None if gradient is None else whole[number]
+            if gradient is None or seen is None:
+                continue
+            changed = hook(seen)
+            if changed is not None:
+                seen.copy_(changed)
+            if seen is not gradient:
+                gradient.copy_(self._layout.scatter(seen, gradient))
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return list(map(_GRADIENT, self._parameters))
