@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anybatch.core.batch import Position
 from anybatch.core.dtypes import accumulation_dtype, widest_dtype
+from anybatch.core.loss import without_graph
 from anybatch.core.records import PhaseName
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
@@ -209,6 +210,8 @@ class StepRunner:
             failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
+        if self._world.roll_call is None and all(gradient is None for gradient in gradients):
+            raise without_graph()  # every micro-batch has returned a constant zero
         totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
         if late is not None:
@@ -236,7 +239,9 @@ class StepRunner:
 
     def _late_division(self, guess: float) -> LateDivision:
         parameter = next(iter(self._context.prepared.parameters.values()))
-        return LateDivision(guess, self._world.device, accumulation_dtype(parameter))
+        dtype = accumulation_dtype(parameter)
+        # Real, so that it also divides real gradients next to complex ones.
+        return LateDivision(guess, self._world.device, dtype.to_real())
 
 
 def _as_tensor(numbers: tuple[float, ...], dtype: torch.dtype) -> Float[Tensor, " terms"]:
