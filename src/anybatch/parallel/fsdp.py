@@ -5,6 +5,7 @@ one that has fewer micro-batches runs others along, with weight 0.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -71,7 +72,8 @@ _GRADIENT_IN_LOSS = (
     "shards the optimizer's state, or 'all_reduce'."
 )
 _VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)
-_NUM_WATCHED_CALLS = 2
+_NUM_WATCHED = 2
+"""First steps, and first calls of each function in these, that are watched."""
 _PREPARED: "WeakSet[FSDP]" = WeakSet()
 """Strategies whose models are in use: a loss may run through the model of another engine, as a generator's does."""
 _NOTHING = nullcontext()
@@ -137,7 +139,8 @@ class FSDP:
         self._others: list[FSDP] = []
         self._names: Mapping[int, str] = {}
         self._nodes: list[Any] = []
-        self._calls_to_watch = _NUM_WATCHED_CALLS
+        self._steps_to_watch = _NUM_WATCHED
+        self._num_calls = Counter[object]()
         self._owned = OwnedGradients()
 
     def prepare(
@@ -218,6 +221,7 @@ class FSDP:
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return the shards that the backwards have reduced, and sum what is not sharded."""
+        self._steps_to_watch -= bool(self._steps_to_watch)
         for place in self._whole:
             self._used[place] = self._parameters[place].grad is not None
         agreement = StepAgreement(numbers, self._used, self._world)
@@ -325,17 +329,19 @@ class FSDP:
         for module in self._outermost:
             module.unshard()
         assert self._root is not None, "prepare comes first"
-        watch: AbstractContextManager[object] = _NOTHING
-        if self._begun and self._calls_to_watch:
-            self._calls_to_watch -= 1
-            watch = _ShardWatch(self._names)
         try:
-            with watch:
+            with self._watched(function) if self._begun and self._steps_to_watch else _NOTHING:
                 return function(model, batch)
         finally:
             # Not in an evaluation, after which no backward needs the weights.
             if self._begun and not is_in_forward(self._root):
                 raise LossError(_GRADIENT_IN_LOSS)
+
+    def _watched(self, function: LossFunction) -> AbstractContextManager[object]:
+        """Return the context that watches the first calls of each function."""
+        code = getattr(function, "__code__", type(function))
+        self._num_calls[code] += 1
+        return _ShardWatch(self._names) if self._num_calls[code] <= _NUM_WATCHED else _NOTHING
 
     def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Mapping[int, str]) -> None:
         """See which parameters backwards reach, and tell of reductions.
