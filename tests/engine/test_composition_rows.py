@@ -62,6 +62,6 @@ def test_row(strategy: Feature, row: Feature, one_rank: Ranks, two_ranks: Ranks)
             assert_as_documented(found, expected)
 
 
-def lambda_free_outcomes(runs: Sequence[Features], alone: bool) -> list[Found | str]:  # noqa: FBT001 (sent to ranks)
+def lambda_free_outcomes(runs: Sequence[Features], alone: bool) -> list[Found | str]:
     """Run on every rank: `outcomes`, with arguments that ranks are sent."""
     return outcomes(runs, alone=alone)

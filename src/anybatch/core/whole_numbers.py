@@ -5,7 +5,6 @@ import reprlib
 
 from anybatch.errors import AnyBatchError, UserError
 
-
 _END = 1 << 64  # seeds may have 64 bits
 
 

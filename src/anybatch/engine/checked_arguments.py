@@ -124,9 +124,9 @@ def _refuse_captured(loss: Loss, modules: nn.Module, needs: Capabilities) -> Non
         if id(parameter) in names:
             name = names[id(parameter)]
             message = (
-                f"the loss function holds parameter {name!r} itself (as {held!r}), and strategy {needs.name!r} replaces "
-                f"it in the model, so the loss would use a weight that no longer trains. Read model.{name} inside the "
-                "function, or use strategy='zero1'."
+                f"the loss function holds parameter {name!r} itself (as {held!r}), and strategy {needs.name!r} "
+                f"replaces it in the model, so the loss would use a weight that no longer trains. Read model.{name} "
+                "inside the function, or use strategy='zero1'."
             )
             raise ParameterError(message)
 

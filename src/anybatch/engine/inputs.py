@@ -71,12 +71,13 @@ def captured_parameters(loss: Loss) -> dict[str, nn.Parameter]:
     A function holds its closure, the globals that it names, its defaults, bound arguments and the attributes of its
     object.
     """
-    found: dict[str, nn.Parameter] = {}
-    for function in loss.functions.values():
-        for name, value in _held_by(function).items():
-            inner = value if isinstance(value, (list, tuple)) else [value]
-            found.update({name: one for one in inner if isinstance(one, nn.Parameter) and one.requires_grad})
-    return found
+    return {
+        name: one
+        for function in loss.functions.values()
+        for name, value in _held_by(function).items()
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, nn.Parameter) and one.requires_grad
+    }
 
 
 def _held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
@@ -84,9 +85,9 @@ def _held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
     while isinstance(function, partial):
         held |= {**function.keywords, **{f"argument {number}": one for number, one in enumerate(function.args)}}
         function = function.func
+    if not inspect.isroutine(function):  # an object that can be called
+        function = function.__call__
     owner = getattr(function, "__self__", None)
-    if not inspect.isroutine(function):  # an object with a method __call__
-        owner, function = function, getattr(type(function), "__call__", None)
     if owner is not None and not isinstance(owner, nn.Module):
         held |= getattr(owner, "__dict__", {})
     function = inspect.unwrap(getattr(function, "__func__", function))
@@ -97,8 +98,7 @@ def _held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it is empty yet
             held[name] = cell.cell_contents
-    defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
-    return held | defaults
+    return held | {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
 
 def _refuse_wrapped(name: str, model: nn.Module) -> None:

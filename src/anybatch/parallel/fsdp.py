@@ -6,7 +6,7 @@ one that has fewer micro-batches runs others along, with weight 0.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -20,7 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
@@ -35,6 +34,7 @@ from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.model_groups import comes_sharded
 from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.shard_watch import ShardWatch, refuse_gradient_of
 from anybatch.parallel.sharding import (
     Sharding,
     ShardingGroup,
@@ -61,17 +61,11 @@ Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_ba
 
 _REDUCTIONS = ("auto", "every_micro_batch", "replicas_last", "last_micro_batch")
 _MOST_OF_MEMORY = 0.1
-_SHARDS_IN_LOSS = (
-    "the loss function uses parameter {!r} outside of its block under strategy 'fsdp', where each rank holds a shard: "
-    "weights of a block are gathered only while the block runs. Compute this term in the forward of the block and "
-    "return it, or use strategy='zero1', which keeps whole weights on every rank."
-)
 _GRADIENT_IN_LOSS = (
     "the loss function computes a gradient (torch.autograd.grad, as for a gradient penalty) under strategy 'fsdp', "
     "whose backward frees the gathered weights that the engine's own backward needs. Use strategy='zero1', which "
     "shards the optimizer's state, or 'all_reduce'."
 )
-_VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)
 _NUM_WATCHED = 2
 """First steps, and first calls of each function in these, that are watched."""
 _PREPARED: "WeakSet[FSDP]" = WeakSet()
@@ -137,7 +131,7 @@ class FSDP:
         self._reduces: bool | None = None
         self._begun = False
         self._others: list[FSDP] = []
-        self._names: Mapping[int, str] = {}
+        self._names: dict[int, str] = {}
         self._nodes: list[Any] = []
         self._steps_to_watch = _NUM_WATCHED
         self._num_calls = Counter[object]()
@@ -185,8 +179,7 @@ class FSDP:
                 module.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
-        self._watch(weakly(on_reduction), {id(parameter): name for name, parameter in parameters.items()})
-        self._names = {id(self._parameters[place]): name for place, name in enumerate(parameters) if place not in self._whole}
+        self._watch(weakly(on_reduction), list(parameters))
         _PREPARED.add(self)
         self._owned = OwnedGradients(self._gathered_leaves())
         if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
@@ -341,14 +334,14 @@ class FSDP:
         """Return the context that watches the first calls of each function."""
         code = getattr(function, "__code__", type(function))
         self._num_calls[code] += 1
-        return _ShardWatch(self._names) if self._num_calls[code] <= _NUM_WATCHED else _NOTHING
+        return ShardWatch(self._names) if self._num_calls[code] <= _NUM_WATCHED else _NOTHING
 
-    def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Mapping[int, str]) -> None:
+    def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Sequence[str]) -> None:
         """See which parameters backwards reach, and tell of reductions.
 
         Args:
             on_reduction: function () -> the observer, or None.
-            names: of the trainable parameters, by id.
+            names: of the trainable parameters.
         """
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._used = [False] * len(self._parameters)
@@ -358,19 +351,20 @@ class FSDP:
             if group is None:
                 continue
             self._groups.append(group)
-            for shard in group.shards:
-                if id(shard) in names:
+            for one in group.shards:
+                if id(one) in places:
+                    name = self._names[id(one)] = names[places[id(one)]]
                     # Not a hook on the shard, which FSDP2 itself or the engine would run.
-                    node = get_gradient_edge(shard).node
-                    self._hooks.append(node.register_prehook(_refuse_shard_in_loss(names[id(shard)])))
+                    node = get_gradient_edge(one).node
+                    self._hooks.append(node.register_prehook(refuse_gradient_of(name)))
                     self._nodes.append(node)  # which nothing else keeps
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
             # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
             module.unshard()
             module.reshard()
-            for shard, whole in zip(group.shards, group.gathered, strict=True):
-                carry_over(shard, whole, hooks=False)
+            for one, whole in zip(group.shards, group.gathered, strict=True):
+                carry_over(one, whole, hooks=False)
             # Not a method: torch would keep this strategy, and with it the process group of a world that was dropped.
             note = partial(_note_use, self._used, [places.get(id(shard), -1) for shard in group.shards])
             self._hooks += group.on_whole_gradient(note)
@@ -429,37 +423,6 @@ def _in_words(groups: Sequence[ShardingGroup]) -> str:
     if num_blocks:
         return f"{num_blocks} blocks, one by one, and what is outside of them"
     return "the model in one piece, because it has no repeated blocks: a step gathers all weights at once"
-
-
-def _refuse_shard_in_loss(name: str) -> Callable[[object], None]:
-    """Return a hook that autograd calls if a loss has used a shard itself: its gradient would not be summed."""
-
-    def refuse(_: object) -> None:
-        raise LossError(_SHARDS_IN_LOSS.format(name))
-
-    return refuse
-
-
-class _ShardWatch(TorchFunctionMode):
-    """Refuses operations on shards, before torch raises an error of its own or computes with parts of weights.
-
-    Args:
-        names: of the trainable parameters, by the id of their shard.
-    """
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: "dict[str, Any] | None" = None  # noqa: ANN401 (torch's signature)
-    ) -> Any:  # noqa: ANN401 (the same)
-        """Run an operation unless it computes with a shard."""
-        if getattr(func, "__name__", "") not in {"__get__", "__set__"} or getattr(func, "__self__", None) in _VIEWS:
-            for one in args:
-                if id(one) in self._names:
-                    raise LossError(_SHARDS_IN_LOSS.format(self._names[id(one)]))
-        return func(*args, **(kwargs or {}))
 
 
 def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:

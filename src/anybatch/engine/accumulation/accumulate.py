@@ -138,8 +138,8 @@ def _refuse_constant(total: Float[Tensor, ""], needs: Capabilities) -> None:
         raise without_graph()
     if needs.lockstep or needs.prepares_in_forward:
         message = (
-            f"the loss of a micro-batch is a constant zero, and strategy {needs.name!r} needs a backward in each. Return "
-            "a zero that depends on the model, such as outputs.sum() * 0, or use strategy='zero1' or 'all_reduce'."
+            f"the loss of a micro-batch is a constant zero, and strategy {needs.name!r} needs a backward in each. "
+            "Return a zero that depends on the model, such as outputs.sum() * 0, or use strategy='all_reduce'."
         )
         raise LossError(message)
 

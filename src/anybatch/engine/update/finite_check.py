@@ -64,7 +64,6 @@ class FiniteCheck:
         if not torch.isfinite(copy):
             raise self._error(step, seen, late=True)
 
-
     def _error(self, step: int, seen: _Seen, *, late: bool) -> NonFiniteError:
         loss, norm = (None if number is None else number.item() for number in seen)
         measured = "" if norm is None else f" and the gradient norm is {norm:.4g}"
@@ -81,7 +80,5 @@ class FiniteCheck:
             else "Look for a learning rate that is too high, samples that are not finite themselves, or a loss that "
             "divides by zero; clip=1.0 helps against spikes."
         )
-        message = (
-            f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {happened}. {cause}"
-        )
+        message = f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {happened}. {cause}"
         return NonFiniteError(message, step=step, updated=late)

@@ -82,16 +82,15 @@ class StepCounter:
 
     def step(self, scheduler: Scheduler) -> str:
         """Step the scheduler; return the warning about a step in between, or an empty string."""
-        before = num_scheduled(scheduler)
-        is_stepped_twice = before is not None and self._expected is not None and before == self._expected + 1
+        before, expected = num_scheduled(scheduler), self._expected
         self._expected = None  # until the step has succeeded
         scheduler.step()
         self._expected = num_scheduled(scheduler)
-        if not is_stepped_twice:
+        if before is None or expected is None or before != expected + 1:
             return ""
         return (
-            f"{type(scheduler).__name__} was stepped between two steps of the engine ({before - 1} steps counted after "
-            f"the engine's own, {before} before its next), so learning rates change twice as fast. The engine steps "
+            f"{type(scheduler).__name__} was stepped between two steps of the engine: it had counted {expected} steps "
+            f"after the first and {before} before the second, so learning rates change twice as fast. The engine steps "
             "its scheduler once per update: remove scheduler.step() from your loop; or leave out "
             "Engine(scheduler=...), step it yourself, and call engine.save_also(scheduler=scheduler)."
         )
