@@ -613,7 +613,7 @@ def errors_of_sharded_losses() -> list[float]:
     for case in (JOINT_CASES["clip"], modules, dataclasses.replace(modules, loss=Scaled)):
         for reduction in ("last_micro_batch", "every_micro_batch"):
             for size in (3, None):
-                strategy = FSDP(reduction=reduction)  # type: ignore[arg-type]
+                strategy = FSDP(reduction=reduction)
                 with engine_of(case, world=world, micro_batch_size=size, strategy=strategy, check_loss=False) as engine:
                     found = engine.gradients(InMemory(pairs()))
                     whole = {name: None if one is None else gather(one) for name, one in found.items()}

@@ -87,8 +87,7 @@ def with_transposed(model: Tower) -> None:
 
 def penalised(model: Tower, names: Sequence[str], batch: Batch) -> torch.Tensor:
     """Return the loss with a penalty on weights."""
-    penalty: Any = sum(model.get_parameter(name).square().sum() for name in names)
-    return loss_of(model, batch) + 0.05 * penalty
+    return loss_of(model, batch) + 0.05 * sum(model.get_parameter(name).square().sum() for name in names)
 
 
 def outer_penalty(model: Tower, batch: Batch) -> torch.Tensor:

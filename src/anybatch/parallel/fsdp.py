@@ -208,6 +208,8 @@ class FSDP:
         self._modules[0].set_is_last_backward(reduces)
         if not self._begun:
             self._begin(is_begun=True)
+        if turn.backward_only:
+            self._gather()  # the backward in between has freed what the graph needs
         return _NOTHING if turn.last else self._owned
 
     def finish_gradients(
@@ -319,8 +321,7 @@ class FSDP:
 
     def _gathered(self, function: LossFunction, batch: Batch, model: object) -> Any:  # noqa: ANN401 (the same)
         # What is not in a block is gathered here and not by the model's own forward, which `model.encode` leaves out.
-        for module in self._outermost:
-            module.unshard()
+        self._gather()
         assert self._root is not None, "prepare comes first"
         try:
             with self._watched(function) if self._begun and self._steps_to_watch else _NOTHING:
@@ -329,6 +330,10 @@ class FSDP:
             # Not in an evaluation, after which no backward needs the weights.
             if self._begun and not is_in_forward(self._root):
                 raise LossError(_GRADIENT_IN_LOSS)
+
+    def _gather(self) -> None:
+        for module in self._outermost:
+            module.unshard()
 
     def _watched(self, function: LossFunction) -> AbstractContextManager[object]:
         """Return the context that watches the first calls of each function."""

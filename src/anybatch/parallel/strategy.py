@@ -39,10 +39,17 @@ class Abort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where a micro-batch stands in its rank share."""
+    """The place of a micro-batch in its rank share.
+
+    Attributes:
+        first: it is the first one.
+        last: it is the last one.
+        backward_only: its forward ran before, and another backward may have run since.
+    """
 
     first: bool
     last: bool
+    backward_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,13 +70,11 @@ class World:
 
     def __post_init__(self) -> None:
         """Refuse values of a wrong type or size."""
-        checked_int("size", self.size, error=WorldError)
-        checked_int("rank", self.rank, least=0, error=WorldError)
-        if self.rank >= self.size:
-            message = f"rank={self.rank} must be below size={self.size}: ranks are numbered from 0."
+        size = checked_int("size", self.size, error=WorldError)
+        if checked_int("rank", self.rank, least=0, error=WorldError) >= size:
+            message = f"rank={self.rank} must be below {size=}: ranks are numbered from 0."
             raise WorldError(message)
-        expected = "a torch.device, such as torch.device('cpu')"
-        refuse_unless(isinstance(self.device, torch.device), "device", self.device, expected, WorldError)
+        refuse_unless(isinstance(self.device, torch.device), "device", self.device, "a torch.device", WorldError)
         if self.device_bytes is not None:
             checked_int("device_bytes", self.device_bytes, least=0, error=WorldError)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -387,7 +387,7 @@ def _backward_kept(
 ) -> None:
     """Run the backward of the micro-batch whose graph was kept, and free it."""
     context.before(micro_batch)
-    with context.strategy.micro_batch(turn):
+    with context.strategy.micro_batch(replace(turn, backward_only=True)):
         roots = [
             root for root, slopes in zip(outputs.graph, loss_gradient.of_outputs, strict=True) if slopes is not None
         ]
