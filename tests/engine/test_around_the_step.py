@@ -336,3 +336,57 @@ def test_worlds_made_by_hand_are_checked(given: Any) -> None:
     """A wrong value is refused by name."""
     with pytest.raises(WorldError, match=next(iter(given))):
         ab.World(**given)
+
+
+class Experts(nn.Module):
+    """Two layers, of which each sample uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 4).double() for _ in range(2))
+        self.idle = nn.Linear(2, 2).double()
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Return class scores."""
+        out = x.new_zeros(len(x), 4)
+        for one, layer in enumerate(self.layers):
+            if (number == one).any():
+                out = torch.where(number[:, None] == one, layer(x), out)
+        return out
+
+
+def warnings_about_masks(strategy: str, num_masked: int, chosen: int) -> list[str]:
+    """Run on every rank: return warnings of two steps whose masked samples use the second expert, or the first too."""
+    batch, model = vectors(8), Experts()
+    batch["y"][:num_masked] = -100
+    batch["expert"] = torch.where(torch.arange(8) < num_masked, chosen, 0)
+    loss = ab.mean_over(
+        lambda net, part: F.cross_entropy(net(part["x"], part["expert"]), part["y"]),
+        count=lambda part: (part["y"] != -100).sum(),
+    )
+
+    def train() -> None:
+        world = ab.World() if strategy == "single" else ab.World.from_environment()
+        with ab.Engine(
+            model, sgd, loss, micro_batch_size=2, strategy=strategy, check_loss=False, world=world
+        ) as engine:
+            for _ in range(2):
+                engine.step(InMemory(batch))
+
+    return warned(train)
+
+
+@pytest.mark.parametrize(("num_masked", "chosen", "warns"), [(2, 1, True), (2, 0, False), (1, 1, False)])
+def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen: int, warns: bool) -> None:
+    """They are named once; neither parameters that nothing uses nor those that others reach too are."""
+    found = warnings_about_masks("single", num_masked, chosen)
+    assert len(found) == warns
+    assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
+def test_parameters_that_only_masked_micro_batches_of_a_rank_reach(strategy: str, two_ranks: Ranks) -> None:
+    """The rank that has left the micro-batch out says so."""
+    first, second = two_ranks.run(warnings_about_masks, strategy, 2, 1)
+    assert (len(first), len(second)) == (1, 0)

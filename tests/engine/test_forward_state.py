@@ -247,7 +247,7 @@ def counted_centres(strategy: str, num_masked: int) -> dict[str, float]:
             loss,
             micro_batch_size=2,
             strategy=strategy,
-            buffers={"center": function if how == "function" else how},
+            buffers={"center": function if how == "function" else how},  # type: ignore[dict-item]
             check_loss=False,
             world=world,
         ) as engine:
@@ -258,7 +258,7 @@ def counted_centres(strategy: str, num_masked: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_masked", [2, 8])
 def test_buffers_where_micro_batches_count_nothing(num_masked: int, two_ranks: Ranks) -> None:
-    """The results of "first" and "mean" are over the micro-batches that count something, also where a whole rank has none."""
+    """Values by "first" and "mean" are of micro-batches that count something, also where a whole rank has none."""
     for found in [counted_centres("single", num_masked), *two_ranks.run(counted_centres, "all_reduce", num_masked)]:
         assert max(found.values()) <= 1e-12, found
 

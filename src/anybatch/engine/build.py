@@ -13,6 +13,7 @@ from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import declared
 from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.masked_parameters import MaskedParameters
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.argument_types import refuse_wrong_types
@@ -362,6 +363,7 @@ def _step_runner(
         notifier=notifier,
         meaning=_step_meaning(arguments, shared.updater, replicas),
         noise=noise,
+        masked=MaskedParameters(context, arguments.spec.model, modules, notifier),
         can_leave=not impossible,
     )
 
