@@ -16,7 +16,6 @@ import anybatch as ab
 from anybatch.errors import AnyBatchWarning, LossError, NonFiniteError, ParameterError, WorldError
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, InMemory, classify, language_model, perceptron, sentences, vectors
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -63,7 +62,7 @@ def test_a_scheduler_that_is_stepped_twice_is_warned_of(chained: bool, steps_its
 
 
 def test_a_loaded_or_replaced_schedule_is_no_second_step(tmp_path: Any) -> None:
-    """Loading a checkpoint of the next step, and a new schedule, change what a scheduler has counted without a word."""
+    """After loading a checkpoint of the next step or setting a new schedule, no second step is reported."""
 
     def train() -> None:
         model = perceptron()
@@ -177,12 +176,6 @@ class Waves(nn.Module):
         return squares + (x * self.phase).sum(1).abs().square()
 
 
-@sees(
-    "the late division of real gradients is by a complex number",
-    "src/anybatch/engine/step_runner.py",
-    "dtype.to_real())",
-    "dtype)",
-)
 def test_complex_parameters_with_a_late_count() -> None:
     """Gradients of complex and real parameters are divided by a count that comes with the loss."""
     model, plain = Waves(), Waves()
@@ -196,7 +189,7 @@ def test_complex_parameters_with_a_late_count() -> None:
 
 
 def test_split_weights_under_another_default_dtype() -> None:
-    """The lower bits of bf16 weights are those of float32, whatever torch's default dtype is."""
+    """The lower bits of bf16 weights are those of float32, under any default dtype of torch."""
     before, start = torch.get_default_dtype(), perceptron().bfloat16()
     ends = []
     for dtype in (torch.float32, torch.float64):
@@ -252,7 +245,7 @@ def with_argument(scale: torch.Tensor, model: nn.Module, batch: Batch) -> torch.
 )
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_parameter_that_only_the_loss_holds_is_warned_of(make: Callable[[], Any], is_frozen: bool) -> None:
-    """The engine does not train it, and says so when it is built; a frozen one is not spoken of."""
+    """The engine does not train it and warns when it is built; a frozen one causes no warning."""
     TEMPERATURE.requires_grad_(not is_frozen)
     model = perceptron()
     found = warned(lambda: ab.Engine(model, sgd, ab.mean_over_samples(make()), micro_batch_size=4).close())
@@ -261,14 +254,14 @@ def test_a_parameter_that_only_the_loss_holds_is_warned_of(make: Callable[[], An
 
 
 def test_a_module_that_the_loss_holds_is_not_spoken_of() -> None:
-    """The critic of a generator's loss, or a model itself, belongs to somebody else or is known."""
+    """The critic in a generator's loss belongs to another engine: no warning."""
     model, critic = perceptron(), perceptron()
     loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + critic(batch["x"]).mean())
     assert warned(lambda: ab.Engine(model, sgd, loss, micro_batch_size=4).close()) == []
 
 
 def refused_capture() -> tuple[str, bool]:
-    """Run on every rank: return what is said of a captured parameter that FSDP2 replaces, and whether it was kept."""
+    """Run on every rank: return the error for a captured parameter that FSDP2 replaces, and whether it was kept."""
     model = perceptron()
     weight = model.get_parameter("0.weight")
     loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + weight.square().sum())
@@ -278,7 +271,7 @@ def refused_capture() -> tuple[str, bool]:
 
 
 def test_a_captured_parameter_is_refused_where_it_is_replaced(two_ranks: Ranks) -> None:
-    """Under fsdp a loss that holds a parameter of the model itself is refused, before the model is touched."""
+    """Under fsdp, a loss that has captured a parameter of the model is refused before the model changes."""
     for message, is_kept in two_ranks.run(refused_capture):
         assert "'0.weight'" in message
         assert is_kept
@@ -379,7 +372,7 @@ def warnings_about_masks(strategy: str, num_masked: int, chosen: int) -> list[st
 
 @pytest.mark.parametrize(("num_masked", "chosen", "warns"), [(2, 1, True), (2, 0, False), (1, 1, False)])
 def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen: int, warns: bool) -> None:
-    """They are named once; neither parameters that nothing uses nor those that others reach too are."""
+    """They are named once. Parameters that nothing uses, or that other micro-batches reach too, are not."""
     found = warnings_about_masks("single", num_masked, chosen)
     assert len(found) == warns
     assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
@@ -387,6 +380,6 @@ def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
 def test_parameters_that_only_masked_micro_batches_of_a_rank_reach(strategy: str, two_ranks: Ranks) -> None:
-    """The rank that has left the micro-batch out says so."""
+    """The rank that has left the micro-batch out warns."""
     first, second = two_ranks.run(warnings_about_masks, strategy, 2, 1)
     assert (len(first), len(second)) == (1, 0)

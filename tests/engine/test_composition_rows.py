@@ -1,4 +1,4 @@
-"""Each row of the composition table, run by itself under the strategies that shard: one rank and two."""
+"""Runs each row of the composition table alone, under the strategies that shard, on one rank and two."""
 
 import traceback
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ ROWS = [
 ]
 
 
-def outcomes(runs: Sequence[Features], *, alone: bool) -> list[Found | str]:
-    """Run on every rank: return what comes of each run, or the traceback of an error that is not a refusal."""
+def outcomes(runs: Sequence[Features], alone: bool) -> list[Found | str]:
+    """Run on every rank: return the outcome of each run, or the traceback of an error that is not a refusal."""
     connected = ab.World.from_environment()
     found: list[Found | str] = []
     with torch.random.fork_rng(), dynamo_config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
         for features in runs:
             try:
                 found.append(run(features, ab.World() if alone else connected))
-            except Exception:  # noqa: BLE001 (told by the test)
+            except Exception:  # noqa: BLE001 (the test reports it)
                 found.append(traceback.format_exc())
     torch.compiler.reset()
     return found
 
 
 def assert_as_documented(found: Sequence[Found | str], expected: Cell) -> None:
-    """See that runs came out as the table says, and that none raised an error of torch's own."""
+    """Assert that runs ended as documented in the table, and none in an error of torch."""
     raw = [one for one in found if isinstance(one, str)]
     assert not raw, "\n".join(raw)
     for one in found:
@@ -52,16 +52,11 @@ def assert_as_documented(found: Sequence[Found | str], expected: Cell) -> None:
 
 @pytest.mark.parametrize(("strategy", "row"), ROWS)
 def test_row(strategy: Feature, row: Feature, one_rank: Ranks, two_ranks: Ranks) -> None:
-    """The gradient and the update are those of plain torch, as under "single", or the documented error is raised."""
+    """Gradient and update equal plain torch, as under "single", or the documented error is raised."""
     runs = runs_of(strategy, row)
     assert runs, "no run shows this row"
     expected = cell(strategy, row)
     for features in runs:
         ranks = two_ranks if Feature.SEVERAL_RANKS in features else one_rank
-        for found in ranks.run(lambda_free_outcomes, [features], Feature.ALONE in features):
+        for found in ranks.run(outcomes, [features], Feature.ALONE in features):
             assert_as_documented(found, expected)
-
-
-def lambda_free_outcomes(runs: Sequence[Features], alone: bool) -> list[Found | str]:
-    """Run on every rank: `outcomes`, with arguments that ranks are sent."""
-    return outcomes(runs, alone=alone)

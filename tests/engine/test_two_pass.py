@@ -625,7 +625,7 @@ def errors_of_sharded_losses() -> list[float]:
 
 
 def test_parameters_of_a_sharded_loss(two_ranks: Ranks) -> None:
-    """Under FSDP2 too, what the loss itself uses has the gradient of the un-split batch: a temperature, say."""
+    """Under FSDP2 too, a temperature in the loss has the gradient of the un-split batch."""
     for errors in two_ranks.run(errors_of_sharded_losses):
         assert max(errors) <= TOLERANCE
 

@@ -18,7 +18,6 @@ from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.local_parts import is_dtensor
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, InMemory, vectors
-from tests.faults import sees
 from tests.parallel.sharded_models import Tower, loss_of, tower
 from tests.ranks_fixture import Ranks
 
@@ -259,20 +258,6 @@ def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, 
     return "", relative_error(whole(model), plain(case)), said
 
 
-@sees(
-    "hooks are lost with the parameters that they were put on",
-    "src/anybatch/parallel/torch_internals.py",
-    "if hooks and old._backward_hooks:",
-    "if False:",
-    cases=["fsdp-hooks"],
-)
-@sees(
-    "weights in the second function of ab.joint get no gradient where they are sharded",
-    "src/anybatch/engine/accumulation/two_pass.py",
-    "parameters = context.prepared.leaves",
-    "parameters = list(context.prepared.parameters.values())",
-    cases=["fsdp-joint with prototypes"],
-)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
 def test_trains_as_plain_torch_or_is_refused(strategy: str, name: str, two_ranks: Ranks) -> None:

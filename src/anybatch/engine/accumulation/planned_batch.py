@@ -326,11 +326,9 @@ def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Return the batches on the device. On CUDA copies run in a stream of their own, beside what computes."""
-    if device.type == "cpu":
-        return batches
-    if device.type != "cuda":
-        return (moved_to(batch, device) for batch in batches)
-    return _copied_beside(batches, device)
+    if device.type == "cuda":
+        return _copied_beside(batches, device)
+    return batches if device.type == "cpu" else (moved_to(batch, device) for batch in batches)
 
 
 @functools.cache

@@ -66,8 +66,8 @@ class _Pool:
         """Take what a micro-batch has left."""
         value = self.owner.get_buffer(self.name).detach()
         if self.update == "mean":
-            before, total = self.found[0][1:] if self.found else (0, torch.zeros_like(value, dtype=_wide(value)))
-            self.found = [(start, before + number, total + value.to(total.dtype) * number)]
+            total = self.found[0][2] if self.found else torch.zeros_like(value, dtype=_wide(value))
+            self.found = [(start, number, total + value.to(total.dtype) * number)]
         elif self.update != "first" or not self.found:
             self.found.append((start, number, value.clone()))
 
@@ -93,6 +93,7 @@ class BufferUpdates:
         self._world = world
         self.names = frozenset[str]()
         self._pools = self._found(chosen, modules)
+        self._num_counted = 0
 
     def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
         """Refuse what runs micro-batches twice, in turns or in parts.
@@ -132,6 +133,7 @@ class BufferUpdates:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
+        self._num_counted = 0
         for pool in self._pools:
             pool.begin()
         try:
@@ -147,14 +149,17 @@ class BufferUpdates:
         """Take the values that a micro-batch has left."""
         unit = micro_batch.unit
         if unit.weight:  # not of one that only keeps ranks in lockstep
+            self._num_counted += unit.num_samples
             for pool in self._pools:
                 pool.note(unit.start, unit.num_samples)
 
     def pool(self) -> None:
         """Make the new values, together with all ranks: once none of them can leave the step any more."""
+        # Not those of the plan: a micro-batch that counts nothing does not run.
+        rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():
-                pool.pooled = self._new_value(pool)
+                pool.pooled = self._new_value(pool, [number for (number,) in rows])
             pool.found = []
 
     def update(self) -> None:
@@ -170,27 +175,29 @@ class BufferUpdates:
         for pool in self._pools:
             pool.restore()
 
-    def _new_value(self, pool: _Pool) -> Tensor:
-        """Return a buffer's new value: its old one if no micro-batch counted anything."""
+    def _new_value(self, pool: _Pool, numbers: Sequence[float]) -> Tensor:
+        """Return a buffer's new value: its old one if no micro-batch counted anything.
+
+        Args:
+            pool: the buffer.
+            numbers: samples of micro-batches that counted something, by rank.
+        """
         if callable(pool.update):
             own = [(start, number, value.cpu()) for start, number, value in pool.found]
             # In the order of the effective batch, which no cut and no number of ranks changes.
             found = sorted((one for of_rank in self._gathered(own) for one in of_rank), key=lambda one: one[0])
             values = [value.to(pool.value.device) for _, _, value in found]
             return pool.update(pool.value, values, [number for _, number, _ in found]) if found else pool.value
+        first = next((rank for rank, number in enumerate(numbers) if number), None)
+        if first is None:
+            return pool.value
         dtype = _wide(pool.value)
-        share = pool.found[0][2].to(dtype) if pool.found else torch.zeros_like(pool.value, dtype=dtype)
-        # Only counted samples: a micro-batch that counts nothing does not run. Their number stays on the device.
-        numbers = torch.zeros(self._world.size, device=share.device, dtype=torch.int64)
-        numbers[self._world.rank] = pool.found[0][1] if pool.found else 0
+        # Shares are consecutive, so the first rank that ran anything has the value of the first micro-batch.
+        counts = bool(pool.found) and (pool.update == "mean" or first == self._world.rank)
+        share = pool.found[0][2].to(dtype) if counts else torch.zeros_like(pool.value, dtype=dtype)
         with self._world.collective():
-            numbers = self._strategy.sum(numbers)
-            if pool.update == "first":  # shares are consecutive, so the first rank that ran anything has the value
-                is_first = (numbers > 0).cumsum(0)[self._world.rank] == 1
-                share = torch.where(is_first, share, torch.zeros_like(share))
             total = self._strategy.sum(share)
-        new = total / numbers.sum() if pool.update == "mean" else total
-        return torch.where(numbers.sum() > 0, new, pool.value.to(new.dtype))
+        return total / sum(numbers) if pool.update == "mean" else total
 
     def _gathered(self, own: list[Any]) -> list[list[Any]]:
         with self._world.collective():
