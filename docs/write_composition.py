@@ -16,6 +16,7 @@ def as_markdown() -> str:
         "## Table",
         _matrix(),
         *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
+        _ATTACHED,
     ]
     return "\n\n".join(parts)
 
@@ -28,6 +29,26 @@ A feature stands for a value that an engine is given, or for something that its 
 A pair that nothing is said of is as good as the worse of its two features by itself.
 
 This page is written from `src/anybatch/core/compatibility.py` by `python docs/write_composition.py`."""
+_ATTACHED = """## Attached to parameters, or used by the loss
+
+`tests/parallel/test_attached_to_parameters.py` runs every row on two ranks.
+`zero1` keeps whole weights and is a remedy for each refusal of `fsdp`.
+
+| what | `all_reduce`, `ddp`, `zero1` | `fsdp` |
+|---|---|---|
+| attributes of parameters (`_no_weight_decay`) | kept | carried over to the shards |
+| `parameter.register_hook` | once per step, on the summed gradient | the same, on the whole gradient |
+| `register_post_accumulate_grad_hook` | refused: `ParameterError` | refused: `ParameterError` |
+| a class of parameters of your own | kept | refused: `ParameterError` |
+| channels-last or transposed weights | kept | refused: `ParameterError` |
+| optimizers that compute with whole parameters (Muon, Adafactor) | exact | refused: `CompositionError` |
+| weights outside of blocks in the loss function | exact | exact |
+| weights of a block in the loss function | exact | refused in the first micro-batch: `LossError` |
+| a parameter that the loss function captured | exact | refused: `ParameterError` |
+| `torch.autograd.grad` through the model in the loss function | exact | refused in the first micro-batch: `LossError` |
+| weights in the second function of `ab.joint`, of the model or its own | exact | exact |
+| samples with different numbers of items | exact | exact |
+| a loss through the model of another engine (a GAN) | exact | exact |"""
 _MEANINGS: Mapping[Verdict, str] = {
     Verdict.EXACT: "exact: the gradient is that of the un-split batch, to 1e-12 in float64; where bf16 or fp16 takes "
     "part, up to their rounding, because each micro-batch's gradient is rounded once",

@@ -8,7 +8,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, UserError
 
 
-@pytest.mark.parametrize(("value", "least"), [(1, 1), (7, 1), (0, 0), (-3, None), (2**70, 1)])
+@pytest.mark.parametrize(("value", "least"), [(1, 1), (7, 1), (0, 0), (-3, None), (2**64 - 1, 1)])
 def test_whole_numbers_pass(value: int, least: int | None) -> None:
     """A whole number that is not below the least one is returned."""
     assert checked_int("steps", value, least=least) == value
@@ -23,6 +23,8 @@ def test_whole_numbers_pass(value: int, least: int | None) -> None:
         ("2", 1, "steps='2' must be a whole number of at least 1, not str."),
         (True, 0, "steps=True must be a whole number of at least 0, not bool."),
         (None, None, "steps=None must be a whole number, not NoneType."),
+        (2**64, 1, "steps has 65 bits; it must be below 2**64."),
+        (-(10**30), None, "steps has 100 bits; it must be below 2**64."),
     ],
 )
 def test_others_are_refused(value: Any, least: int | None, words: str) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.torch_internals import num_changes
-from anybatch.errors import AnyBatchWarning, LossError, ParameterError, UserError
+from anybatch.errors import AnyBatchError, AnyBatchWarning, LossError, ParameterError, UserError
+from anybatch.parallel.dtensors import gather
 from anybatch.parallel.registry import choose_strategy
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, vectors
@@ -491,3 +492,157 @@ def test_a_closed_engine_trains_no_more(method: str) -> None:
         engine.step(InMemory(vectors(7)))
     with pytest.raises(UserError, match="closed after step 1"):
         getattr(engine, method)(InMemory(vectors(7)))
+
+
+def failing_hook(rank: int) -> Callable[[torch.Tensor], None]:
+    """Return a hook that raises on one rank."""
+
+    def hook(_: torch.Tensor) -> None:
+        if rank == 1:
+            message = "a hook of rank 1"
+            raise ValueError(message)
+
+    return hook
+
+
+def ends_with_failing_hook(strategy: str) -> tuple[str, bool, float]:
+    """Run on every rank: let a hook raise on rank 1 in the first step, and train on without it.
+
+    Return the error, whether weights were as before it, and how far two later steps are from plain ones.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    world, model, batch = ab.World.from_environment(), perceptron(), vectors(13)
+    handle = model.get_parameter("0.weight").register_hook(failing_hook(world.rank))
+    loss = ab.mean_over_samples(classify)
+    with ab.Engine(
+        model,
+        lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        loss,
+        micro_batch_size=3,
+        strategy=strategy,
+        check_loss=False,
+        world=world,
+    ) as engine:
+        error = ""
+        try:
+            engine.step(InMemory(batch))
+        except (ValueError, AnyBatchError) as caught:
+            error = type(caught).__name__
+        start = perceptron()
+        is_as_before = all(
+            torch.equal(gather(one.detach()), other)
+            for one, other in zip(model.parameters(), start.parameters(), strict=True)
+        )
+        handle.remove()
+        for _ in range(NUM_STEPS):
+            engine.step(InMemory(batch))
+        trained = {name: gather(parameter.detach()) for name, parameter in model.named_parameters()}
+    return error, is_as_before, relative_error(trained, plain_steps(NUM_STEPS, batch))
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
+def test_a_hook_that_raises_on_one_rank_stops_all(strategy: str, two_ranks: Ranks) -> None:
+    """No rank makes the update, and all may train on together."""
+    ends = two_ranks.run(ends_with_failing_hook, strategy)
+    assert [error for error, _, _ in ends] == ["RankFailedError", "ValueError"]
+    assert all(is_as_before for _, is_as_before, _ in ends)
+    assert max(distance for _, _, distance in ends) <= TOLERANCE
+
+
+def hook_on_one_rank(strategy: str) -> int:
+    """Run on every rank: return how often a hook that rank 0 alone has is called in two steps."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    world, model, seen = ab.World.from_environment(), perceptron(), []
+    if world.rank == 0:
+        model.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient.shape))
+    with ab.Engine(
+        model,
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        ab.mean_over_samples(classify),
+        micro_batch_size=3,
+        strategy=strategy,
+        check_loss=False,
+        world=world,
+    ) as engine:
+        for _ in range(NUM_STEPS):
+            engine.step(InMemory(vectors(13)))
+    assert all(shape == perceptron().get_parameter("0.weight").shape for shape in seen)
+    return len(seen)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
+def test_one_rank_alone_may_have_a_hook(strategy: str, two_ranks: Ranks) -> None:
+    """A logger of rank 0 sees whole gradients, and no rank waits in vain."""
+    assert two_ranks.run(hook_on_one_rank, strategy) == [NUM_STEPS, 0]
+
+
+def critic_loss(generator: nn.Module) -> Callable[[nn.Module, Batch], torch.Tensor]:
+    """Return the loss of a critic that sees samples and the outputs of a generator."""
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            made = generator(batch["x"])
+        return nn.functional.softplus(-model(batch["x"])).mean() + nn.functional.softplus(model(made)).mean()
+
+    return loss
+
+
+def generator_loss(critic: nn.Module) -> Callable[[nn.Module, Batch], torch.Tensor]:
+    """Return the loss of a generator, which runs through the critic."""
+    return lambda model, batch: nn.functional.softplus(-critic(model(batch["x"]))).mean()
+
+
+def networks() -> tuple[nn.Module, nn.Module]:
+    """Return a generator and a critic, the same ones each time."""
+    torch.default_generator.manual_seed(3)
+    generator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def plain_adversaries() -> Gradients:
+    """Return the weights of both after alternating steps of plain torch."""
+    pair = networks()
+    losses = (generator_loss(pair[1]), critic_loss(pair[0]))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for one in pair]
+    for _ in range(3):
+        for place in (1, 0):
+            optimizers[place].zero_grad()
+            losses[place](pair[place], vectors(13)).backward()
+            optimizers[place].step()
+    return {name: one.detach() for name, one in nn.ModuleList(pair).named_parameters()}
+
+
+def adversaries(strategy: str, shares_world: bool) -> tuple[float, list[str]]:
+    """Run on every rank: alternate steps of a generator and a critic; return the error of the weights, and warnings."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    pair, world = networks(), ab.World.from_environment()
+    given: dict[str, Any] = {"micro_batch_size": 3, "strategy": strategy}
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    with codes_of_warnings(given) as codes:
+        given["check_loss"] = False
+        critic = ab.Engine(pair[1], optimizer, ab.mean_over_samples(critic_loss(pair[0])), world=world, **given)
+        other = world if shares_world else ab.World.from_environment()
+        generator = ab.Engine(pair[0], optimizer, ab.mean_over_samples(generator_loss(pair[1])), world=other, **given)
+        for _ in range(3):
+            critic.step(InMemory(vectors(13)))
+            generator.step(InMemory(vectors(13)))
+        trained = {name: gather(one.detach()) for name, one in nn.ModuleList(pair).named_parameters()}
+        generator.close()
+        critic.close()
+        if not shares_world:
+            other.close()
+    return relative_error(trained, plain_adversaries()), codes
+
+
+@pytest.mark.parametrize("shares_world", [True, False])
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
+def test_a_loss_may_run_through_the_model_of_another_engine(
+    strategy: str, shares_world: bool, two_ranks: Ranks
+) -> None:
+    """A generator and a critic train as in plain torch under every strategy, without a warning."""
+    for error, codes in two_ranks.run(adversaries, strategy, shares_world):
+        assert error <= TOLERANCE
+        assert codes == []

@@ -206,6 +206,63 @@ def test_three_steps_are_those_of_the_unsplit_batch(name: str, ranks: Ranks) -> 
         assert max(found.values()) <= 1e-12, found
 
 
+class Centre(nn.Module):
+    """A model that moves a centre by its outputs."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.inner = nn.Linear(5, 4).double()
+        self.register_buffer("center", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return class scores."""
+        output: torch.Tensor = self.inner(x)
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return output
+
+
+def counted_centres(strategy: str, num_masked: int) -> dict[str, float]:
+    """Run on every rank: return how far centres are from those over the micro-batches that count anything.
+
+    The first `num_masked` of 12 samples, in micro-batches of 2, are masked; with 12 of them the step is refused.
+    """
+    batch, found = vectors(12), {}
+    batch["y"][:num_masked] = -100
+    for how in ("first", "mean", "function"):
+        model, world = Centre(), ab.World() if strategy == "single" else ab.World.from_environment()
+        outputs = model.inner(batch["x"]).detach()
+        counted = outputs[num_masked : num_masked + 2] if how == "first" else outputs[num_masked:]
+        expected = 0.9 + 0.1 * counted.mean(0)
+        loss = ab.mean_over(
+            lambda net, part: nn.functional.cross_entropy(net(part["x"]), part["y"]),
+            count=lambda part: (part["y"] != -100).sum(),
+        )
+        function: Any = lambda _, values, numbers: sum(map(torch.mul, values, numbers)) / sum(numbers)  # noqa: E731
+        with ab.Engine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            loss,
+            micro_batch_size=2,
+            strategy=strategy,
+            buffers={"center": function if how == "function" else how},  # type: ignore[dict-item]
+            check_loss=False,
+            world=world,
+        ) as engine:
+            engine.step(InMemory(batch))
+        found[how] = float((model.center - expected).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("num_masked", [2, 8])
+def test_buffers_where_micro_batches_count_nothing(num_masked: int, two_ranks: Ranks) -> None:
+    """Values by "first" and "mean" are of micro-batches that count something, also where a whole rank has none."""
+    for found in [counted_centres("single", num_masked), *two_ranks.run(counted_centres, "all_reduce", num_masked)]:
+        assert max(found.values()) <= 1e-12, found
+
+
 def said(model: nn.Module, *, size: int = 3, steps: int = 4, **options: Any) -> list[str]:
     """Return the warnings about state of a few steps, on batches in memory."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -89,8 +89,8 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(
 @sees(
     "the key of a micro-batch has its place in the rank share",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "planned.sample_ids[unit.start])",
-    "planned.units.index(unit))",
+    "planned.sample_ids[one.unit.start])",
+    "planned.units.index(one.unit))",
 )
 def test_the_engines_seed_comes_before_the_datas() -> None:
     """seed= replaces the data's seed as the first word of the keys."""

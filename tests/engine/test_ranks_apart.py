@@ -179,8 +179,8 @@ def test_another_call_on_one_rank(two_ranks: Ranks) -> None:
 @sees(
     "weights are not compared before they are saved",
     "src/anybatch/engine/replica_check.py",
-    "        rows = self._world.gather_from_processes(self._totals())\n",
-    "        rows = [self._totals()] * self._world.size\n",
+    "        rows = self._world.gather_from_processes(self._totals(step))\n",
+    "        rows = [self._totals(step)] * self._world.size\n",
 )
 @sees(
     "replicas are not repaired",

@@ -110,7 +110,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
     "a loss that is not finite is updated with",
     "src/anybatch/engine/update/finite_check.py",
     """
-                raise _error(step, (contributions.sum(), norm), late=False)
+                raise self._error(step, (contributions.sum(), norm), late=False)
 """,
     """
                 pass

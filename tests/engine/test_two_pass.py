@@ -1,6 +1,7 @@
 """Losses that look across samples: the gradient of the un-split batch, with one micro-batch's activations at a time."""
 
 import copy
+import dataclasses
 import traceback
 import warnings
 from array import array
@@ -18,6 +19,7 @@ from anybatch.core.randomness import joint_seed
 from anybatch.core.records import MicroBatchRecord, ReductionRecord
 from anybatch.errors import CompositionError, LossError
 from anybatch.parallel.ddp import DDP
+from anybatch.parallel.dtensors import gather
 from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import relative_error
 from tests.engine.cases import SPLITS, STRATEGIES, InMemory, arrive, combinations, plain_gradients
@@ -595,18 +597,37 @@ def test_two_passes_need_keyed_numbers() -> None:
         engine_of(JOINT_CASES["clip"], rng=None)
 
 
-def refused_sharded_loss() -> str:
-    """Run on every rank: return what is said to a loss with parameters under FSDP2."""
-    with pytest.raises(CompositionError) as caught:
-        ab.Engine(Encoders(), sgd, ab.joint(both, Clip()), strategy=FSDP(), world=ab.World.from_environment())
-    return str(caught.value)
+class Scaled(Clip):
+    """The same with a temperature that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
 
 
-def test_no_parameters_of_the_loss_where_these_are_sharded(two_ranks: Ranks) -> None:
-    """A loss module with parameters is refused where parameters are sharded, with what to use."""
-    for message in two_ranks.run(refused_sharded_loss):
-        assert "Clip has some of its own" in message
-        assert "'all_reduce'" in message
+def errors_of_sharded_losses() -> list[float]:
+    """Run on every rank: return the errors of losses with parameters, of the model and their own, under FSDP2."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    world, errors = ab.World.from_environment(), []
+    modules = JOINT_CASES["clip, a module"]
+    for case in (JOINT_CASES["clip"], modules, dataclasses.replace(modules, loss=Scaled)):
+        for reduction in ("last_micro_batch", "every_micro_batch"):
+            for size in (3, None):
+                strategy = FSDP(reduction=reduction)
+                with engine_of(case, world=world, micro_batch_size=size, strategy=strategy, check_loss=False) as engine:
+                    found = engine.gradients(InMemory(pairs()))
+                    whole = {name: None if one is None else gather(one) for name, one in found.items()}
+                    units = engine.step(InMemory(pairs())).plan.units
+                model, function = case.model(), case.loss()
+                loss = plain_loss(case, model, function, pairs(), units)
+                errors.append(relative_error(whole, plain_gradients(all_modules(model, function), loss)))
+    return errors
+
+
+def test_parameters_of_a_sharded_loss(two_ranks: Ranks) -> None:
+    """Under FSDP2 too, a temperature in the loss has the gradient of the un-split batch."""
+    for errors in two_ranks.run(errors_of_sharded_losses):
+        assert max(errors) <= TOLERANCE
 
 
 @dataclass(frozen=True)

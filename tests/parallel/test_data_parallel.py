@@ -251,7 +251,6 @@ OUTPUTS: Mapping[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], 
     "a tuple": (lambda _, out: (out, None, 3), lambda output: output[0]),
     "nested": (lambda _, out: {"a": [out, (out * 2, "word")]}, lambda output: output["a"][1][0] - output["a"][0]),
     "a model output": (lambda _, out: Output(logits=out, ids=out.argmax(1)), lambda output: output.logits),
-    "flattened": (lambda _, out: out.repeat_interleave(3, 0).view(-1, 4), lambda out: out.view(-1, 3, 4).mean(1)),
     "a buffer of no sample": (lambda _, out: (out, MASK), lambda output: output[0] * output[1].sum()),
 }
 
@@ -269,6 +268,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "a value": (lambda _, out: (out, float(out.detach().sum())), "on one replica and another thing elsewhere"),
     "a count": (lambda _, out: (out, out.argmax(1).sum()), "have returned different values"),
     "a list as long as the part": (lambda _, out: [out, *out], "different structures"),
+    "two views": (lambda _, out: (torch.cat([out, out * 2]),), r"\[0\]: it has 2 rows for each sample"),
     "other widths": (lambda _, out: (out, out[:, : len(out)]), "different shapes"),
     "packed": (
         lambda _, out: (out, pack_padded_sequence(out[:, :, None], [4] * len(out), batch_first=True)),

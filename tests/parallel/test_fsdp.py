@@ -286,14 +286,8 @@ def worst_errors(options: Mapping[str, Any], forms: Sequence[str]) -> dict[str, 
 @sees(
     "only a model's forward gathers what is outside of blocks",
     "src/anybatch/parallel/fsdp.py",
-    """
-            module.unshard()
-        return function(model, batch)
-""",
-    """
-            pass
-        return function(model, batch)
-""",
+    "        self._gather()\n        assert",
+    "        assert",
     cases=["every_micro_batch"],
 )
 @sees(

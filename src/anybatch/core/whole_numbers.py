@@ -5,6 +5,8 @@ import reprlib
 
 from anybatch.errors import AnyBatchError, UserError
 
+_END = 1 << 64  # seeds may have 64 bits
+
 
 def checked_int(
     name: str, value: object, *, least: int | None = 1, error: type[AnyBatchError] = UserError, cure: str = ""
@@ -19,11 +21,14 @@ def checked_int(
         cure: a sentence on what to do, added to the message; may be empty.
 
     Raises:
-        AnyBatchError: of the class `error`; `value` is of another type, or below `least`.
+        AnyBatchError: of the class `error`; `value` is of another type, below `least`, or has over 64 bits.
     """
     # `True` would pass for 1, and is nearly always an argument in the wrong place.
     if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
-        return value
+        if abs(value) < _END:
+            return value
+        message = f"{name} has {value.bit_length()} bits; it must be below 2**64.{cure and f' {cure}'}"
+        raise error(message)
     bound = "" if least is None else f" of at least {least}"
     kind = "" if type(value) is int else f", not {type(value).__name__}"
     message = f"{name}={value!r} must be a whole number{bound}{kind}.{cure and f' {cure}'}"

@@ -5,11 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import nn
+
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import declared
 from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.masked_parameters import MaskedParameters
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.argument_types import refuse_wrong_types
@@ -24,7 +28,7 @@ from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_builds
 from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
-from anybatch.engine.inputs import collect_modules, move_modules, world_of
+from anybatch.engine.inputs import captured_parameters, collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.meaning import StepMeaning
@@ -52,8 +56,9 @@ from anybatch.engine.update.schedule import scheduler_of
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.norms.layers import batch_norms
-from anybatch.parallel.model_groups import refuse_joined_kernels
-from anybatch.parallel.strategy import Prepared, Strategy, UpdateSharding
+from anybatch.parallel.local_parts import local_part
+from anybatch.parallel.model_groups import refuse_joined_kernels, refuse_whole_updates
+from anybatch.parallel.strategy import Prepared, UpdateSharding
 from anybatch.parallel.world import World
 
 
@@ -138,7 +143,7 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
     """Make what needs the parameters as the strategy has left them; refuse what only an optimizer can show."""
     spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     guard = StepGuard(
-        spec.model, modules, prepared, notifier, replaces_parameters=strategy.capabilities.replaces_parameters
+        spec.model, modules, prepared, notifier, world, replaces_parameters=strategy.capabilities.replaces_parameters
     )
     prepared = dataclasses.replace(prepared, call=guard.call)
     # An optimizer that is given as a function is made over what the strategy has made of the parameters.
@@ -146,6 +151,7 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
     # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
     refuse_groups(arguments.clip, target.optimizer)
     refuse_joined_kernels(target.optimizer, target.updated)
+    refuse_whole_updates(target.optimizer, target.updated)
     refuse_preconditioner(spec.noise, target, prepared)
     prepare_for_training(target.optimizer)
     shard_update = prepared.shard_update
@@ -155,7 +161,9 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
         target=target,
         scheduler=scheduler_of(spec.scheduler, target.optimizer),
         sharding=None if shard_update is None else shard_update(target.optimizer, target.updated),
-        average=None if spec.average_decay is None else WeightAverage(prepared.parameters, spec.average_decay),
+        average=None
+        if spec.average_decay is None
+        else WeightAverage(prepared.parameters, spec.average_decay, target.wide_weights),
         batch_norm=BatchNormRunner(
             arguments.norm_policy,
             modules,
@@ -184,7 +192,7 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
         measures_norm=spec.measure_gradient_norm,
         layout=model.prepared.layout,
         state=model.state,
-        finite=FiniteCheck(world.device),
+        finite=FiniteCheck(world.device, partial(_not_finite, modules, model.state)),
         average=model.average,
         scheduler=model.scheduler,
         optimizer_memory=OptimizerStateMemory(target, world, resident, model.sharding),
@@ -197,6 +205,13 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
     )
 
 
+def _not_finite(modules: nn.Module, state: StepState) -> list[str]:
+    """Return the names of buffers and weights that were not finite before the step."""
+    state.restore_buffers()
+    named = (*modules.named_buffers(), *modules.named_parameters())
+    return [name for name, tensor in named if not bool(torch.isfinite(local_part(tensor)).all())]
+
+
 def _parts(shared: _Shared) -> Parts:
     """Make what plans and runs steps on a prepared model."""
     arguments, model, updater = shared.arguments, shared.model, shared.updater
@@ -204,12 +219,13 @@ def _parts(shared: _Shared) -> Parts:
     check, noise = _loss_check(shared), _noise_meter(shared)
     context = _loop_context(shared, check, noise)
     planner = _step_planner(shared, check, context)
-    replicas = _replica_check(model.prepared, updater, arguments.strategy, arguments.world)
+    replicas = _replica_check(arguments, model.prepared, updater)
     backoff = SizeBackoff(arguments.sizes, decisions, notifier)
     impossible = why_impossible(
         model.prepared, arguments.strategy.capabilities, arguments.norm_constraints, arguments.world
     )
     _add_decisions(shared, impossible)
+    _warn_of_captured(arguments, notifier)
     # Gradients of the user's from before would be added to those of the first effective batch.
     arguments.strategy.clear_gradients()
     return Parts(
@@ -347,6 +363,7 @@ def _step_runner(
         notifier=notifier,
         meaning=_step_meaning(arguments, shared.updater, replicas),
         noise=noise,
+        masked=MaskedParameters(context, arguments.spec.model, modules, notifier),
         can_leave=not impossible,
     )
 
@@ -372,12 +389,27 @@ def _add_decisions(shared: _Shared, impossible: str) -> None:
         decisions.add(name, text)
 
 
-def _replica_check(prepared: Prepared, updater: Updater, strategy: Strategy, world: World) -> ReplicaCheck:
+def _warn_of_captured(arguments: CheckedArguments, notifier: Notifier) -> None:
+    """Warn of parameters that the loss function holds and no module: the engine does not train them."""
+    own = set(map(id, arguments.modules.parameters()))
+    names = [name for name, one in captured_parameters(arguments.loss).items() if id(one) not in own]
+    if names:
+        message = (
+            f"the loss function holds a parameter that is in no module of the engine, so it never trains: "
+            f"{', '.join(map(repr, names))}. Register it: Engine({{'model': model, 'loss': module}}, ...), or make the "
+            "loss a module with the parameter; or freeze it with requires_grad_(False)."
+        )
+        notifier.warn("parameter_outside_model", message)
+
+
+def _replica_check(arguments: CheckedArguments, prepared: Prepared, updater: Updater) -> ReplicaCheck:
     target = updater.target
     # Windows are empty between steps: replicas are compared by what the model has.
     updated = target.updated if target.windows is None else target.parameters
     weights = dict(zip(prepared.parameters, updated, strict=True))
-    return ReplicaCheck(world, weights, enabled=strategy.capabilities.replicas)
+    # A forward may change frozen weights, such as those of a teacher, differently on each rank.
+    frozen = {name: one for name, one in arguments.modules.named_parameters() if not one.requires_grad}
+    return ReplicaCheck(arguments.world, weights | frozen, enabled=arguments.strategy.capabilities.replicas)
 
 
 def _step_meaning(arguments: CheckedArguments, updater: Updater, replicas: ReplicaCheck) -> StepMeaning:

@@ -10,10 +10,12 @@ from torch import nn
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import CutConstraints
 from anybatch.engine.accumulation.accumulate import Randomness
+from anybatch.engine.accumulation.step_guard import refuse_accumulation_hooks
 from anybatch.engine.batch_norm.runner import policy_for, refuse_policy
 from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.gradient_noise import refuse_noise
+from anybatch.engine.inputs import captured_parameters
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.rng.generators import choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -22,11 +24,11 @@ from anybatch.engine.strategy_choice import choose, with_device_bytes
 from anybatch.engine.update.bf16_weights import refuse_bf16_weights
 from anybatch.engine.update.clipping import ClipPolicy, clip_policy
 from anybatch.engine.update.precision import autocast
-from anybatch.errors import CompositionError
+from anybatch.errors import CompositionError, ParameterError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.model_groups import comes_sharded, refuse_misplaced
-from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.strategy import Capabilities, Strategy, trainable
 from anybatch.parallel.world import World
 
 
@@ -66,6 +68,8 @@ def check_arguments(
     Raises:
         UserError: with what was wrong, both values and what to do.
     """
+    # Before a strategy replaces parameters, whose hooks it would drop.
+    refuse_accumulation_hooks(trainable(modules))
     world = with_device_bytes(world)
     clip = clip_policy(spec.clip)
     make_autocast = autocast(spec.precision, world.device)
@@ -87,6 +91,7 @@ def check_arguments(
     refuse_misplaced(modules, needs, world, spec.precision)
     refuse_features(features, spec.optimizer, needs, world, comes_sharded=comes_sharded(modules))
     refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, needs)
+    _refuse_captured(loss, modules, needs)
     # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
     sizes = make_sizes(constraints=constraints | needs.constraints)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
@@ -110,6 +115,20 @@ def check_arguments(
         features=features,
         spikes=spike_watch(spec.spikes),
     )
+
+
+def _refuse_captured(loss: Loss, modules: nn.Module, needs: Capabilities) -> None:
+    """Refuse parameters of the model that a loss function holds itself, where the strategy replaces them."""
+    names = {id(parameter): name for name, parameter in modules.named_parameters() if parameter.dim()}
+    for held, parameter in captured_parameters(loss).items() if needs.replaces_parameters else ():
+        if id(parameter) in names:
+            name = names[id(parameter)]
+            message = (
+                f"the loss function holds parameter {name!r} itself (as {held!r}), and strategy {needs.name!r} "
+                f"replaces it in the model, so the loss would use a weight that no longer trains. Read model.{name} "
+                "inside the function, or use strategy='zero1'."
+            )
+            raise ParameterError(message)
 
 
 def _composes(

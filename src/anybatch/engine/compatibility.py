@@ -145,12 +145,6 @@ def refuse_features(
             f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
         )
         raise CompositionError(message)
-    if needs.replaces_parameters and {Feature.JOINT, Feature.LOSS_PARAMETERS} <= features.keys():
-        message = (
-            f"strategy {needs.name!r} shards parameters, and {features[Feature.LOSS_PARAMETERS]} has some of its own, "
-            "which ab.joint uses outside of any micro-batch. Use strategy='all_reduce', or a loss without parameters."
-        )
-        raise CompositionError(message)
     for able, feature, instead in (
         (needs.sparse_gradients, Feature.SPARSE, "Build the module with sparse=False"),
         (needs.float32_accumulation, Feature.LOW_PARAMETERS, "Use float32 parameters with precision='bf16'"),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from anybatch.core.batch import Placement, Position, lengths_of
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, LossSum, unit_counts
+from anybatch.core.loss_kinds import ONLY_TERM, name_of
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.torch_internals import BatchNormBase
@@ -292,13 +294,27 @@ def _measure(
         counts, sums = {}, set()
     with context.autocast():
         output = context.prepared.call(metric.function if isinstance(metric, Loss) else metric, batch)
-    values = output if isinstance(output, Mapping) else {"loss": output}
+    values = output if isinstance(output, Mapping) else {_metric_name(metric): output}
     pairs = {}
     for name, value in values.items():
-        total, count = _total_and_count(name, value, counts.get(name), is_sum=name in sums)
+        count = counts.get(name)
+        # An undeclared loss per item, per token say, is a mean over the items that it returns, as in training.
+        if isinstance(metric, Loss) and metric.kind.brings_count and isinstance(value, torch.Tensor) and value.dim():
+            count = None
+        total, count = _total_and_count(name, value, count, is_sum=name in sums)
         pair = [torch.as_tensor(number, device=device, dtype=widest_dtype(device)) for number in (total, count)]
         pairs[name] = torch.stack(pair)
     return pairs
+
+
+def _metric_name(metric: "Loss | MetricFunction") -> str:
+    """Return the name of a metric's only value: of the function itself, if it has one."""
+    if isinstance(metric, Loss):
+        return ONLY_TERM
+    while isinstance(metric, partial):
+        metric = metric.func
+    name = name_of(metric)
+    return name if name.isidentifier() else "metric"
 
 
 def _total_and_count(name: str, value: object, count: float | None, *, is_sum: bool) -> tuple[Any, Any]:

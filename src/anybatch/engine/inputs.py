@@ -1,9 +1,14 @@
 """The modules, the device and the paths that follow from what a user passes."""
 
 import dataclasses
+import dis
+import inspect
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,6 +63,42 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
             message = f"parameter {name!r} is on the meta device and holds no data. Materialise the model first."
             raise ParameterError(message)
     return modules
+
+
+def captured_parameters(loss: Loss) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that loss functions hold themselves, in no module, by the name they have there.
+
+    A function holds its closure, the globals that it names, its defaults, bound arguments and the attributes of its
+    object.
+    """
+    return {
+        name: one
+        for function in loss.functions.values()
+        for name, value in _held_by(function).items()
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, nn.Parameter) and one.requires_grad
+    }
+
+
+def _held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
+    held: dict[str, Any] = {}
+    while isinstance(function, partial):
+        held |= {**function.keywords, **{f"argument {number}": one for number, one in enumerate(function.args)}}
+        function = function.func
+    if not inspect.isroutine(function):  # an object that can be called
+        function = function.__call__
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, nn.Module):
+        held |= getattr(owner, "__dict__", {})
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(function):
+        return held
+    names = {one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL"}
+    held |= {name: function.__globals__.get(name) for name in names}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty yet
+            held[name] = cell.cell_contents
+    return held | {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
 
 def _refuse_wrapped(name: str, model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from anybatch.core.batch import Position
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.replica_check import ReplicaCheck
+from anybatch.engine.update.schedule import num_scheduled
 from anybatch.errors import RanksDifferError
 from anybatch.parallel.world import World
 
@@ -128,8 +129,7 @@ class StepMeaning:
         return values
 
     def _num_scheduled(self) -> float:
-        last = getattr(self._schedule(), "last_epoch", 0)
-        return last if isinstance(last, (int, float)) else 0
+        return num_scheduled(self._schedule()) or 0
 
     def _place(self, name: str) -> str:
         end = self._position

@@ -277,6 +277,7 @@ class Parts:
             )
             self.notifier.warn("rate_not_lowered", message)
         self.updater.confirm()
+        self.updater.scheduled.forget()
 
     def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
         """Average in what a step has said about its gradient's noise; None if it was not measured."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from anybatch.errors import ReplicaError
+from anybatch.errors import DoesNotFitError, ReplicaError
 from anybatch.parallel.local_parts import is_whole, local_part
 from anybatch.parallel.world import World
 
@@ -22,6 +22,7 @@ _MOST_NAMES = 3
 _UNLIKE = (
     "; or a layer whose weights are plain runs on a part of its input (a norm left out of a sequence-parallel plan)"
 )
+_PIECE_BYTES = 1 << 24
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # a signed number, since torch computes with signed 64-bit integers only
 
@@ -31,7 +32,7 @@ class ReplicaCheck:
 
     Args:
         world: the ranks.
-        weights: what the optimizer updates, by name.
+        weights: what the optimizer updates and what is frozen, by name.
         enabled: whether the strategy keeps whole replicas.
     """
 
@@ -55,7 +56,7 @@ class ReplicaCheck:
         if not self._enabled or (step % STEPS_BETWEEN and not (step == 1 and self._world.has_model_groups)):
             return 0, 0
         self._pending = step
-        whole, parts = self._totals()
+        whole, parts = self._totals(step)
         return _fold(whole), _fold(parts)
 
     def compare(self, step: int) -> None:
@@ -66,7 +67,7 @@ class ReplicaCheck:
         """
         if not self._enabled:
             return
-        rows = self._world.gather_from_processes(self._totals())
+        rows = self._world.gather_from_processes(self._totals(step))
         if any(rows[one] != rows[group[0]] for group in self._world.data_groups for one in group) or (
             len({whole for whole, _ in rows}) > 1
         ):
@@ -91,12 +92,24 @@ class ReplicaCheck:
                 processes |= other
         return tuple(names), tuple(sorted(processes))
 
-    def _totals(self) -> tuple[int, int]:
-        """Return the checksums of whole weights and of parts."""
+    def _totals(self, step: int) -> tuple[int, int]:
+        """Return the checksums of whole weights and of parts.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
         by_kind: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for weight in self._weights.values():
             by_kind[0 if is_whole(weight) else 1].append(local_part(weight))
-        whole, parts = (int(checksums(weights).sum()) if weights else 0 for weights in by_kind)
+        try:
+            whole, parts = (int(checksums(weights).sum()) if weights else 0 for weights in by_kind)
+        except torch.OutOfMemoryError as error:
+            message = (
+                f"out of memory before step {step} (counted from 0), while the weights of the ranks were compared. "
+                "Parameters and optimizer are as before the step. Other tensors fill the device of this rank: free "
+                f"what your program keeps there. torch says: {str(error).partition(chr(10))[0]}"
+            )
+            raise DoesNotFitError(message, rank=self._world.process, step=step) from None
         return whole, parts
 
     def refuse(self, step: int) -> NoReturn:
@@ -133,7 +146,15 @@ def checksums(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = plain.contiguous().view(-1)
+    if plain.is_contiguous():
+        return _sum_of_flat(plain.view(-1))
+    # Channels-last weights, for example: copied in pieces of some rows, eight at least, so that words stay whole.
+    num_rows = max(1, _PIECE_BYTES * len(plain) // (8 * max(1, plain.nbytes))) * 8
+    pieces = [_sum_of_flat(piece.contiguous().view(-1)) for piece in plain.split(num_rows)]
+    return torch.stack(pieces).sum()
+
+
+def _sum_of_flat(flat: torch.Tensor) -> torch.Tensor:
     size = flat.itemsize
     # As words of 8 bytes, as far as they go: torch sums these many times faster than narrower ones.
     num_in_words = 0 if flat.storage_offset() * size % 8 else flat.numel() * size // 8 * (8 // size)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from anybatch.core.batch import Position
 from anybatch.core.dtypes import accumulation_dtype, widest_dtype
+from anybatch.core.loss import without_graph
 from anybatch.core.records import PhaseName
 from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.masked_parameters import MaskedParameters
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.accumulation.sums import LateDivision, Sums
@@ -66,6 +68,7 @@ class StepRunner:
         notifier: reports phases.
         meaning: what this rank means by a step, for the other ranks to compare.
         noise: measures the gradient's noise; None for nothing.
+        masked: looks for parameters that only micro-batches without a count reach.
         can_leave: whether a rank can leave in the middle of a step, and tell the others.
 
     Attributes:
@@ -86,6 +89,7 @@ class StepRunner:
         notifier: Notifier,
         meaning: StepMeaning,
         noise: NoiseMeter | None,
+        masked: MaskedParameters,
         can_leave: bool,
     ) -> None:
         self._planner = planner
@@ -99,6 +103,7 @@ class StepRunner:
         self._notifier = notifier
         self._meaning = meaning
         self._noise = noise
+        self._masked = masked
         self._can_leave = can_leave and world.roll_call is not None
         self._owes_step = False
         self.is_running = False
@@ -193,7 +198,7 @@ class StepRunner:
                 counts = _as_tensor(counted.divisors, widest_dtype(device))
                 late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
                 plan = counted.planned.plan
-                watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
+                watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch()
                 measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
                 with watched, pooled, measured, self._notifier.phase(phase):
                     sums = self._execute(counted)
@@ -209,6 +214,10 @@ class StepRunner:
             failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
+        if self._world.roll_call is None and all(gradient is None for gradient in gradients):
+            raise without_graph()  # every micro-batch has returned a constant zero
+        if self._masked.looks_left and counted.left_out is not None:
+            self._masked.look(counted.left_out, gradients)
         totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
         if late is not None:
@@ -236,7 +245,9 @@ class StepRunner:
 
     def _late_division(self, guess: float) -> LateDivision:
         parameter = next(iter(self._context.prepared.parameters.values()))
-        return LateDivision(guess, self._world.device, accumulation_dtype(parameter))
+        dtype = accumulation_dtype(parameter)
+        # Real, so that it also divides real gradients next to complex ones.
+        return LateDivision(guess, self._world.device, dtype.to_real())
 
 
 def _as_tensor(numbers: tuple[float, ...], dtype: torch.dtype) -> Float[Tensor, " terms"]:

@@ -41,6 +41,11 @@ class StepState:
             for generator, state in zip(self._generators, self._states, strict=True):
                 generator.set_state(state)
 
+    def restore_buffers(self) -> None:
+        """Restore the copy of the buffers alone."""
+        if self._is_kept:
+            self._buffers.restore()
+
     def skip(self) -> None:
         """End the step without an update: restore buffers. Its samples count, so generators continue."""
         if self._is_kept:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler
 from torch.utils import _python_dispatch as dispatch
 
 from anybatch.core.torch_internals import lacking, needed_for
@@ -33,6 +34,7 @@ __all__ = [
     "TrainableParts",
     "accumulation_hooks",
     "active_dispatch_modes",
+    "chained_schedulers",
     "is_compiled",
     "is_in_checkpoint",
     "module_parts",
@@ -256,6 +258,11 @@ def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
     return getattr(optimizer, "_init_group", None)
+
+
+def chained_schedulers(scheduler: object) -> Sequence[object]:
+    """Return the schedulers of a `ChainedScheduler`, which has no `last_epoch` itself: `_schedulers`; else nothing."""
+    return getattr(scheduler, "_schedulers", ()) if isinstance(scheduler, ChainedScheduler) else ()
 
 
 def packing_function(of: Any = torch) -> Callable[..., object]:  # noqa: ANN401 (torch)

@@ -5,15 +5,18 @@ one that has fewer micro-batches runs others along, with weight 0.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,25 +25,35 @@ from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.core.units import in_bytes
-from anybatch.errors import UserError, WorldError
+from anybatch.errors import LossError, UserError, WorldError
 from anybatch.parallel.dtensors import SHARDED
 from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
+from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.model_groups import comes_sharded
 from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.shard_watch import ShardWatch, refuse_gradient_of
 from anybatch.parallel.sharding import (
     Sharding,
     ShardingGroup,
     refuse_other_sharding,
+    refuse_unshardable,
     shard,
     sharding_groups,
     whole_parameters,
 )
 from anybatch.parallel.step_agreement import StepAgreement
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
-from anybatch.parallel.torch_internals import ShardedGroup, begin_as_root, root_of, sharded_group
+from anybatch.parallel.torch_internals import (
+    ShardedGroup,
+    begin_as_root,
+    carry_over,
+    is_in_forward,
+    root_of,
+    sharded_group,
+)
 from anybatch.parallel.world import World
 
 Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_batch"]
@@ -48,6 +61,15 @@ Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_ba
 
 _REDUCTIONS = ("auto", "every_micro_batch", "replicas_last", "last_micro_batch")
 _MOST_OF_MEMORY = 0.1
+_GRADIENT_IN_LOSS = (
+    "the loss function computes a gradient (torch.autograd.grad, as for a gradient penalty) under strategy 'fsdp', "
+    "whose backward frees the gathered weights that the engine's own backward needs. Use strategy='zero1', which "
+    "shards the optimizer's state, or 'all_reduce'."
+)
+_NUM_WATCHED = 2
+"""First steps, and first calls of each function in these, that are watched."""
+_PREPARED: "WeakSet[FSDP]" = WeakSet()
+"""Strategies whose models are in use: a loss may run through the model of another engine, as a generator's does."""
 _NOTHING = nullcontext()
 
 
@@ -108,6 +130,11 @@ class FSDP:
         self._hooks: list[Any] = []
         self._reduces: bool | None = None
         self._begun = False
+        self._others: list[FSDP] = []
+        self._names: dict[int, str] = {}
+        self._nodes: list[Any] = []
+        self._steps_to_watch = _NUM_WATCHED
+        self._num_calls = Counter[object]()
         self._owned = OwnedGradients()
 
     def prepare(
@@ -128,6 +155,7 @@ class FSDP:
         for module in _sharded_modules(modules):
             module.reshard()  # its own forward may have left it gathered
         if not comes_sharded(modules):
+            refuse_unshardable(modules)
             groups = sharding_groups(modules)
             mesh = self._mesh()
             differed = align_replicas(modules, world, self._initial)
@@ -151,7 +179,8 @@ class FSDP:
                 module.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
-        self._watch(weakly(on_reduction))
+        self._watch(weakly(on_reduction), list(parameters))
+        _PREPARED.add(self)
         self._owned = OwnedGradients(self._gathered_leaves())
         if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
             self._replicas = self._groups[0].mesh.shape[0]
@@ -179,12 +208,15 @@ class FSDP:
         self._modules[0].set_is_last_backward(reduces)
         if not self._begun:
             self._begin(is_begun=True)
+        if turn.backward_only:
+            self._gather()  # the backward in between has freed what the graph needs
         return _NOTHING if turn.last else self._owned
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return the shards that the backwards have reduced, and sum what is not sharded."""
+        self._steps_to_watch -= bool(self._steps_to_watch)
         for place in self._whole:
             self._used[place] = self._parameters[place].grad is not None
         agreement = StepAgreement(numbers, self._used, self._world)
@@ -218,6 +250,12 @@ class FSDP:
             for group in self._groups:
                 group.drop_whole_gradients()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a parameter has a gradient; FSDP2 gives zeros to parameters that a backward has not used."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return any(bool(local_part(gradient).any()) for gradient in gradients)
+
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """All-reduce a small tensor in the data group."""
         dist.all_reduce(numbers, group=self._world.group)
@@ -228,6 +266,8 @@ class FSDP:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._nodes.clear()
+        _PREPARED.discard(self)
 
     def _gathered_leaves(self) -> list[torch.Tensor]:
         """Return what a backward makes gradients of: gathered parameters in the place of their shards."""
@@ -258,6 +298,12 @@ class FSDP:
     def _begin(self, *, is_begun: bool) -> None:
         """Begin or end the micro-batches of an effective batch."""
         self._begun = is_begun
+        if is_begun:
+            self._others = [other for other in _PREPARED if other is not self and not other.holds_gradients]
+        else:
+            for other in self._others:  # a backward accumulates in all weights that it reaches
+                other.clear_gradients()
+            self._others = []
         for module in self._outermost:
             # Within one, what is gathered for a forward is needed again as soon as its backward begins. Outside, a
             # backward may never come, and what stays gathered would grow stale.
@@ -275,12 +321,33 @@ class FSDP:
 
     def _gathered(self, function: LossFunction, batch: Batch, model: object) -> Any:  # noqa: ANN401 (the same)
         # What is not in a block is gathered here and not by the model's own forward, which `model.encode` leaves out.
+        self._gather()
+        assert self._root is not None, "prepare comes first"
+        try:
+            with self._watched(function) if self._begun and self._steps_to_watch else _NOTHING:
+                return function(model, batch)
+        finally:
+            # Not in an evaluation, after which no backward needs the weights.
+            if self._begun and not is_in_forward(self._root):
+                raise LossError(_GRADIENT_IN_LOSS)
+
+    def _gather(self) -> None:
         for module in self._outermost:
             module.unshard()
-        return function(model, batch)
 
-    def _watch(self, on_reduction: Callable[[], ReductionObserver | None]) -> None:
-        """See which parameters backwards reach, and tell of reductions."""
+    def _watched(self, function: LossFunction) -> AbstractContextManager[object]:
+        """Return the context that watches the first calls of each function."""
+        code = getattr(function, "__code__", type(function))
+        self._num_calls[code] += 1
+        return ShardWatch(self._names) if self._num_calls[code] <= _NUM_WATCHED else _NOTHING
+
+    def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Sequence[str]) -> None:
+        """See which parameters backwards reach, and tell of reductions.
+
+        Args:
+            on_reduction: function () -> the observer, or None.
+            names: of the trainable parameters.
+        """
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._used = [False] * len(self._parameters)
         self._groups = []
@@ -289,11 +356,20 @@ class FSDP:
             if group is None:
                 continue
             self._groups.append(group)
+            for one in group.shards:
+                if id(one) in places:
+                    name = self._names[id(one)] = names[places[id(one)]]
+                    # Not a hook on the shard, which FSDP2 itself or the engine would run.
+                    node = get_gradient_edge(one).node
+                    self._hooks.append(node.register_prehook(refuse_gradient_of(name)))
+                    self._nodes.append(node)  # which nothing else keeps
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
             # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
             module.unshard()
             module.reshard()
+            for one, whole in zip(group.shards, group.gathered, strict=True):
+                carry_over(one, whole, hooks=False)
             # Not a method: torch would keep this strategy, and with it the process group of a world that was dropped.
             note = partial(_note_use, self._used, [places.get(id(shard), -1) for shard in group.shards])
             self._hooks += group.on_whole_gradient(note)

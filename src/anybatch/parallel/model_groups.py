@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.errors import CompositionError, ParameterError
-from anybatch.parallel.local_parts import is_dtensor, ranks_of
+from anybatch.parallel.local_parts import is_dtensor, is_whole, ranks_of
 from anybatch.parallel.strategy import Capabilities, ParameterLayout
 from anybatch.parallel.world import World
 
@@ -75,6 +75,29 @@ def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, prec
             "would look for overflow in each process's parts alone. Use precision='bf16'."
         )
         raise CompositionError(message)
+
+
+_WHOLE_UPDATES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
+"""Optimizers whose update of a number depends on the other numbers of its parameter."""
+
+
+def refuse_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
+    """Refuse an optimizer that computes with whole parameters where each process has a part of them.
+
+    Raises:
+        CompositionError: with a remedy.
+    """
+    parts = {id(parameter) for parameter in updated if not is_whole(parameter)}
+    for one in getattr(optimizer, "optimizers", (optimizer,)):
+        names = _WHOLE_UPDATES.intersection(kind.__name__ for kind in type(one).__mro__)
+        if names and any(id(parameter) in parts for group in one.param_groups for parameter in group["params"]):
+            message = (
+                f"{type(one).__name__} computes the update of a parameter from all of it, and each process has a part "
+                "(a DTensor) of some: the sums would be rounded differently, or the step would fail. Use "
+                "strategy='zero1', which updates each parameter as a whole on one rank, or an optimizer that updates "
+                "each number by itself, such as AdamW."
+            )
+            raise CompositionError(message)
 
 
 def refuse_joined_kernels(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:

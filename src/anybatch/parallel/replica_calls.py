@@ -109,6 +109,12 @@ class CutCall:
                 return leaves[0]
             raise CompositionError(_refused(what, f"it is {leaves[0]!r} on one replica and another thing elsewhere"))
         rows = self.form.rows.setdefault(path, _rows_per_sample(tensors, sizes))
+        if rows > 1:
+            why = (
+                f"it has {rows} rows for each sample, and shapes do not show whether those of a sample follow each "
+                "other or come in separate blocks, as two views in one tensor do"
+            )
+            raise CompositionError(_refused(what, why))
         if rows and all(len(one) == rows * size for one, size in zip(tensors, sizes, strict=True)):
             if len({one.shape[1:] for one in tensors}) == 1:
                 return join_rows(tensors)

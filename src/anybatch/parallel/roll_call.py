@@ -90,6 +90,8 @@ class RollCall:
         digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
         shards_digest: of its parts of weights that ranks share out; the same in one data group, below 2**20.
         has_agreed: whether the last message of the step is on its way, so that other ranks wait for nothing more.
+        has_hooks: whether this rank runs hooks of the user's on the summed gradients of this step.
+        any_hooks: whether any rank does.
         num_told: errors that all ranks have learnt of together.
     """
 
@@ -111,7 +113,7 @@ class RollCall:
         self._barrier = False
         self._out_of_step = _LEFT_MESSAGES.get(default_group(), "")
         self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
-        self.has_agreed = False
+        self.has_agreed = self.has_hooks = self.any_hooks = False
         self.num_told = 0
         self.shards_digest = 0
         self._num_left = 0

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from anybatch.core.blocks import repeated_blocks
 from anybatch.errors import ParameterError
-from anybatch.parallel.torch_internals import sharded_group
+from anybatch.parallel.torch_internals import carry_over, sharded_group
 from anybatch.parallel.world import World
 
 
@@ -99,6 +99,30 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
             raise ParameterError(message)
 
 
+def refuse_unshardable(modules: nn.Module) -> None:
+    """Refuse parameters that FSDP2 cannot shard, or that would lose what is attached to them.
+
+    Raises:
+        ParameterError: with the parameter and a remedy.
+    """
+    for name, parameter in modules.named_parameters():
+        kind = type(parameter)
+        if parameter.dim() and not parameter.is_contiguous():
+            message = (
+                f"parameter {name!r} has strides {tuple(parameter.stride())} for its shape {tuple(parameter.shape)} "
+                "(channels-last or transposed), and FSDP2 shards contiguous parameters only. Convert the model: "
+                "model.to(memory_format=torch.contiguous_format), or parameter.data = parameter.data.contiguous(); or "
+                "use strategy='zero1', which keeps strides."
+            )
+            raise ParameterError(message)
+        if parameter.requires_grad and kind is not nn.Parameter and nn.Parameter in kind.__mro__:
+            message = (
+                f"parameter {name!r} is of class {kind.__name__}, and FSDP2 replaces it with a plain nn.Parameter. Use "
+                "nn.Parameter, or strategy='zero1', which keeps the objects."
+            )
+            raise ParameterError(message)
+
+
 def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with a forward of their own that are in no other one, by name; containers have none."""
     if isinstance(modules, (nn.ModuleDict, nn.ModuleList)):
@@ -151,6 +175,8 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
 def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding) -> None:
     """Shard modules in place, in this order, which must have inner ones first; parameters move to the mesh's device.
 
+    Shards get the attributes and hooks of their parameters.
+
     Parameters without axes cannot be sharded: each rank keeps them whole.
 
     Args:
@@ -158,6 +184,8 @@ def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding)
         mesh: of one axis, or of two: replicas, and shards within each.
         sharding: the form.
     """
+    groups = tuple(groups)
+    before = [dict(group.module.named_parameters(remove_duplicate=False)) for group in groups]
     # On a CPU they are there already, and pinning memory needs an accelerator.
     offloads = sharding.cpu_offload and mesh.device_type != "cpu"
     for group in groups:
@@ -169,6 +197,11 @@ def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding)
             offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
             ignored_params=set(whole_parameters(group.module)),
         )
+    for group, parameters in zip(groups, before, strict=True):
+        shards = dict(group.module.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
+            if shards[name] is not parameter:
+                carry_over(parameter, shards[name], hooks=True)
 
 
 def whole_parameters(modules: nn.Module) -> list[nn.Parameter]:

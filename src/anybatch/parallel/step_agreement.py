@@ -50,10 +50,10 @@ class StepsDifferError(Exception):
 class StepAgreement:
     """One message in the control group, sent once per effective batch by every rank that sums gradients.
 
-    It carries flags: which parameters this rank has used, and whether it leaves the effective batch; and digests of
-    what it means by the step (`RollCall.digests`). On a CPU the numbers of the report travel with them. On an
-    accelerator the numbers travel by themselves, in the data group: if they travelled with the flags, the host would
-    have to wait for the device before it could read these.
+    It carries flags: which parameters this rank has used, whether it has hooks on parameters to run, and whether it
+    leaves the effective batch; and digests of what it means by the step (`RollCall.digests`). On a CPU the numbers of
+    the report travel with them. On an accelerator the numbers travel by themselves, in the data group: if they
+    travelled with the flags, the host would have to wait for the device before it could read these.
 
     Args:
         numbers: on the rank's device, shape (numbers,); summed over ranks.
@@ -67,9 +67,9 @@ class StepAgreement:
     ) -> None:
         self._world = world
         self._numbers = numbers
-        self._own = [*flags, aborts, False]
-        self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
         roll_call = world.roll_call
+        self._own = [*flags, roll_call is not None and roll_call.has_hooks, aborts, False]
+        self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
         digests, shards = ((0,) * NUM_DIGESTS, 0) if aborts or roll_call is None else roll_call.compared
         # Parts of weights are equal within a data group alone: each group has a place of its own.
         num_groups = len(world.data_groups) if world.has_model_groups else 0
@@ -113,7 +113,7 @@ class StepAgreement:
         else:
             sums = self._message[self._num_together :].tolist()
             flags, words = [flag > 0 for flag in sums[: -self._num_words]], sums[-self._num_words :]
-        *flags, any_aborts, any_fails = flags
+        *flags, any_hooks, any_aborts, any_fails = flags
         if any_fails:
             raise StepFailedError
         if any_aborts:
@@ -125,6 +125,8 @@ class StepAgreement:
         }
         if differing:
             raise StepsDifferError(tuple(sorted(differing)))
+        if self._world.roll_call is not None:
+            self._world.roll_call.any_hooks = any_hooks
         return numbers, flags
 
     def reset_to_abort(self, *, failed: bool) -> None:

@@ -39,10 +39,17 @@ class Abort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where a micro-batch stands in its rank share."""
+    """The place of a micro-batch in its rank share.
+
+    Attributes:
+        first: it is the first one.
+        last: it is the last one.
+        backward_only: its forward ran before, and another backward may have run since.
+    """
 
     first: bool
     last: bool
+    backward_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +176,11 @@ class Prepared:
     shard_update: Callable[[Optimizer, Sequence[nn.Parameter]], UpdateSharding] | None = None
     decisions: Mapping[str, str] = field(default_factory=dict)
     abort: "Callable[[Float[Tensor, ' numbers']], Abort] | None" = None
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """For each parameter the leaf of the graph: the parameter itself, or its gathered form."""
+        return list(self.parameters.values()) if self.gradient_leaves is None else self.gradient_leaves()
 
 
 class Strategy(Protocol):

@@ -29,9 +29,11 @@ __all__ = [
     "Store",
     "TCPStore",
     "begin_as_root",
+    "carry_over",
     "default_store",
     "drop_engine_hooks",
     "has_thread_state",
+    "is_in_forward",
     "keeps_graph",
     "leave_groups_alone",
     "local_offset",
@@ -178,6 +180,36 @@ def begin_as_root(root: nn.Module) -> None:
     """
     with needed_for(_SHARDING):
         root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def carry_over(old: nn.Parameter, new: torch.Tensor, *, hooks: bool) -> None:
+    """Give the replacement of a parameter its attributes and, if asked, its hooks, whose handles stay valid.
+
+    Args:
+        old: the parameter as the user knows it.
+        new: its shard, or its gathered form.
+        hooks: also the hooks of `Tensor.register_hook`: `Tensor._backward_hooks`.
+
+    Raises:
+        UnsupportedTorchError: tensors keep hooks elsewhere.
+    """
+    vars(new).update(vars(old))
+    with needed_for(_SHARDING):
+        if hooks and old._backward_hooks:
+            new._backward_hooks = old._backward_hooks
+
+
+def is_in_forward(root: nn.Module) -> bool:
+    """Return whether the forward of a sharded root still counts as running: a backward inside it ends that.
+
+    Args:
+        root: a module that `fully_shard` was called on, whose forward runs.
+
+    Raises:
+        UnsupportedTorchError: FSDP2 keeps its state elsewhere.
+    """
+    with needed_for(_SHARDING):
+        return root._get_fsdp_state()._state_ctx.iter_forward_root is not None  # type: ignore[operator]
 
 
 def root_of(module: nn.Module) -> nn.Module | None:

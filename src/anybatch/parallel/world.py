@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import CannotRedoError, RankFailedError, RanksDifferError, WorldError
 from anybatch.parallel.launchers import Launch, find_launch
 from anybatch.parallel.process_groups import (
@@ -66,6 +67,16 @@ class World:
     device_bytes: int | None = None
     _control: ControlGroup | None = field(default=None, repr=False, compare=False)
     _grid: RankGrid | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse values of a wrong type or size."""
+        size = checked_int("size", self.size, error=WorldError)
+        if checked_int("rank", self.rank, least=0, error=WorldError) >= size:
+            message = f"rank={self.rank} must be below {size=}: ranks are numbered from 0."
+            raise WorldError(message)
+        refuse_unless(isinstance(self.device, torch.device), "device", self.device, "a torch.device", WorldError)
+        if self.device_bytes is not None:
+            checked_int("device_bytes", self.device_bytes, least=0, error=WorldError)
 
     @classmethod
     def from_environment(cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0) -> "World":

@@ -16,7 +16,8 @@ from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.update.precision import LossScaler
-from anybatch.parallel.strategy import Prepared, Strategy, Turn
+from anybatch.errors import LossError
+from anybatch.parallel.strategy import Capabilities, Prepared, Strategy, Turn
 
 
 class MicroBatch(NamedTuple):
@@ -116,14 +117,31 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
                 terms = call(forward_of(context.loss, micro_batch, sums), batch)
             # 3. Backward: gradients add up.
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-            if not total.requires_grad:
-                raise without_graph()
-            torch.autograd.backward(scale(total), inputs=inputs)
+            if total.requires_grad:
+                torch.autograd.backward(scale(total), inputs=inputs)
+            else:
+                _refuse_constant(total, context.strategy.capabilities)
         # 4. Keep what will be reported, on the device.
         contributions = [term.detach() for term in terms]
         sums.contributions.append((micro_batch.factors, contributions))
         context.after(micro_batch, contributions)
     return sums
+
+
+def _refuse_constant(total: Float[Tensor, ""], needs: Capabilities) -> None:
+    """Refuse a loss without a graph, unless it is a zero, which adds nothing to the gradient.
+
+    Raises:
+        LossError: with a remedy.
+    """
+    if not torch.is_grad_enabled() or bool(total != 0):
+        raise without_graph()
+    if needs.lockstep or needs.prepares_in_forward:
+        message = (
+            f"the loss of a micro-batch is a constant zero, and strategy {needs.name!r} needs a backward in each. "
+            "Return a zero that depends on the model, such as outputs.sum() * 0, or use strategy='all_reduce'."
+        )
+        raise LossError(message)
 
 
 def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:

@@ -66,6 +66,7 @@ class CountedBatch(NamedTuple):
         micro_batches: this rank's that have something to add, each with its data on the device.
         replay: the data of `micro_batches` once more, from the host, for a loss across samples; nothing for others.
         seed: of what such a loss draws once for the whole effective batch.
+        left_out: a micro-batch of this rank that counts nothing, on the host; None if there is none.
     """
 
     planned: PlannedBatch
@@ -73,6 +74,7 @@ class CountedBatch(NamedTuple):
     micro_batches: Iterator[tuple[MicroBatch, Batch]]
     replay: Iterator[Batch]
     seed: int
+    left_out: Batch | None = None
 
 
 def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
@@ -155,8 +157,7 @@ class BatchCounter:
     def count(self, planned: PlannedBatch, step: int) -> CountedBatch:
         """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
 
-        Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
-        since the divisor has to be known before the first forward.
+        Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first runs.
 
         Args:
             planned: the effective batch.
@@ -166,11 +167,12 @@ class BatchCounter:
             LossError: the whole effective batch has nothing to count, so its loss is not defined.
             DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
         """
-        device, micro_batches = self._world.device, planned.micro_batches
+        device, micro_batches, left_out = self._world.device, planned.micro_batches, None
         if self._needs_data:
             planned, loaded, counts, divisors = self._count_from_data(planned)
             in_turn = self._in_turn(planned, counts, divisors)
             micro_batches = iter([loaded[one.place] for one in in_turn])
+            left_out = next((batch for batch, count in zip(loaded, counts, strict=True) if not any(count)), None)
         else:
             divisors, in_turn = self._count_samples(planned)
         replay: Iterator[Batch] = iter(())
@@ -180,19 +182,19 @@ class BatchCounter:
             micro_batches = (_private_copy(batch, device) for batch in micro_batches)
         if not self._is_on_host:
             micro_batches, replay = to_device(micro_batches, device), to_device(replay, device)
-        # Made in one go: between two backwards the same lines would run from cold caches, several times as long.
+        # Made here: between two backwards the same lines would run from cold caches, several times as long.
         key = BatchKey(planned.seed, step, planned.sample_ids)
         lined_up = []
         for one in in_turn:
-            unit = one.unit
-            seed = unit_seed(planned.seed, step, planned.sample_ids[unit.start])
-            lined_up.append(MicroBatch(unit, one.factors, one.turn, seed, key))
+            seed = unit_seed(planned.seed, step, planned.sample_ids[one.unit.start])
+            lined_up.append(MicroBatch(one.unit, one.factors, one.turn, seed, key))
         return CountedBatch(
             planned=planned,
             divisors=divisors,
             micro_batches=zip(lined_up, micro_batches, strict=True),
             replay=replay,
             seed=joint_seed(planned.seed, step) if self._has_two_passes else 0,
+            left_out=left_out,
         )
 
     def _count_samples(self, planned: PlannedBatch) -> tuple[tuple[float, ...], list[_UnitInTurn]]:
@@ -324,11 +326,9 @@ def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Return the batches on the device. On CUDA copies run in a stream of their own, beside what computes."""
-    if device.type == "cpu":
-        return batches
-    if device.type != "cuda":
-        return (moved_to(batch, device) for batch in batches)
-    return _copied_beside(batches, device)
+    if device.type == "cuda":
+        return _copied_beside(batches, device)
+    return batches if device.type == "cpu" else (moved_to(batch, device) for batch in batches)
 
 
 @functools.cache

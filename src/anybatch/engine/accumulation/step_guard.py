@@ -3,7 +3,7 @@
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,8 @@ from anybatch.engine.torch_internals import (
 )
 from anybatch.errors import LossError, ParameterError
 from anybatch.parallel.local_parts import local_part
-from anybatch.parallel.strategy import Prepared
+from anybatch.parallel.strategy import ParameterLayout, Prepared
+from anybatch.parallel.world import World
 
 DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
 """Layers whose forward depends on the mode."""
@@ -48,15 +49,23 @@ class StepGuard:
         model: the user's own, or named ones.
         modules: everything that trains.
         prepared: what the strategy has made of it.
-        replaces_parameters: the strategy puts other parameters into the modules, and they change during a step.
         notifier: gives warnings.
+        world: the ranks.
+        replaces_parameters: the strategy puts other parameters into the modules, and they change during a step.
 
     Raises:
         ParameterError: a parameter has a hook that runs after each accumulation.
     """
 
     def __init__(
-        self, model: Model, modules: nn.Module, prepared: Prepared, notifier: Notifier, *, replaces_parameters: bool
+        self,
+        model: Model,
+        modules: nn.Module,
+        prepared: Prepared,
+        notifier: Notifier,
+        world: World,
+        *,
+        replaces_parameters: bool,
     ) -> None:
         self._roots = (model,) if isinstance(model, nn.Module) else tuple(model.values())
         self._modules = None if replaces_parameters else modules
@@ -67,6 +76,9 @@ class StepGuard:
         self._all_in_buffers = room == sum(local_part(one).numel() for one in self._parameters)
         self._call = prepared.call
         self._notifier = notifier
+        self._world, self._roll_call = world, world.roll_call
+        # Hooks see whole gradients, as those of the user's own parameters.
+        self._layout = prepared.layout if replaces_parameters else ParameterLayout()
         self._trained = TrainableParts(modules)
         self._hooks: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
         self._looks_left = 0
@@ -90,6 +102,8 @@ class StepGuard:
         # What a loss function does with gradients it does from the start; later on one look per step has to do.
         self._looks_left = sys.maxsize if self._steps_left else 1
         self._hooks = tensor_hooks(self._parameters)
+        if self._roll_call is not None:
+            self._roll_call.has_hooks = bool(self._hooks)
         return without_tensor_hooks(self._parameters) if self._hooks else _NOTHING
 
     def end_step(self) -> None:
@@ -125,15 +139,42 @@ class StepGuard:
 
         Args:
             gradients: of each trainable parameter, summed and divided; None for one that no rank used.
+
+        Raises:
+            RankFailedError: a hook has raised on another rank; no rank makes the update.
         """
+        if self._roll_call is None or not self._roll_call.any_hooks:
+            if self._hooks:
+                self._run_hooks(gradients, gradients)
+            return
+        self._roll_call.has_agreed = False  # a rank whose hook raises keeps the others from the update
+        numbers = self._world.gather_from_processes([number for number, _ in self._hooks])
+        # Before the hooks, so that one that raises leaves no rank in a collective.
+        whole = {
+            number: self._layout.gather(gradient)
+            for number in sorted(set().union(*numbers))
+            if (gradient := gradients[number]) is not None
+        }
+        self._world.run_on_all_processes(lambda: self._run_hooks(gradients, whole))
+        self._roll_call.has_agreed = True
+
+    @torch.no_grad()
+    def _run_hooks(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        whole: "Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]",
+    ) -> None:
+        """Run this rank's hooks on whole gradients, and put the results where gradients are."""
         for number, hook in self._hooks:
             gradient = gradients[number]
-            if gradient is None:
+            seen = None if gradient is None else whole[number]
+            if gradient is None or seen is None:
                 continue
-            with torch.no_grad():
-                changed = hook(gradient)
-                if changed is not None:
-                    gradient.copy_(changed)
+            changed = hook(seen)
+            if changed is not None:
+                seen.copy_(changed)
+            if seen is not gradient:
+                gradient.copy_(self._layout.scatter(seen, gradient))
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return list(map(_GRADIENT, self._parameters))
@@ -173,15 +214,7 @@ class StepGuard:
         num_hooks = num_accumulation_hooks(self._parameters)
         if num_hooks == self._num_accumulation_hooks:
             return
-        for number, hook in accumulation_hooks(self._parameters):
-            if not getattr(hook, "__module__", "").startswith("anybatch."):
-                message = (
-                    f"parameter {self._names[number]!r} has a post-accumulate hook ({hook!r}), which would run in "
-                    "every micro-batch, on a part of the gradient. Remove it (its handle's remove()): the engine "
-                    "updates once per effective batch. To look at the summed gradient or change it, use "
-                    "parameter.register_hook, which the engine runs once per step, or optimizer.register_step_pre_hook."
-                )
-                raise ParameterError(message)
+        refuse_accumulation_hooks(dict(zip(self._names, self._parameters, strict=True)))
         self._num_accumulation_hooks = num_hooks
 
     def _warn_of_evaluation_mode(self) -> None:
@@ -216,6 +249,27 @@ class StepGuard:
                 "function; if not, nothing is wrong."
             )
             self._notifier.warn("gradients_from_elsewhere", message)
+
+
+def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse hooks of the user's that run after each accumulation.
+
+    Args:
+        parameters: by name.
+
+    Raises:
+        ParameterError: with the parameter and a remedy.
+    """
+    names = list(parameters)
+    for number, hook in accumulation_hooks(list(parameters.values())):
+        if not getattr(hook, "__module__", "").startswith("anybatch."):
+            message = (
+                f"parameter {names[number]!r} has a post-accumulate hook ({hook!r}), which would run in every "
+                "micro-batch, on a part of the gradient. Remove it (its handle's remove()): the engine updates once "
+                "per effective batch. To look at the summed gradient or change it, use parameter.register_hook, which "
+                "the engine runs once per step, or optimizer.register_step_pre_hook."
+            )
+            raise ParameterError(message)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -352,7 +352,7 @@ def _loss_gradient(context: LoopContext, outputs: Outputs, exchange: OutputExcha
     whole = _in_batch_order(leaves, exchange.plan)
     value = one_number(call_on_whole(context, context.loss, outputs.put_together(whole), exchange.seed))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    parameters = list(context.prepared.parameters.values())
+    parameters = context.prepared.leaves
     found: Sequence[torch.Tensor | None] = []
     if value.requires_grad:
         # `grad` and not `backward`, which would add to `.grad` and set off reductions before the last micro-batch.
@@ -387,7 +387,7 @@ def _backward_kept(
 ) -> None:
     """Run the backward of the micro-batch whose graph was kept, and free it."""
     context.before(micro_batch)
-    with context.strategy.micro_batch(turn):
+    with context.strategy.micro_batch(replace(turn, backward_only=True)):
         roots = [
             root for root, slopes in zip(outputs.graph, loss_gradient.of_outputs, strict=True) if slopes is not None
         ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.loss import Loss
-from anybatch.core.splitting import BatchPlan, CutConstraints
+from anybatch.core.splitting import CutConstraints
 from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import CompositionError, UserError
@@ -38,7 +38,8 @@ class _Pool:
         update: what becomes of it.
         before: the tensor itself, which the module may replace.
         value: its value from before the step.
-        found: (first sample, number of samples, value) of micro-batches that have run; for "mean" one weighted sum.
+        found: (first sample, number of samples, value) of micro-batches that have run; for "mean" one weighted sum,
+            for "first" the first one on this rank.
         pooled: the new value, once it is known.
     """
 
@@ -67,7 +68,7 @@ class _Pool:
         if self.update == "mean":
             total = self.found[0][2] if self.found else torch.zeros_like(value, dtype=_wide(value))
             self.found = [(start, number, total + value.to(total.dtype) * number)]
-        elif self.update != "first" or not start:
+        elif self.update != "first" or not self.found:
             self.found.append((start, number, value.clone()))
 
 
@@ -92,7 +93,7 @@ class BufferUpdates:
         self._world = world
         self.names = frozenset[str]()
         self._pools = self._found(chosen, modules)
-        self._num_samples = 0
+        self._num_counted = 0
 
     def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
         """Refuse what runs micro-batches twice, in turns or in parts.
@@ -126,13 +127,13 @@ class BufferUpdates:
         """Whether there is nothing to do."""
         return not self._pools
 
-    def effective_batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
+    def effective_batch(self) -> AbstractContextManager[None]:
         """Return the context in which the micro-batches of an effective batch are run, anew for each try."""
-        return self._running(plan.num_samples) if self._pools else _NOTHING
+        return self._running() if self._pools else _NOTHING
 
     @contextmanager
-    def _running(self, num_samples: int) -> Iterator[None]:
-        self._num_samples = num_samples
+    def _running(self) -> Iterator[None]:
+        self._num_counted = 0
         for pool in self._pools:
             pool.begin()
         try:
@@ -148,14 +149,17 @@ class BufferUpdates:
         """Take the values that a micro-batch has left."""
         unit = micro_batch.unit
         if unit.weight:  # not of one that only keeps ranks in lockstep
+            self._num_counted += unit.num_samples
             for pool in self._pools:
                 pool.note(unit.start, unit.num_samples)
 
     def pool(self) -> None:
         """Make the new values, together with all ranks: once none of them can leave the step any more."""
+        # Not those of the plan: a micro-batch that counts nothing does not run.
+        rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():
-                pool.pooled = self._new_value(pool)
+                pool.pooled = self._new_value(pool, [number for (number,) in rows])
             pool.found = []
 
     def update(self) -> None:
@@ -171,18 +175,29 @@ class BufferUpdates:
         for pool in self._pools:
             pool.restore()
 
-    def _new_value(self, pool: _Pool) -> Tensor:
+    def _new_value(self, pool: _Pool, numbers: Sequence[float]) -> Tensor:
+        """Return a buffer's new value: its old one if no micro-batch counted anything.
+
+        Args:
+            pool: the buffer.
+            numbers: samples of micro-batches that counted something, by rank.
+        """
         if callable(pool.update):
             own = [(start, number, value.cpu()) for start, number, value in pool.found]
             # In the order of the effective batch, which no cut and no number of ranks changes.
             found = sorted((one for of_rank in self._gathered(own) for one in of_rank), key=lambda one: one[0])
             values = [value.to(pool.value.device) for _, _, value in found]
-            return pool.update(pool.value, values, [number for _, number, _ in found])
+            return pool.update(pool.value, values, [number for _, number, _ in found]) if found else pool.value
+        first = next((rank for rank, number in enumerate(numbers) if number), None)
+        if first is None:
+            return pool.value
         dtype = _wide(pool.value)
-        share = pool.found[0][2].to(dtype) if pool.found else torch.zeros_like(pool.value, dtype=dtype)
+        # Shares are consecutive, so the first rank that ran anything has the value of the first micro-batch.
+        counts = bool(pool.found) and (pool.update == "mean" or first == self._world.rank)
+        share = pool.found[0][2].to(dtype) if counts else torch.zeros_like(pool.value, dtype=dtype)
         with self._world.collective():
             total = self._strategy.sum(share)
-        return total / self._num_samples if pool.update == "mean" else total
+        return total / sum(numbers) if pool.update == "mean" else total
 
     def _gathered(self, own: list[Any]) -> list[list[Any]]:
         with self._world.collective():
@@ -224,6 +239,6 @@ def _own_buffers(modules: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str
 
 def _wide(tensor: Tensor) -> torch.dtype:
     """Return a type in which values of micro-batches can be added up."""
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.int64
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -17,6 +17,7 @@ from jaxtyping import BFloat16, Float32, Int16, Int32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anybatch.core.dtypes import widened
 from anybatch.core.randomness import rounding_seed
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.local_parts import is_dtensor
@@ -93,7 +94,9 @@ class Float32Windows:
         self._parameters = tuple(parameters)
         self._keeps_bits, self._seed = way == "split", seed
         # What closed windows are made of, one for each device: a number, as often as it is asked for.
-        self._nothing = {one.device: torch.zeros((), device=one.device) for one in self._parameters}
+        self._nothing = {
+            one.device: torch.zeros((), dtype=torch.float32, device=one.device) for one in self._parameters
+        }
         self.updated = tuple(map(self._window, self._parameters))
         self.missing: dict[int, Tensor] = {}
         if self._keeps_bits:
@@ -105,6 +108,13 @@ class Float32Windows:
         """The numbers of the parameters that have a window."""
         pairs = zip(self.updated, self._parameters, strict=True)
         return [number for number, (window, own) in enumerate(pairs) if window is not own]
+
+    def wide_weights(self) -> list[Tensor]:
+        """Return every parameter in float32 where it is in bf16, with its lower bits if they are kept."""
+        return [
+            joined(parameter.detach(), self.missing[number]) if number in self.missing else widened(parameter.detach())
+            for number, parameter in enumerate(self._parameters)
+        ]
 
     def pieces(self, optimizer: Optimizer) -> list[list[int]]:
         """Return the numbers of the parameters that are updated together: all, if only that is known to be right.

@@ -1,6 +1,7 @@
 """A loss or gradient that is not finite is acted on before the next update, without making the loop wait."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from anybatch.errors import NonFiniteError
 
+_MAX_NAMES = 4
 _Seen = tuple[Float[Tensor, ""], Float[Tensor, ""] | None]
 
 
@@ -16,10 +18,15 @@ class FiniteCheck:
 
     On an accelerator reading the number would make the loop wait for the device, so it is copied to the host in the
     background and read before the *next* update, when it has long arrived: the update in between has been made.
+
+    Args:
+        device: of the numbers.
+        state: function () -> names of weights and buffers that are not finite, as they were before the step.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, state: Callable[[], Sequence[str]] = tuple) -> None:
         self._device, self._is_cpu = device, device.type == "cpu"
+        self._state = state
         self._pending: tuple[int, torch.Tensor, torch.Event, _Seen] | None = None
 
     def check(self, contributions: Float[Tensor, " terms"], norm: Float[Tensor, ""] | None, step: int) -> None:
@@ -36,7 +43,7 @@ class FiniteCheck:
         if self._is_cpu:  # reading waits for nothing, and asks faster than torch does
             numbers = sum(contributions.tolist()) + (0.0 if norm is None else norm.item())
             if not math.isfinite(numbers):
-                raise _error(step, (contributions.sum(), norm), late=False)
+                raise self._error(step, (contributions.sum(), norm), late=False)
             return
         self.settle()
         loss = contributions.sum()
@@ -55,20 +62,23 @@ class FiniteCheck:
         self._pending = None
         event.synchronize()
         if not torch.isfinite(copy):
-            raise _error(step, seen, late=True)
+            raise self._error(step, seen, late=True)
 
-
-def _error(step: int, seen: _Seen, *, late: bool) -> NonFiniteError:
-    loss, norm = (None if number is None else number.item() for number in seen)
-    measured = "" if norm is None else f" and the gradient norm is {norm:.4g}"
-    happened = (
-        "Found while the next step was computing: the update of that step has been made, so go back to a checkpoint"
-        if late
-        else "The update was not made: parameters and optimizer are as before"
-    )
-    message = (
-        f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {happened}. Look for a "
-        "learning rate that is too high, samples that are not finite themselves, or a loss that divides by zero; "
-        "clip=1.0 helps against spikes."
-    )
-    return NonFiniteError(message, step=step, updated=late)
+    def _error(self, step: int, seen: _Seen, *, late: bool) -> NonFiniteError:
+        loss, norm = (None if number is None else number.item() for number in seen)
+        measured = "" if norm is None else f" and the gradient norm is {norm:.4g}"
+        happened = (
+            "Found while the next step was computing: the update of that step has been made, so go back to a checkpoint"
+            if late
+            else "The update was not made: parameters and optimizer are as before"
+        )
+        names = () if late else self._state()
+        cause = (
+            f"Not finite already before the step: {', '.join(map(repr, names[:_MAX_NAMES]))}"
+            f"{f' and {len(names) - _MAX_NAMES} more' if len(names) > _MAX_NAMES else ''}."
+            if names
+            else "Look for a learning rate that is too high, samples that are not finite themselves, or a loss that "
+            "divides by zero; clip=1.0 helps against spikes."
+        )
+        message = f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {happened}. {cause}"
+        return NonFiniteError(message, step=step, updated=late)

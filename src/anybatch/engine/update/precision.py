@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.dtypes import is_low_precision
+from anybatch.core.dtypes import is_low_precision, widened
 from anybatch.engine.update.bf16_weights import Bf16Weights, Float32Windows
 from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
+from anybatch.parallel.local_parts import local_part
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -69,6 +70,12 @@ class Target:
             return self.windows.missing
         pairs = enumerate(zip(self.updated, self.parameters, strict=True))
         return {number: updated for number, (updated, own) in pairs if updated is not own}
+
+    def wide_weights(self) -> list[torch.Tensor]:
+        """Return this rank's part of every weight, at its full precision: float32 copies in place of bf16 weights."""
+        if self.windows is not None:
+            return self.windows.wide_weights()
+        return [widened(local_part(weight.detach())) for weight in self.updated]
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Put a state into the optimizer, which takes it in its parameters' type; keep it in bf16 where it was."""

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.checkpoint_state import Scheduler
+from anybatch.engine.torch_internals import chained_schedulers
 from anybatch.errors import UserError
 
 SchedulerFunction = Callable[[Optimizer], Scheduler]
@@ -68,6 +69,42 @@ def unsaved_scheduler(optimizer: Optimizer, saved: Iterable[object]) -> str:
         "resumed run would begin its schedule again. Pass it as Engine(scheduler=...), which steps it once per update, "
         "or step it yourself and call engine.save_also(scheduler=scheduler)."
     )
+
+
+class StepCounter:
+    """Notices a scheduler that is stepped by the engine and by the user's loop: its rates would change twice as fast.
+
+    Schedulers of torch count their steps in `last_epoch`; others are not looked at.
+    """
+
+    def __init__(self) -> None:
+        self._expected: int | None = None
+
+    def step(self, scheduler: Scheduler) -> str:
+        """Step the scheduler; return the warning about a step in between, or an empty string."""
+        before, expected = num_scheduled(scheduler), self._expected
+        self._expected = None  # until the step has succeeded
+        scheduler.step()
+        self._expected = num_scheduled(scheduler)
+        if before is None or expected is None or before != expected + 1:
+            return ""
+        return (
+            f"{type(scheduler).__name__} was stepped between two steps of the engine: it had counted {expected} steps "
+            f"after the first and {before} before the second, so learning rates change twice as fast. The engine steps "
+            "its scheduler once per update: remove scheduler.step() from your loop; or leave out "
+            "Engine(scheduler=...), step it yourself, and call engine.save_also(scheduler=scheduler)."
+        )
+
+    def forget(self) -> None:
+        """Expect nothing: the scheduler was replaced, or its state was loaded."""
+        self._expected = None
+
+
+def num_scheduled(scheduler: object) -> int | None:
+    """Return how many steps a scheduler has counted; None if it does not count."""
+    chained = chained_schedulers(scheduler)
+    last = getattr(chained[0] if chained else scheduler, "last_epoch", None)
+    return last if isinstance(last, int) else None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from anybatch.engine.update.finite_check import FiniteCheck
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
-from anybatch.engine.update.schedule import SchedulerFunction, at_rate, scheduler_of
+from anybatch.engine.update.schedule import SchedulerFunction, StepCounter, at_rate, scheduler_of
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
@@ -94,6 +94,7 @@ class Updater:
         self.scaler = scaler
         self.average = average
         self.scheduler = scheduler
+        self.scheduled = StepCounter()
         self.finite = finite
         self.state = state
         self._clip = clip
@@ -188,7 +189,7 @@ class Updater:
         if self.scheduler is None or updated.skipped:
             return
         try:
-            self.scheduler.step()
+            warning = self.scheduled.step(self.scheduler)
         except Exception as error:
             error.add_note(
                 f"anybatch: in {type(self.scheduler).__name__}.step, behind the update of step {self._step} (counted "
@@ -196,6 +197,8 @@ class Updater:
                 "continues with another one."
             )
             raise
+        if warning:
+            self._notifier.warn("scheduler_stepped_twice", warning)
 
     def refuse_broken_off(self) -> None:
         """Refuse to go on behind an update that broke off.
@@ -218,6 +221,7 @@ class Updater:
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule; see `Engine.reschedule`."""
         self.scheduler = scheduler_of(scheduler, self.target.optimizer)
+        self.scheduled.forget()
 
     def undo(self) -> None:
         """Restore the state from before an unfinished step: gradients, loss scaling, buffers, generators.

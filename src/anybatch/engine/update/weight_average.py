@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, once per optimizer step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,14 +24,19 @@ class WeightAverage:
     Args:
         parameters: by name; averaged in float32 where they are bf16 or fp16.
         decay: between 0 and 1, such as 0.999.
+        wide_weights: function () -> this rank's parts of the weights at full precision, in the order of `parameters`.
+            An average of rounded bf16 weights would miss nearly all of their movement.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], decay: float, wide_weights: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
         if not 0.0 < decay < 1.0:
             message = f"average_decay={decay} must lie between 0 and 1, such as 0.999 for a horizon of 1,000 steps."
             raise UserError(message)
         self.decay = decay
         self._parameters = dict(parameters)
+        self._wide_weights = wide_weights
         # In float32: a bf16 average would stand still, like a bf16 sum.
         self.weights = {name: widened(parameter.detach()).clone() for name, parameter in parameters.items()}
 
@@ -39,8 +44,8 @@ class WeightAverage:
     def update(self) -> None:
         """Take the weights of one more step in."""
         # Of parts, which torch can take together with plain tensors.
-        new = [widened(local_part(parameter.detach())) for parameter in self._parameters.values()]
-        interpolate_each(list(map(local_part, self.weights.values())), new, 1.0 - self.decay)
+        averages = list(map(local_part, self.weights.values()))
+        interpolate_each(averages, self._wide_weights(), 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -1,0 +1,385 @@
+"""What surrounds a step: schedulers, constant losses, complex and captured parameters, metrics, causes of NaN."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ChainedScheduler, StepLR
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning, LossError, NonFiniteError, ParameterError, WorldError
+from anybatch.testing import relative_error
+from tests.engine.cases import Batch, InMemory, classify, language_model, perceptron, sentences, vectors
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    """Build the optimizer of these tests."""
+    return torch.optim.SGD(named, lr=0.1, weight_decay=0.1)
+
+
+def warned(run: Callable[[], object]) -> list[str]:
+    """Return the warnings of anybatch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AnyBatchWarning)
+        run()
+    return [str(one.message) for one in caught if issubclass(one.category, AnyBatchWarning)]
+
+
+def rates(optimizer: torch.optim.Optimizer, *, chained: bool) -> Any:
+    """Return a schedule that halves the rate in every step."""
+    halving = StepLR(optimizer, 1, gamma=0.5)
+    return ChainedScheduler([halving], optimizer) if chained else halving
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("steps_itself", [False, True])
+def test_a_scheduler_that_is_stepped_twice_is_warned_of(chained: bool, steps_itself: bool) -> None:
+    """A loop that also steps the engine's scheduler is warned once; one that leaves it alone is not."""
+
+    def train() -> None:
+        model = perceptron()
+        optimizer = sgd(model.parameters())
+        scheduler = rates(optimizer, chained=chained)
+        loss = ab.mean_over_samples(classify)
+        with ab.Engine(model, optimizer, loss, micro_batch_size=4, scheduler=scheduler) as engine:
+            for _ in range(4):
+                engine.step(InMemory(vectors(7)))
+                if steps_itself:
+                    scheduler.step()
+
+    found = warned(train)
+    assert len(found) == steps_itself
+    assert not steps_itself or "remove scheduler.step()" in found[0]
+
+
+def test_a_loaded_or_replaced_schedule_is_no_second_step(tmp_path: Any) -> None:
+    """After loading a checkpoint of the next step or setting a new schedule, no second step is reported."""
+
+    def train() -> None:
+        model = perceptron()
+        with ab.Engine(
+            model,
+            sgd(model.parameters()),
+            ab.mean_over_samples(classify),
+            micro_batch_size=4,
+            scheduler=functools.partial(rates, chained=False),
+        ) as engine:
+            engine.step(InMemory(vectors(7)))
+            engine.step(InMemory(vectors(7)))
+            engine.save(tmp_path)
+            engine.step(InMemory(vectors(7)))
+            engine.load(tmp_path)
+            engine.step(InMemory(vectors(7)))
+            engine.reschedule(functools.partial(StepLR, step_size=1))
+            engine.step(InMemory(vectors(7)))
+
+    assert warned(train) == []
+
+
+def detections(model: nn.Module, batch: Batch) -> ab.LossSum:
+    """Return the sum over samples that have a box, and a constant where none of them has one."""
+    found = batch["y"] > 0
+    if not found.any():
+        return ab.LossSum(torch.zeros(()), 0)
+    losses = F.cross_entropy(model(batch["x"][found]), batch["y"][found], reduction="none")
+    return ab.LossSum(losses.sum(), int(found.sum()))
+
+
+def boxes() -> Batch:
+    """Return a batch in which the first micro-batch of each of two ranks has no box."""
+    batch = vectors(12)
+    batch["y"] = torch.where(torch.arange(12) % 6 < 2, torch.zeros_like(batch["y"]), batch["y"].clamp(min=1))
+    return batch
+
+
+def error_with_constants(strategy: str, *, is_declared: bool) -> float | str:
+    """Run on every rank: return the error of the weights after two steps, or the message of a refusal."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    model, plain = perceptron(), perceptron()
+    loss = ab.mean_over(detections, count=lambda batch: (batch["y"] > 0).sum()) if is_declared else detections
+    world = ab.World() if strategy == "single" else ab.World.from_environment()
+    optimizer = sgd(plain.parameters())
+    try:
+        with ab.Engine(
+            model, sgd, loss, micro_batch_size=2, strategy=strategy, check_loss=False, world=world
+        ) as engine:
+            for _ in range(2):
+                engine.step(InMemory(boxes()))
+                found: Any = detections(plain, boxes())
+                optimizer.zero_grad()
+                (found.total / found.count).backward()
+                optimizer.step()
+    except LossError as error:
+        return str(error)
+    trained = {name: one.detach() for name, one in model.named_parameters()}
+    return relative_error(trained, {name: one.detach() for name, one in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_constant_zero_adds_nothing(is_declared: bool) -> None:
+    """A micro-batch whose loss is a constant zero adds nothing, as in the un-split batch."""
+    error = error_with_constants("single", is_declared=is_declared)
+    assert isinstance(error, float)
+    assert error <= TOLERANCE
+
+
+def constants_on_a_rank(strategy: str) -> float | str:
+    """Run on every rank: `error_with_constants` of the undeclared loss."""
+    return error_with_constants(strategy, is_declared=False)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "ddp", "fsdp"])
+def test_a_constant_zero_on_ranks(strategy: str, two_ranks: Ranks) -> None:
+    """On ranks it adds nothing either; where each micro-batch needs a backward it is refused, with what to return."""
+    for error in two_ranks.run(constants_on_a_rank, strategy):
+        if strategy in {"ddp", "fsdp"}:
+            assert isinstance(error, str)
+            assert "constant zero" in error
+        else:
+            assert isinstance(error, float)
+            assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_a_loss_that_is_always_constant_is_refused(value: float) -> None:
+    """A loss that never depends on the model is refused, a zero too."""
+    model = perceptron()
+    loss = ab.mean_over_samples(lambda _model, _batch: torch.tensor(value))
+    with (
+        ab.Engine(model, sgd, loss, micro_batch_size=4, check_loss=False) as engine,
+        pytest.raises(LossError, match="no graph"),
+    ):
+        engine.step(InMemory(vectors(7)))
+
+
+class Waves(nn.Module):
+    """Complex weights next to real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+        self.real = nn.Linear(5, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number per sample."""
+        squares: torch.Tensor = self.real(x).squeeze(1).square()
+        return squares + (x * self.phase).sum(1).abs().square()
+
+
+def test_complex_parameters_with_a_late_count() -> None:
+    """Gradients of complex and real parameters are divided by a count that comes with the loss."""
+    model, plain = Waves(), Waves()
+    with ab.Engine(model, sgd, lambda net, batch: net(batch["x"]), micro_batch_size=2, check_loss=False) as engine:
+        engine.step(InMemory(vectors(7)))
+    optimizer = sgd(plain.parameters())
+    plain(vectors(7)["x"]).mean().backward()
+    optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert float((one - other).detach().abs().max()) <= TOLERANCE
+
+
+def test_split_weights_under_another_default_dtype() -> None:
+    """The lower bits of bf16 weights are those of float32, under any default dtype of torch."""
+    before, start = torch.get_default_dtype(), perceptron().bfloat16()
+    ends = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            model = copy.deepcopy(start)
+            loss = ab.mean_over_samples(lambda net, batch: classify(net, {**batch, "x": batch["x"].bfloat16()}))
+            with ab.Engine(
+                model, sgd, loss, micro_batch_size=4, bf16_weights="split", average_decay=0.9, check_loss=False
+            ) as engine:
+                engine.step(InMemory(vectors(7)))
+                assert engine.average is not None
+                assert {one.dtype for one in engine.average.weights.values()} == {torch.float32}
+            ends.append([one.detach() for one in model.parameters()])
+        finally:
+            torch.set_default_dtype(before)
+    assert all(map(torch.equal, *ends))
+
+
+TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def with_global(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a loss with a parameter of the module's globals."""
+    return classify(model, batch) * TEMPERATURE
+
+
+class Holder:
+    """An object with a parameter whose method is the loss."""
+
+    def __init__(self) -> None:
+        self.scales = TEMPERATURE
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the loss."""
+        return classify(model, batch) * self.scales
+
+
+def with_argument(scale: torch.Tensor, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a loss with a parameter that is bound."""
+    return classify(model, batch) * scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lambda model, batch: classify(model, batch) * TEMPERATURE,
+        lambda: with_global,
+        lambda: Holder().loss,
+        lambda: functools.partial(with_argument, TEMPERATURE),
+    ],
+    ids=["closure", "global", "object", "partial"],
+)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_parameter_that_only_the_loss_holds_is_warned_of(make: Callable[[], Any], is_frozen: bool) -> None:
+    """The engine does not train it and warns when it is built; a frozen one causes no warning."""
+    TEMPERATURE.requires_grad_(not is_frozen)
+    model = perceptron()
+    found = warned(lambda: ab.Engine(model, sgd, ab.mean_over_samples(make()), micro_batch_size=4).close())
+    assert len(found) == (not is_frozen)
+    assert is_frozen or "never trains" in found[0]
+
+
+def test_a_module_that_the_loss_holds_is_not_spoken_of() -> None:
+    """The critic in a generator's loss belongs to another engine: no warning."""
+    model, critic = perceptron(), perceptron()
+    loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + critic(batch["x"]).mean())
+    assert warned(lambda: ab.Engine(model, sgd, loss, micro_batch_size=4).close()) == []
+
+
+def refused_capture() -> tuple[str, bool]:
+    """Run on every rank: return the error for a captured parameter that FSDP2 replaces, and whether it was kept."""
+    model = perceptron()
+    weight = model.get_parameter("0.weight")
+    loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + weight.square().sum())
+    with pytest.raises(ParameterError) as caught:
+        ab.Engine(model, sgd, loss, strategy="fsdp", world=ab.World.from_environment())
+    return str(caught.value), model.get_parameter("0.weight") is weight
+
+
+def test_a_captured_parameter_is_refused_where_it_is_replaced(two_ranks: Ranks) -> None:
+    """Under fsdp, a loss that has captured a parameter of the model is refused before the model changes."""
+    for message, is_kept in two_ranks.run(refused_capture):
+        assert "'0.weight'" in message
+        assert is_kept
+
+
+def each_word(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return one loss per word."""
+    logits = model(batch["words"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["words"].flatten(), reduction="none")
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_an_undeclared_loss_per_word_is_evaluated_as_it_is_trained(size: int | None) -> None:
+    """Its mean is over words, and a metric has the name of its function."""
+    model, batch = language_model(), sentences(7)
+    with ab.Engine(model, sgd, each_word, micro_batch_size=size or "auto") as engine:
+        expected = float(each_word(model, batch).detach().mean())
+        assert engine.evaluate([InMemory(batch)]) == pytest.approx({"loss": expected}, rel=1e-12)
+        assert engine.evaluate([InMemory(batch)], each_word) == pytest.approx({"each_word": expected}, rel=1e-12)
+        partial = functools.partial(each_word)
+        assert engine.evaluate([InMemory(batch)], partial) == pytest.approx({"each_word": expected}, rel=1e-12)
+        assert set(engine.evaluate([InMemory(batch)], lambda net, part: each_word(net, part) * 2)) == {"metric"}
+
+
+def test_what_was_not_finite_before_is_named() -> None:
+    """An error about NaN names the buffers and weights that were not finite before the step, and no others."""
+    model = nn.Sequential(perceptron(), nn.BatchNorm1d(4).double())
+    optimizer, loss = sgd(model.parameters()), ab.mean_over_samples(classify)
+    with ab.Engine(model, optimizer, loss, norms="keep", micro_batch_size=4, check_loss=False) as engine:
+        bad = vectors(7)
+        bad["x"][0] = torch.nan
+        with pytest.raises(NonFiniteError) as caught:
+            engine.step(InMemory(bad))
+        assert "running_mean" not in str(caught.value)
+        model[1].get_buffer("running_var")[0] = torch.inf
+        model.get_parameter("0.0.weight").data[0] = torch.nan
+        with pytest.raises(NonFiniteError, match=r"'1.running_var', '0.0.weight'"):
+            engine.step(InMemory(vectors(7)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rank": "0"},
+        {"size": 2.0},
+        {"size": 0},
+        {"size": 10**30},
+        {"rank": 2, "size": 2},
+        {"device": "cpu"},
+        {"device_bytes": "4"},
+    ],
+    ids=str,
+)
+def test_worlds_made_by_hand_are_checked(given: Any) -> None:
+    """A wrong value is refused by name."""
+    with pytest.raises(WorldError, match=next(iter(given))):
+        ab.World(**given)
+
+
+class Experts(nn.Module):
+    """Two layers, of which each sample uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 4).double() for _ in range(2))
+        self.idle = nn.Linear(2, 2).double()
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Return class scores."""
+        out = x.new_zeros(len(x), 4)
+        for one, layer in enumerate(self.layers):
+            if (number == one).any():
+                out = torch.where(number[:, None] == one, layer(x), out)
+        return out
+
+
+def warnings_about_masks(strategy: str, num_masked: int, chosen: int) -> list[str]:
+    """Run on every rank: return warnings of two steps whose masked samples use the second expert, or the first too."""
+    batch, model = vectors(8), Experts()
+    batch["y"][:num_masked] = -100
+    batch["expert"] = torch.where(torch.arange(8) < num_masked, chosen, 0)
+    loss = ab.mean_over(
+        lambda net, part: F.cross_entropy(net(part["x"], part["expert"]), part["y"]),
+        count=lambda part: (part["y"] != -100).sum(),
+    )
+
+    def train() -> None:
+        world = ab.World() if strategy == "single" else ab.World.from_environment()
+        with ab.Engine(
+            model, sgd, loss, micro_batch_size=2, strategy=strategy, check_loss=False, world=world
+        ) as engine:
+            for _ in range(2):
+                engine.step(InMemory(batch))
+
+    return warned(train)
+
+
+@pytest.mark.parametrize(("num_masked", "chosen", "warns"), [(2, 1, True), (2, 0, False), (1, 1, False)])
+def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen: int, warns: bool) -> None:
+    """They are named once. Parameters that nothing uses, or that other micro-batches reach too, are not."""
+    found = warnings_about_masks("single", num_masked, chosen)
+    assert len(found) == warns
+    assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
+def test_parameters_that_only_masked_micro_batches_of_a_rank_reach(strategy: str, two_ranks: Ranks) -> None:
+    """The rank that has left the micro-batch out warns."""
+    first, second = two_ranks.run(warnings_about_masks, strategy, 2, 1)
+    assert (len(first), len(second)) == (1, 0)

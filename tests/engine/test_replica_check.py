@@ -1,0 +1,85 @@
+"""Replicas are compared with all of their weights, in little memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.engine import replica_check
+from anybatch.engine.replica_check import ReplicaCheck, checksums
+from anybatch.errors import DoesNotFitError, ReplicaError
+from tests.engine.cases import InMemory, classify, perceptron, vectors
+from tests.ranks_fixture import Ranks
+
+
+class WithTeacher(nn.Module):
+    """A model whose forward also moves a frozen copy of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = perceptron(), perceptron()
+        self.teacher.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return class scores."""
+        with torch.no_grad():
+            for parameter in self.teacher.parameters():
+                parameter.add_(x.mean())
+        scores: torch.Tensor = self.student(x)
+        return scores
+
+
+def names_that_differ(strategy: str) -> tuple[str, ...]:
+    """Run on every rank: train with a teacher that each rank moves by its own samples; return the names that differ."""
+    model, world = WithTeacher(), ab.World.from_environment()
+    with ab.Engine(
+        model,
+        torch.optim.SGD(model.student.parameters(), lr=0.1),
+        ab.mean_over_samples(classify),
+        micro_batch_size=2,
+        strategy=strategy,
+        check_loss=False,
+        world=world,
+    ) as engine:
+        engine.step(InMemory(vectors(7)))
+        with pytest.raises(ReplicaError) as caught:
+            engine.evaluate([InMemory(vectors(7))])
+        repaired = engine.align_replicas()
+        assert repaired == caught.value.names
+        engine.evaluate([InMemory(vectors(7))])
+    return caught.value.names
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
+def test_frozen_weights_that_drift_apart_are_found(strategy: str, two_ranks: Ranks) -> None:
+    """Frozen weights are compared as trained ones are, named, and repaired by `align_replicas`."""
+    expected = tuple(f"teacher.{name}" for name, _ in perceptron().named_parameters())
+    assert two_ranks.run(names_that_differ, strategy) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_checksums_do_not_depend_on_strides(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channels-last weight is copied in pieces, and has the checksum of the contiguous one."""
+    monkeypatch.setattr(replica_check, "_PIECE_BYTES", 64)
+    weight = torch.randint(0, 100, (rows, 3, 2, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = weight.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(checksums([weight]), checksums([other]))
+
+
+def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error of anybatch, which says where memory ran out."""
+
+    def fails(_: Any) -> torch.Tensor:
+        message = "CUDA out of memory"
+        raise torch.OutOfMemoryError(message)
+
+    check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
+    monkeypatch.setattr(check, "_enabled", True)
+    monkeypatch.setattr(replica_check, "checksums", fails)
+    with pytest.raises(DoesNotFitError, match="while the weights of the ranks were compared"):
+        check.digests(100)
+    with pytest.raises(DoesNotFitError, match="before step 7"):
+        check.compare(7)

@@ -1,0 +1,279 @@
+"""Whatever is attached to parameters, or uses them outside of the model, trains as in plain torch or is refused."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.errors import AnyBatchError, AnyBatchWarning, CompositionError, LossError, ParameterError
+from anybatch.optimizers import CombinedOptimizer
+from anybatch.parallel.dtensors import gather
+from anybatch.parallel.fsdp import FSDP
+from anybatch.parallel.local_parts import is_dtensor
+from anybatch.testing import relative_error
+from tests.engine.cases import Batch, InMemory, vectors
+from tests.parallel.sharded_models import Tower, loss_of, tower
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+NUM_SAMPLES, NUM_STEPS = 11, 3
+Named = Iterable[tuple[str, nn.Parameter]]
+RETURNED_VIEW = "FSDP2-wrapped module .* returned a view tensor"
+
+
+def sgd(named: Named) -> torch.optim.Optimizer:
+    """Build an optimizer that decays weights, unless they say otherwise."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for _, parameter in named:
+        groups[not getattr(parameter, "_no_weight_decay", False)].append(parameter)
+    given = [{"params": members, "weight_decay": 0.1 * decays} for decays, members in groups.items() if members]
+    return torch.optim.SGD(given, lr=0.1, momentum=0.9)
+
+
+def adafactor(named: Named) -> torch.optim.Optimizer:
+    """Build an optimizer whose state is of rows and columns."""
+    return torch.optim.Adafactor([parameter for _, parameter in named], lr=0.1)
+
+
+def muon(named: Named) -> torch.optim.Optimizer:
+    """Build an optimizer that orthogonalises whole matrices, next to another one."""
+    parameters = [parameter for _, parameter in named]
+    return CombinedOptimizer(
+        torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.1),
+        torch.optim.SGD([p for p in parameters if p.ndim != 2], lr=0.1),
+    )
+
+
+def with_attribute(model: Tower) -> None:
+    """Exempt some weights, inside and outside of blocks, from weight decay."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined] # noqa: SLF001 (the user's own name)
+
+
+def with_hooks(model: Tower) -> None:
+    """Mask rows of one gradient, and clamp another one in place; a third hook is removed again."""
+    rows = torch.arange(6) % 2 == 0
+    model.first.weight.register_hook(lambda gradient: gradient * rows[:, None])
+    model.blocks[1].get_parameter("inner.weight").register_hook(lambda gradient: gradient.clamp_(-1e-3, 1e-3))
+    model.last.weight.register_hook(torch.zeros_like).remove()
+
+
+def with_accumulation_hook(model: Tower) -> None:
+    """Attach a hook that would run in every micro-batch."""
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter with a class of its own."""
+
+
+def with_own_class(model: Tower) -> None:
+    """Replace a parameter by one of another class."""
+    model.first.bias = OwnParameter(model.first.bias.detach())
+
+
+def with_transposed(model: Tower) -> None:
+    """Keep a weight in other strides, as channels-last models do."""
+    model.blocks[0].get_submodule("inner").weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64).t())
+
+
+def penalised(model: Tower, names: Sequence[str], batch: Batch) -> torch.Tensor:
+    """Return the loss with a penalty on weights."""
+    return loss_of(model, batch) + 0.05 * sum(model.get_parameter(name).square().sum() for name in names)
+
+
+def outer_penalty(model: Tower, batch: Batch) -> torch.Tensor:
+    """Penalise weights outside of blocks."""
+    return penalised(model, ("first.weight", "last.weight"), batch)
+
+
+def block_penalty(model: Tower, batch: Batch) -> torch.Tensor:
+    """Penalise the weight of a block."""
+    return penalised(model, ("blocks.1.inner.weight",), batch)
+
+
+def whole_block_penalty(model: Tower, batch: Batch) -> torch.Tensor:
+    """Penalise the weight of a block, which is gathered for that."""
+    weight = model.blocks[1].get_parameter("inner.weight")
+    return loss_of(model, batch) + 0.05 * (gather(weight) if is_dtensor(weight) else weight).square().sum()
+
+
+def orthogonal(model: Tower, batch: Batch) -> torch.Tensor:
+    """Penalise a block's weight for not being orthogonal."""
+    weight = model.blocks[1].get_parameter("inner.weight")
+    return loss_of(model, batch) + 0.01 * (weight.T @ weight - torch.eye(6, dtype=weight.dtype)).square().sum()
+
+
+def gradient_penalty(model: Tower, batch: Batch) -> torch.Tensor:
+    """Penalise the slope of the output."""
+    x = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).logsumexp(-1).sum(), x, create_graph=True)
+    return loss_of(model, batch) + 0.1 * slope.square().sum(1).mean()
+
+
+def own_slope(model: Tower, batch: Batch) -> torch.Tensor:
+    """Differentiate something that does not run through the model."""
+    x = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(x.square().sum(), x)
+    return loss_of(model, batch) + 0.0 * slope.sum()
+
+
+def ragged(model: Tower, batch: Batch) -> torch.Tensor:
+    """Run the model on rows of which samples have different numbers."""
+    counts = (batch["y"] + 1).tolist()
+    outputs = model(torch.cat([x.expand(count, -1) for x, count in zip(batch["x"], counts, strict=True)])).split(counts)
+    return torch.stack([output.mean().square() for output in outputs]).mean()
+
+
+def encode(model: Tower, batch: Batch) -> torch.Tensor:
+    """Return what the loss across samples is computed from."""
+    return model.encode(batch["x"])
+
+
+def prototypes(model: Tower, hidden: torch.Tensor) -> torch.Tensor:
+    """Compare samples with each other and with prototypes, which are weights of the model."""
+    alike = hidden @ hidden.T / len(hidden)
+    return (alike - 1).square().mean() + (hidden @ model.last.weight.T).logsumexp(1).mean()
+
+
+def prototypes_in_block(model: Tower, hidden: torch.Tensor) -> torch.Tensor:
+    """Use a block's weight for prototypes."""
+    return prototypes(model, hidden) + (hidden @ model.blocks[0].get_parameter("inner.weight")).mean()
+
+
+class Scaled(nn.Module):
+    """A loss across samples with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
+
+    def forward(self, model: Tower, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.scale.exp() * prototypes(model, hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """One case.
+
+    Attributes:
+        loss: of the un-split batch, by plain torch.
+        declared: builds what the engine is given.
+        attach: what the user does to the model before.
+        optimizer: builds it over named parameters.
+        refused: the error under fsdp; None where it trains exactly.
+        refused_everywhere: the error is one of every strategy.
+    """
+
+    loss: Callable[[Any, Batch], torch.Tensor] = loss_of
+    declared: "Callable[[], Loss] | None" = None
+    attach: Callable[[Tower], object] = lambda _: None
+    optimizer: Callable[[Named], torch.optim.Optimizer] = sgd
+    refused: "type[AnyBatchError] | None" = None
+    refused_everywhere: bool = False
+
+
+def across(function: Callable[[Tower, torch.Tensor], torch.Tensor], **options: Any) -> Attached:
+    """Return a case of a loss across samples."""
+    return Attached(
+        loss=lambda model, batch: function(model, encode(model, batch)),
+        declared=lambda: ab.joint(encode, function),
+        **options,
+    )
+
+
+CASES: Mapping[str, Attached] = {
+    "attributes": Attached(attach=with_attribute),
+    "hooks": Attached(attach=with_hooks),
+    "accumulation hook": Attached(attach=with_accumulation_hook, refused=ParameterError, refused_everywhere=True),
+    "own class": Attached(attach=with_own_class, refused=ParameterError),
+    "strides": Attached(attach=with_transposed, refused=ParameterError),
+    "Adafactor": Attached(optimizer=adafactor, refused=CompositionError),
+    "Muon": Attached(optimizer=muon, refused=CompositionError),
+    "penalty outside of blocks": Attached(loss=outer_penalty),
+    "penalty in a block": Attached(loss=block_penalty, refused=LossError),
+    "penalty on a gathered weight": Attached(loss=whole_block_penalty, refused=LossError),
+    "orthogonal block": Attached(loss=orthogonal, refused=LossError),
+    "gradient penalty": Attached(loss=gradient_penalty, refused=LossError),
+    "gradient of something else": Attached(loss=own_slope),
+    "ragged samples": Attached(loss=ragged),
+    "joint with prototypes": across(prototypes),
+    "joint with a block's weight": across(prototypes_in_block, refused=LossError),
+}
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    """Return the weights in one piece."""
+    return {name: gather(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def plain(case: Attached) -> dict[str, Any]:
+    """Return the weights after some steps of a plain loop over un-split batches."""
+    model = tower("plain")
+    case.attach(model)
+    optimizer = case.optimizer(list(model.named_parameters()))
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        case.loss(model, vectors(NUM_SAMPLES)).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, float, list[str]]:
+    """Run on every rank: return the class of the error, or how far the weights are from plain ones, and the warnings.
+
+    Warnings of anybatch alone are returned; the first step's check has tests of its own.
+    """
+    warnings.filterwarnings("ignore", message=RETURNED_VIEW)
+    case, model = CASES[name], tower("plain")
+    case.attach(model)
+    before = dict(model.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AnyBatchWarning)
+        try:
+            with ab.Engine(
+                model,
+                case.optimizer,
+                ab.mean_over_samples(case.loss) if case.declared is None else case.declared(),
+                micro_batch_size=2,
+                strategy=FSDP(**options) if options else strategy,
+                check_loss=False,
+                world=ab.World.from_environment(),
+            ) as engine:
+                for _ in range(NUM_STEPS):
+                    engine.step(InMemory(vectors(NUM_SAMPLES)))
+        except AnyBatchError as error:
+            if case.refused is ParameterError:  # while the engine is built: nothing has changed
+                assert all(one is before[name] for name, one in model.named_parameters())
+            return type(error).__name__, 0.0, []
+    said = [str(one.message) for one in caught if issubclass(one.category, AnyBatchWarning)]
+    return "", relative_error(whole(model), plain(case)), said
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
+def test_trains_as_plain_torch_or_is_refused(strategy: str, name: str, two_ranks: Ranks) -> None:
+    """Under every strategy the weights are those of plain torch, or the error has a remedy; none is torch's own."""
+    case = CASES[name]
+    refused = case.refused if strategy == "fsdp" or case.refused_everywhere else None
+    for error, distance, said in two_ranks.run(outcome, name, strategy, {}):
+        assert error == ("" if refused is None else refused.__name__)
+        assert distance <= (1e-6 if name == "Muon" else TOLERANCE)  # it computes in bf16, of gradients in float64
+        assert not said
+
+
+@pytest.mark.parametrize("name", ["hooks", "joint with prototypes", "penalty outside of blocks", "gradient penalty"])
+def test_reduced_in_every_micro_batch(name: str, two_ranks: Ranks) -> None:
+    """The same where gradients are reduced in every micro-batch."""
+    refused = CASES[name].refused
+    for error, distance, _ in two_ranks.run(outcome, name, "fsdp", {"reduction": "every_micro_batch"}):
+        assert error == ("" if refused is None else refused.__name__)
+        assert distance <= TOLERANCE
