@@ -1,10 +1,14 @@
 """Chapter 4: batches of any shape. A batch is a tree; its leaves that carry samples are cut along their first axis.
 
-Containers: mappings (dict, `BatchEncoding` and other `Mapping`s), tuples, named tuples, dataclasses, and lists that
-hold a tensor or container. Leaves that carry samples: tensors of at least one axis, numpy arrays, plain lists (a list
-of strings, say), tuples of strings, which torch's default collate makes, lists with a tensor or dict for each sample,
-and objects with `slice_samples(start, stop)` and `__len__`. Everything else (numbers, None, strings, zero-axis
-tensors) belongs to every sample.
+**The rule.** A mapping (dict, `BatchEncoding`), dataclass or named tuple holds fields, and so does a tuple that is the
+batch itself. Each field has the sample as its first axis: tensors of at least one axis, numpy arrays, plain lists (of
+strings, say), tuples of strings, which torch's default collate makes, and objects with `slice_samples(start, stop)`
+and `__len__`. Everything else (numbers, None, strings, tensors without axes) belongs to every sample.
+
+A list of tensors or containers, or a tuple of them inside a batch, can be read in two ways: it holds fields, or it has
+one entry per sample (a `SampleList` always has). The reading that fits the lengths of all other leaves is used. If both
+readings fit, the batch is refused. One exception: a batch that is a list of two or three tensors of equal length holds
+fields, as torch's default collate returns them.
 """
 
 import copy
@@ -17,57 +21,75 @@ import torch
 
 from anybatch.errors import DataError
 
-_MOST_FIELDS_ALIKE = 3
-"""Fields of one shape and type in a list: more of them are more likely samples."""
+_MAX_PLAIN_FIELDS = 3
+"""Tensors of a list that holds fields without further evidence: more of them are more likely samples."""
 Batch = Any
 """Any nested batch. There is no narrower type: the user's collate function decides."""
 
 
 class SampleList(list[Any]):
-    """A list with one entry for each sample, such as images or recordings of different sizes; it is cut by entries.
+    """A list with one entry for each sample, such as images or recordings of different sizes; it is cut by entries."""
 
-    A plain list of tensors in a batch is one too where the rest of the batch leaves no other reading.
-    """
+    __slots__ = ()
+
+
+class FieldList(list[Any]):
+    """A list that holds fields, although its entries could be samples."""
+
+    __slots__ = ()
+
+
+class FieldTuple(tuple[Any, ...]):
+    """The same as a tuple."""
 
     __slots__ = ()
 
 
 def count_samples(batch: Batch) -> int:
-    """Return the number of samples of a nested batch: the length of the first axis that all its leaves share.
-
-    A list of tensors, or of dicts of tensors, is either a list of fields, each with the sample as its first axis, or
-    has one entry for each sample. It is what the lengths leave possible. A batch that is an object of a class of its
-    own has as many samples as its `__len__` says, if it has `slice_samples(start, stop)` too.
+    """Return the number of samples of a nested batch, by the rule at the top of this module.
 
     Raises:
-        DataError: no leaf carries samples, leaves disagree about how many, or lists can be read in two ways.
+        DataError: no leaf carries samples, leaves disagree about how many, or a list can be read in two ways.
     """
     return read_samples(batch)[1]
 
 
-def read_samples(batch: Batch) -> tuple[Batch, int]:
-    """Return a batch in which every list of samples is a `SampleList`, and its number of samples.
+def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, int]:
+    """Return a batch whose lists are marked as samples or as fields, and its number of samples.
+
+    Parts of a marked batch are read like the whole. Lists whose entries cannot be samples need no mark.
+
+    Args:
+        batch: any nested batch.
+        num_samples: the number of samples, where it is known: if it fits, other readings do not count.
 
     Raises:
         DataError: see `count_samples`.
     """
     if (fields := _plain_fields(batch)) and len(heights := set(map(len, fields))) == 1:
-        return batch, heights.pop()
+        if num_samples is None or num_samples in heights:
+            return batch, heights.pop()
     lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch", cutting=True) if _carries_samples(leaf)}
-    numbers, lists = set(lengths.values()), list(_lists_of_tensors(batch))
-    # The reading as fields: every leaf has the sample as its first axis.
-    if len(numbers) == 1 and not any(map(_looks_like_samples, lists)):
+    lists = dict(_unmarked_lists(batch, "batch"))
+    numbers = set(lengths.values())
+    if num_samples is None and len(numbers) == 1 and _is_short(batch):
         return batch, numbers.pop()
-    tried = numbers | {len(one) for one in lists}
-    by_entries = {number: found for number in sorted(tried) if (found := _entries(batch, number))}
-    if len(numbers) == 1 and not by_entries:
-        return batch, numbers.pop()
-    if len(by_entries) == 1 and (len(numbers) > 1 or not numbers or _are_inputs_and_targets(batch)):
-        number, found = by_entries.popitem()
-        return _map_leaves(batch, lambda leaf: leaf, cutting=True, entries=found), number
-    if by_entries:
-        raise DataError(_in_two_ways(numbers if len(numbers) == 1 else set(), set(by_entries)))
-    raise DataError(_uncountable(batch, lengths))
+    numbers |= {len(node) for node in lists.values()}
+    if num_samples in numbers:
+        numbers = {num_samples}
+    readings = {number: entries for number in sorted(numbers) if (entries := _entries(batch, number)) is not None}
+    if not readings:
+        raise DataError(_uncountable(batch, lengths | {path: len(node) for path, node in lists.items()}))
+    if len(readings) > 1:
+        raise DataError(_in_two_ways("a list in the batch", readings))
+    number, entries = readings.popitem()
+    return (_with_marks(batch, entries) if lists else batch), number
+
+
+def as_fields(batch: Batch) -> Batch:
+    """Return a batch of torch's default collate with its lists marked: all of them hold fields."""
+    has_lists = not _plain_fields(batch) and any(True for _ in _unmarked_lists(batch, ""))
+    return _with_marks(batch, frozenset()) if has_lists else batch
 
 
 def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
@@ -85,7 +107,7 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
     """Return samples `start` to `stop` (exclusive) of a batch as `read_samples` returns it, whose lists are marked."""
     if fields := _plain_fields(batch):
         rows = [field[start:stop] for field in fields]
-        return dict(zip(batch, rows, strict=True)) if type(batch) is dict else tuple(rows)
+        return dict(zip(batch, rows, strict=True)) if type(batch) is dict else type(batch)(rows)
 
     def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -157,6 +179,14 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
 def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
     first = leaves[0]
     if not _carries_samples(first):
+        other = next((leaf for leaf in leaves if not _are_equal(first, leaf)), first)
+        if other is not first:
+            message = (
+                f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, and it belongs "
+                "to no sample. Leave it out and compute it in the loss or its count, or use "
+                "ab.batches(dataset, effective_batch_size=...), or have the loader yield batches of the whole size."
+            )
+            raise DataError(message)
         return first
     if isinstance(first, list):
         return type(first)(itertools.chain.from_iterable(leaves))
@@ -173,6 +203,17 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
         "all batches to one length, or have the loader yield batches of the whole size."
     )
     raise DataError(message)
+
+
+def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (whatever a batch holds)
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (TypeError, ValueError):  # what compares element by element
+        return False
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -290,80 +331,94 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
 
 
 def _marked(batch: Batch) -> Batch:
-    """Return a batch in which every list of samples is a `SampleList`; most batches have no list to look at."""
-    return read_samples(batch)[0] if any(True for _ in _lists_of_tensors(batch)) else batch
+    """Return a batch with its lists marked; most batches have none to look at."""
+    return read_samples(batch)[0] if any(True for _ in _unmarked_lists(batch, "")) else batch
 
 
-def _lists_of_tensors(node: Batch, *, is_top: bool = True) -> Iterator[Sequence[Any]]:
-    """Yield every list or tuple that may have one entry for each sample."""
-    if isinstance(node, torch.Tensor) or not _is_container(node) or _is_cut_whole(node):
+def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) -> Batch:
+    """Return a batch in which lists with an id in `entries` are marked as samples, and other unmarked ones as fields."""
+    if id(node) in entries:
+        return SampleList(node)
+    if _is_cut_whole(node):
+        return node
+    marked = _with_children(node, lambda child: _with_marks(child, entries, is_top=False))
+    if not _may_be_samples(node, is_top=is_top) or (is_top and _is_short(node)):
+        return marked
+    return FieldTuple(marked) if isinstance(marked, tuple) else FieldList(marked)
+
+
+def _unmarked_lists(node: Batch, path: str, *, is_top: bool = True) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield path and value of every list or tuple whose entries may be samples and that has no mark."""
+    if not _is_container(node) or _is_cut_whole(node):
         return
-    if _may_be_samples(node, is_top=is_top) or _are_inputs_and_targets(node):
-        yield node
-    for _, child in _children(node):
-        yield from _lists_of_tensors(child, is_top=False)
+    if _may_be_samples(node, is_top=is_top):
+        yield path, node
+    for key, child in _children(node):
+        yield from _unmarked_lists(child, path + key, is_top=False)
 
 
 def _may_be_samples(node: Batch, *, is_top: bool) -> bool:
-    """Whether entries may be samples: they are of one type, and no list of fields is one of them.
-
-    A tuple that is the whole batch holds fields.
-    """
-    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or (is_top and isinstance(node, tuple)):
+    """Whether the entries of a list or tuple are of one kind, so that each may be a sample."""
+    if not isinstance(node, (list, tuple)) or not node or (is_top and isinstance(node, tuple)):
         return False
-    return (
-        len({type(item) for item in node}) == 1 and not isinstance(node[0], list) and not _are_inputs_and_targets(node)
-    )
-
-
-def _looks_like_samples(node: Sequence[Any]) -> bool:
-    """Whether a list whose fields would have equally many samples may have an entry for each sample all the same.
-
-    Two or three tensors, or such that differ in shape or type, are what collate functions return as fields.
-    """
-    if isinstance(node, tuple):
-        return _are_inputs_and_targets(node)
-    if _are_inputs_and_targets(node):
-        return True
-    tensors = [item for item in node if isinstance(item, torch.Tensor)]
-    alike = {(item.shape, item.dtype) for item in tensors}
-    return len(tensors) == len(node) > _MOST_FIELDS_ALIKE and len(alike) == 1
-
-
-def _are_inputs_and_targets(node: Batch) -> bool:
-    """Whether this is (images, targets), as detection has them: lists of one length, one of them of dicts."""
-    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or len(node) < 2:  # noqa: PLR2004 (inputs, targets)
+    if isinstance(node, (SampleList, FieldList, FieldTuple)) or hasattr(node, "_fields") or not _can_hold_rows(node[0]):
         return False
-    if not all(isinstance(item, (list, tuple)) and item for item in node) or len({len(item) for item in node}) > 1:
+    if len(set(map(_kind, node))) > 1:
         return False
-    return any(all(isinstance(entry, Mapping) for entry in item) for item in node)
+    return not isinstance(node[0], Mapping) or bool(set(node[0]).intersection(*node))
+
+
+def _kind(item: Any) -> tuple[object, ...]:  # noqa: ANN401 (whatever a list holds)
+    """Return what samples in a list have in common: type and number of axes, those of the first item, of a sequence."""
+    if isinstance(item, (list, tuple)):
+        return (type(item), *map(_kind, item[:1]))
+    return type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)
+
+
+def _is_short(batch: Batch) -> bool:
+    """Whether a batch is a list of so few tensors that they are fields, as torch's default collate returns them."""
+    return isinstance(batch, list) and len(batch) <= _MAX_PLAIN_FIELDS and all(map(_is_tensor, batch))
 
 
 def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int] | None:
     """Return the ids of the lists that have an entry for each of so many samples; None if not all leaves have as many.
 
-    A list is one of fields where it can be, but one of dicts is one of samples where it can be.
+    Raises:
+        DataError: a list fits as fields and as samples.
     """
-    if isinstance(node, torch.Tensor) or not _is_container(node) or _is_cut_whole(node):
+    if not _is_container(node) or _is_cut_whole(node):
         return frozenset() if not _carries_samples(node) or _length(node) == number else None
-    may_be = isinstance(node, (list, tuple)) and len(node) == number and _may_be_samples(node, is_top=is_top)
-    if may_be and (all(isinstance(item, Mapping) for item in node) or _looks_like_samples(node)):
-        return frozenset([id(node)])
-    found: set[int] = set()
+    below: frozenset[int] | None = frozenset()
     for _, child in _children(node):
-        below = _entries(child, number, is_top=False)
-        if below is None:
-            return frozenset([id(node)]) if may_be else None
-        found |= below
-    return frozenset(found)
+        found = _entries(child, number, is_top=False)
+        if found is None:
+            below = None
+            break
+        below |= found
+    if not _may_be_samples(node, is_top=is_top):
+        return below
+    holds_samples = any(_carries_samples(leaf) for _, leaf in _leaves(node, "", cutting=True))
+    if not holds_samples and isinstance(node, tuple):  # such as sizes of images
+        return below
+    if len(node) != number:
+        return below if holds_samples else None
+    if holds_samples and below is not None:
+        raise DataError(_in_two_ways(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number))
+    return frozenset([id(node)])
 
 
-def _in_two_ways(fields: set[int], entries: set[int]) -> str:
-    ways = [f"{number} samples, as every tensor's first axis says" for number in fields]
-    ways += [f"{number} samples, one for each entry of a list" for number in sorted(entries)]
+def _in_two_ways(what: str, readings: Mapping[int, frozenset[int]], *, both: int | None = None) -> str:
+    ways = [
+        f"{number} samples, one for each entry of a list"
+        if entries
+        else f"{number} samples, along the first axis of every tensor"
+        for number, entries in readings.items()
+    ]
+    if both is not None:
+        ways.append(f"{both} samples, one for each entry of a list")
     return (
-        f"a list in the batch can be read in two ways: {', or '.join(ways[:2])}. Pass fields as a tuple or dict, and "
-        "samples as anybatch.data.SampleList(samples), which is cut by its entries."
+        f"{what} can be read in two ways: {', or '.join(ways[:2])}. Pass fields as a dict, and samples as "
+        "anybatch.data.SampleList(samples), which is cut by its entries."
     )
 
 
@@ -384,11 +439,13 @@ def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
 
 
 def _plain_fields(batch: Batch) -> Sequence[torch.Tensor]:
-    """Return the fields of what most batches are, a dict or tuple of dense tensors; nothing for any other.
+    """Return the fields of a dict, tuple or short list of dense tensors, as most batches are; nothing for any other.
 
     A step asks three times, and going through a tree in general takes ten times as long.
     """
-    fields = tuple(batch.values()) if type(batch) is dict else batch if type(batch) is tuple else ()
+    kind = type(batch)
+    is_plain = kind is tuple or (kind is list and len(batch) <= _MAX_PLAIN_FIELDS)
+    fields = tuple(batch.values()) if kind is dict else batch if is_plain else ()
     for leaf in fields:
         # Of subclasses of tensors nothing is known.
         if type(leaf) is not torch.Tensor or not leaf.dim() or leaf.layout is not torch.strided or leaf.is_nested:
@@ -414,7 +471,16 @@ def _is_container(node: object) -> bool:
     if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
         return True
     # A list of numbers or strings is a leaf, with one entry per sample.
-    return isinstance(node, list) and any(isinstance(item, torch.Tensor) or _is_container(item) for item in node)
+    return isinstance(node, list) and any(map(_can_hold_rows, node))
+
+
+def _can_hold_rows(item: object) -> bool:
+    return _is_tensor(item) or hasattr(item, "slice_samples") or _is_container(item)
+
+
+def _is_tensor(item: object) -> bool:
+    """Whether this is a tensor, or a numpy array, recognised without numpy, which need not be installed."""
+    return isinstance(item, torch.Tensor) or (hasattr(item, "__array__") and getattr(item, "ndim", 0) > 0)
 
 
 def _are_strings(node: object) -> bool:
@@ -441,25 +507,24 @@ def _leaves(node: Batch, path: str, *, cutting: bool = False) -> Iterator[tuple[
         yield from _leaves(child, path + key, cutting=cutting)
 
 
-def _map_leaves(
-    node: Batch, function: Callable[[Any], Any], *, cutting: bool = False, entries: frozenset[int] = frozenset()
-) -> Batch:
-    """Return the same structure around what `function` makes of leaves; lists with an id in `entries` are marked."""
-    if id(node) in entries:
-        return SampleList(node)
+def _map_leaves(node: Batch, function: Callable[[Any], Any], *, cutting: bool = False) -> Batch:
+    """Return the same structure around what `function` makes of leaves."""
     if isinstance(node, torch.Tensor) or not _is_container(node) or (cutting and _is_cut_whole(node)):
         return function(node)
+    return _with_children(node, lambda child: _map_leaves(child, function, cutting=cutting))
 
-    def below(child: Batch) -> Batch:
-        return _map_leaves(child, function, cutting=cutting, entries=entries)
 
+def _with_children(node: Batch, function: Callable[[Any], Any]) -> Batch:
+    """Return a container of the same kind around what `function` makes of its children; anything else as it is."""
+    if isinstance(node, torch.Tensor) or not _is_container(node):
+        return node
     if isinstance(node, (dict, Mapping)):
-        return _rebuild_mapping(node, {key: below(value) for key, value in node.items()})
+        return _rebuild_mapping(node, {key: function(value) for key, value in node.items()})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
-        fields = {f.name: below(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
+        fields = {f.name: function(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         return dataclasses.replace(node, **fields)
-    items = [below(item) for item in node]
+    items = [function(item) for item in node]
     # A named tuple takes its items one by one, any other tuple takes all of them together.
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*items)
@@ -479,10 +544,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Batch:
 def _carries_samples(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
-    if isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples"):
-        return True
-    # A numpy array, recognised without numpy, which need not be installed.
-    return hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
+    return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or _is_tensor(leaf)
 
 
 def _length(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)

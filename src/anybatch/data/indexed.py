@@ -14,7 +14,7 @@ from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples, tensors_of
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
+from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, checked_rows, pinned
 from anybatch.data.keyed_loading import KeyedUnits
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, RunRange
@@ -207,8 +207,7 @@ class _Feeder:
         for index, key in enumerate(keys):
             # As a function: the keys to come are made only where the workers have to start over.
             unit = ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
-            check_rows(unit, len(key.sample_ids), self.loader.collate)
-            yield unit
+            yield checked_rows(unit, len(key.sample_ids), self.loader.collate)
 
     def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
         """Load a few units at a time: small ones would spend most of it on the caller's random state."""
@@ -218,8 +217,8 @@ class _Feeder:
             start += len(some)
             for key, unit in zip(some, self.here.load(some), strict=True):
                 self.bytes_of_units.note(unit)
-                check_rows(unit, len(key.sample_ids), self.loader.collate)
-                yield pinned(unit) if self.pin_memory else unit
+                checked = checked_rows(unit, len(key.sample_ids), self.loader.collate)
+                yield pinned(checked) if self.pin_memory else checked
 
     def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
         """Load and collate the whole effective batch, and yield its units."""
@@ -229,7 +228,7 @@ class _Feeder:
             (whole,) = self._loaded_here([key])
         else:
             whole = self.ahead.take(key, lambda: itertools.chain([key], later))
-            check_rows(whole, len(key.sample_ids), self.loader.collate)
+            whole = checked_rows(whole, len(key.sample_ids), self.loader.collate)
         for positions in units:
             yield pick_samples(whole, positions)
 

@@ -15,7 +15,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, in_layout, only_collates, pinned
+from anybatch.data.fetch import OverEffectiveBatch, checked_rows, collate_unit, in_layout, only_collates, pinned
 from anybatch.data.keyed_loading import KeyedLoading
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, RunRange
@@ -210,7 +210,7 @@ class _Feeder:
         key = (request.seed, batch.start.epoch)
         collate = in_layout(request.collate, packed=batch.packed)
         collated = self.here.run(lambda seed: collate_unit(collate, samples, ids, key=key, seed=seed))
-        check_rows(collated, len(samples), collate)
+        collated = checked_rows(collated, len(samples), collate)
         return pinned(collated) if request.pin_memory else collated
 
 
