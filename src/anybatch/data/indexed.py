@@ -18,7 +18,7 @@ from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, checked
 from anybatch.data.keyed_loading import KeyedUnits
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, RunRange
-from anybatch.data.order import SampleSchedule, sample_order, sampled_order
+from anybatch.data.order import SampleSchedule, digest_of_ids, digest_of_subset, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
 
@@ -71,6 +71,7 @@ class OpenIndexed:
         self, loader: UnitLoader, schedule: SampleSchedule, request: BatchOptions, known: KnownLengths | None
     ) -> None:
         self.dataset = loader.dataset
+        self.num_samples = schedule.num_samples
         self._schedule = schedule
         self._ahead: Prefetcher[UnitKey, Batch] | None = None
         if request.num_workers:
@@ -99,6 +100,23 @@ class OpenIndexed:
             for start, end, ids in steps
         )
 
+    @functools.cached_property
+    def subset_digest(self) -> int:
+        """Checksum of the indices of a subset."""
+        return digest_of_subset(self.dataset)
+
+    def digest_before(self, position: Position) -> int:
+        """Return the checksum of the ids of an epoch up to a position."""
+        return digest_of_ids(self._walk.ids_before(position), self.subset_digest)
+
+    def sampled_order(self, epoch: int) -> torch.Tensor | None:
+        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
+        return self._walk.sampled.get(epoch)
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+        self._walk.use_order(epoch, order)
+
     def close(self) -> None:
         """Shut the workers down."""
         if self._ahead is not None:
@@ -117,6 +135,8 @@ class _Walk:
         self.end = Position()
         # Weak, so that the order of an epoch goes with the last one who walks it.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        # A sampler may draw another order the next time, so checkpoints take the newest ones along.
+        self.sampled: dict[int, torch.Tensor] = {}
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
@@ -132,6 +152,16 @@ class _Walk:
                     ids = order[first : max(stop, first + _IDS_AT_ONCE)].tolist()
                 yield start, end, tuple(ids[start.sample_offset - first : stop - first])
             position = Position(position.epoch + 1)
+
+    def ids_before(self, position: Position) -> list[int]:
+        """Return the ids of an epoch up to a position."""
+        return self._order(position.epoch)[: position.sample_offset].tolist() if position.sample_offset else []
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+        # Another set of samples is no other order, but other data, which are found to differ.
+        if self._sampler is not None and torch.equal(self._order(epoch).sort()[0], order.sort()[0]):
+            self._orders[epoch] = self.sampled[epoch] = order
 
     def lengths(self, sample_ids: Sequence[int]) -> SampleLengths | None:
         """Return the lengths of some samples; None where nobody has said."""
@@ -156,6 +186,8 @@ class _Walk:
         if order is None:
             if self._sampler is not None:
                 order = sampled_order(self._sampler, self._schedule.num_samples, seed=self._seed, epoch=epoch)
+                # Workers ahead of the batches are in the next epoch at most.
+                self.sampled = {one: kept for one, kept in self.sampled.items() if one >= epoch - 1} | {epoch: order}
             else:
                 order = sample_order(self._schedule.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._orders[epoch] = order

@@ -1,11 +1,14 @@
 """Which samples make which step: one global order per epoch, cut into consecutive effective batches."""
 
 import itertools
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch.utils.data import Subset
 
 from anybatch.core.batch import Position
 from anybatch.core.batch_ramp import BatchRamp
@@ -58,6 +61,24 @@ def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> t
         )
         raise DataError(message)
     return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
+
+
+def digest_of_ids(ids: Iterable[int], before: int = 0) -> int:
+    """Return a checksum of sample ids in their order.
+
+    Args:
+        ids: whole numbers.
+        before: checksum of the ids before these.
+    """
+    return crc32(array("q", ids), before)
+
+
+def digest_of_subset(dataset: object) -> int:
+    """Return a checksum of the indices of a subset, such as a part of `random_split`; 0 for another data set."""
+    digest = 0
+    while isinstance(dataset, Subset):
+        digest, dataset = digest_of_ids(map(int, dataset.indices), digest), dataset.dataset
+    return digest
 
 
 @dataclass(frozen=True, slots=True)

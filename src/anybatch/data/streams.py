@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from anybatch.core.batch import LaterUnits, Position, Positions, taken
@@ -26,10 +27,6 @@ from anybatch.data.sample_loaders import check_loader
 from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
 from anybatch.errors import DataError
-
-_NUM_COMPARED = 4
-"""Samples of a first batch that ranks compare with each other."""
-
 
 class StreamSource:
     """Effective batches of a stream: the next `effective_batch_size` samples, whatever that gives at the end.
@@ -85,7 +82,10 @@ class StreamSource:
 
 
 class OpenStream:
-    """A stream that is being read."""
+    """A stream that is being read. Ids are places in it, so they say nothing about its order."""
+
+    num_samples = None
+    subset_digest = None
 
     def __init__(self, dataset: object, shards: Shards, request: BatchOptions) -> None:
         self.dataset = dataset
@@ -98,6 +98,15 @@ class OpenStream:
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span."""
         return itertools.islice(self._steps_of_epochs(span.start, span.end_epoch), span.steps)
+
+    def digest_before(self, position: Position) -> None:
+        """Nothing is known of samples that are not read again."""
+
+    def sampled_order(self, epoch: int) -> None:
+        """A stream has no sampler."""
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """A stream has no sampler."""
 
     def close(self) -> None:
         """Shut the workers down."""
@@ -170,7 +179,6 @@ class OpenStream:
                 start=position,
                 end=end,
                 feeder=feeder,
-                first_read=feeder.samples[:_NUM_COMPARED],
                 find_lengths=self._finder(feeder.samples),
             )
             if end.epoch > start.epoch:

@@ -308,6 +308,7 @@ def _step_planner(shared: _Shared, check: LossCheck, context: LoopContext) -> St
         decisions=decisions,
         notifier=notifier,
         seed=spec.seed,
+        keys_draws=spec.rng is not None,
     )
 
 

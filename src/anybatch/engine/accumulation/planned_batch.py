@@ -22,6 +22,10 @@ from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
 
+_NUM_COMPARED = 4
+"""Samples that ranks compare with each other before the first step on a data set."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """The samples one rank brings to an effective batch from its own loader; None when its loader has ended."""
@@ -88,7 +92,7 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
         BatchSizeError: no rank brought a sample.
         DataError: a rank brought none, and ranks run in lockstep.
     """
-    if isinstance(batch, RankShare) or not _is_effective_batch(batch):
+    if isinstance(batch, RankShare) or not is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
     batch, lengths = placement.laid_out(batch)
     sample_ids = batch.sample_ids
@@ -355,22 +359,20 @@ def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[B
 
 
 def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
-    """Refuse a first step in which ranks do not mean the same effective batch.
+    """Refuse a first step on some data in which ranks do not mean the same effective batch.
 
     Raises:
         DataError: on every rank: two ranks bring byte for byte the same samples as their shares, or the processes of
-            one rank different ones, or ranks were given different effective batches.
+            one rank different ones, or ranks were given different effective batches or data sets.
     """
-    if world.num_processes == 1:
+    if world.roll_call is None:
         return
-    if _is_effective_batch(batch):
+    if is_effective_batch(batch):
         # Hashes of whole numbers, unlike those of strings, are the same in every process.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
-        # Ids of a stream are places in it, so what every rank has read there is compared too.
-        read = [_fingerprint(sample) for sample in getattr(batch, "first_read", ())]
-        for rank, (other, read_there) in enumerate(world.gather_from_processes((word, read))):
-            if other == word and read_there != read:
-                raise DataError(_differing_streams(world.process, rank))
+        source = getattr(batch, "iteration", None)
+        data = (getattr(source, "subset_digest", 0), _first_samples(batch))
+        for rank, (other, there) in enumerate(world.gather_from_processes((word, data))):
             if other != word:
                 message = (
                     f"rank {world.process} was given another effective batch than rank {rank}: {word[1]} with seed "
@@ -378,6 +380,10 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
                     "same data set, size and seed, and the engine with the same sizes, on every rank."
                 )
                 raise DataError(message)
+            # Samples that differ each time they are loaded say nothing.
+            if data[0] != there[0] or (data[1] != there[1] and None not in (data[1], there[1])):
+                is_stream = data[0] is None
+                raise DataError((_differing_streams if is_stream else _differing_data)(world.process, rank))
         return
     # Samples of a loader of the user's own have no ids, so their bytes are compared.
     of_processes = world.gather_from_processes(_digest(batch.batch if isinstance(batch, RankShare) else batch))
@@ -399,6 +405,22 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
                 "ab.batches)."
             )
             raise DataError(message)
+
+
+def _first_samples(batch: Any) -> Any:  # noqa: ANN401 (an `EffectiveBatch`)
+    """Return a fingerprint of the first few samples, as every rank loads them; None if they differ each time."""
+    unit = range(min(_NUM_COMPARED, len(batch.sample_ids)))
+    once, again = (_fingerprint(next(iter(batch.feed([unit])))) for _ in range(2))
+    return once if once == again else None
+
+
+def _differing_data(rank: int, other: int) -> str:
+    return (
+        f"the data set of rank {rank} has other samples than that of rank {other}, although their numbers agree. "
+        "ab.batches gives each rank its share of one data set, so all ranks need the same one. Give random_split and "
+        "the like a generator with a common seed: random_split(data, sizes, generator=torch.Generator()"
+        ".manual_seed(0))."
+    )
 
 
 def _differing_streams(rank: int, other: int) -> str:
@@ -435,7 +457,8 @@ def _joined(units: Sequence[Unit]) -> Unit:
     return dataclasses.replace(units[0], stop=units[-1].stop)
 
 
-def _is_effective_batch(batch: object) -> bool:
+def is_effective_batch(batch: object) -> bool:
+    """Whether a batch finds and loads its samples itself, and is not the share of a rank."""
     # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
@@ -490,8 +513,7 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         plan=plan,
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
-        # A loader of the user's own has no seed; that of the engine, if it was given one, takes its place.
-        seed=0,
+        seed=0,  # a loader of the user's own has none; the planner gives one
         # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
