@@ -12,37 +12,33 @@ fields, as torch's default collate returns them.
 """
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from anybatch.core.containers import (
+    FieldList,
+    FieldTuple,
+    SampleList,
+    can_hold_rows,
+    carries_samples,
+    children_of,
+    is_container,
+    is_cut_whole,
+    is_tensor,
+    leaves_of,
+    length_of,
+    map_tree,
+    with_children,
+)
 from anybatch.errors import DataError
 
-_MAX_PLAIN_FIELDS = 3
-"""Tensors of a list that holds fields without further evidence: more of them are more likely samples."""
 Batch = Any
 """Any nested batch. There is no narrower type: the user's collate function decides."""
-
-
-class SampleList(list[Any]):
-    """A list with one entry for each sample, such as images or recordings of different sizes; it is cut by entries."""
-
-    __slots__ = ()
-
-
-class FieldList(list[Any]):
-    """A list that holds fields, although its entries could be samples."""
-
-    __slots__ = ()
-
-
-class FieldTuple(tuple[Any, ...]):
-    """The same as a tuple."""
-
-    __slots__ = ()
+_MAX_PLAIN_FIELDS = 3
+"""Tensors of a list that holds fields without further evidence: more of them are more likely samples."""
 
 
 def count_samples(batch: Batch) -> int:
@@ -66,10 +62,10 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
     Raises:
         DataError: see `count_samples`.
     """
-    if (fields := _plain_fields(batch)) and len(heights := set(map(len, fields))) == 1:
-        if num_samples is None or num_samples in heights:
-            return batch, heights.pop()
-    lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch", cutting=True) if _carries_samples(leaf)}
+    heights = set(map(len, _plain_fields(batch)))
+    if len(heights) == 1 and (num_samples is None or num_samples in heights):
+        return batch, heights.pop()
+    lengths = {path: length_of(leaf) for path, leaf in leaves_of(batch, "batch", cutting=True) if carries_samples(leaf)}
     lists = dict(_unmarked_lists(batch, "batch"))
     numbers = set(lengths.values())
     if num_samples is None and len(numbers) == 1 and _is_short(batch):
@@ -118,9 +114,9 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
             return leaf.slice_samples(start, stop)
         if isinstance(leaf, SampleList):
             return SampleList(leaf[start:stop])
-        return leaf[start:stop] if _carries_samples(leaf) else leaf
+        return leaf[start:stop] if carries_samples(leaf) else leaf
 
-    return _map_leaves(batch, piece, cutting=True)
+    return map_tree(batch, piece, cutting=True)
 
 
 def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -165,7 +161,7 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     parts = [_marked(batch) for batch in batches]
-    rows = [list(_leaves(part, "batch", cutting=True)) for part in parts]
+    rows = [list(leaves_of(part, "batch", cutting=True)) for part in parts]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         message = (
             f"batches of a loader cannot be joined: one holds {', '.join(path for path, _ in rows[0])}, another "
@@ -173,17 +169,17 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
         )
         raise DataError(message)
     whole = iter([_joined(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
-    return _map_leaves(parts[0], lambda _: next(whole), cutting=True)
+    return map_tree(parts[0], lambda _: next(whole), cutting=True)
 
 
 def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
     first = leaves[0]
-    if not _carries_samples(first):
+    if not carries_samples(first):
         other = next((leaf for leaf in leaves if not _are_equal(first, leaf)), first)
         if other is not first:
             message = (
-                f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, and it belongs "
-                "to no sample. Leave it out and compute it in the loss or its count, or use "
+                f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, and "
+                "belongs to no sample. Leave it out and compute it in the loss or its count, or use "
                 "ab.batches(dataset, effective_batch_size=...), or have the loader yield batches of the whole size."
             )
             raise DataError(message)
@@ -228,12 +224,12 @@ def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tenso
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
             return resize(leaf)
-        if not _carries_samples(leaf):
+        if not carries_samples(leaf):
             return leaf
         numbers = [number % len(leaf) for number in range(num_samples)]
         return type(leaf)(leaf[number] for number in numbers) if isinstance(leaf, (list, tuple)) else leaf[numbers]
 
-    return _map_leaves(_marked(batch), resized, cutting=True)
+    return map_tree(_marked(batch), resized, cutting=True)
 
 
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -243,7 +239,7 @@ def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) 
         batch: any nested batch.
         function: a tensor -> what takes its place; called depth first.
     """
-    return _map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+    return map_tree(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Batch:
@@ -254,7 +250,7 @@ def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.c
             return clone(leaf)
         return copy.copy(leaf) if isinstance(leaf, list) or hasattr(leaf, "__array__") else leaf
 
-    return _map_leaves(batch, copy_of)
+    return map_tree(batch, copy_of)
 
 
 def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
@@ -264,7 +260,7 @@ def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
         batch: any nested batch, or anything nested as one.
         function: a leaf -> what takes its place; called depth first.
     """
-    return _map_leaves(batch, function, cutting=True)
+    return map_tree(batch, function, cutting=True)
 
 
 def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any]) -> Batch:
@@ -277,18 +273,18 @@ def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], An
     Raises:
         DataError: the trees have different structures.
     """
-    rows = [list(_leaves(tree, "", cutting=True)) for tree in trees]
+    rows = [list(leaves_of(tree, "", cutting=True)) for tree in trees]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         shown = [", ".join(path or "one value" for path, _ in row) or "nothing" for row in rows]
         message = f"trees to be merged have different structures: {' and '.join(dict.fromkeys(shown))}."
         raise DataError(message)
     merged = iter([merge(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
-    return _map_leaves(trees[0], lambda _: next(merged), cutting=True)
+    return map_tree(trees[0], lambda _: next(merged), cutting=True)
 
 
 def has_rows(leaf: Any, number: int) -> bool:  # noqa: ANN401 (a tensor, list, array or anything else)
     """Whether a leaf carries samples and has so many of them."""
-    return _carries_samples(leaf) and _length(leaf) == number
+    return carries_samples(leaf) and length_of(leaf) == number
 
 
 def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
@@ -316,7 +312,7 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
     """Yield every tensor of a nested batch, depth first."""
     if fields := _plain_fields(batch):
         return iter(fields)
-    return (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, torch.Tensor))
+    return (leaf for _, leaf in leaves_of(batch, "batch") if isinstance(leaf, torch.Tensor))
 
 
 def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
@@ -327,7 +323,7 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
             return leaf.to(device, non_blocking=non_blocking)
         return leaf.to(device) if hasattr(leaf, "slice_samples") and hasattr(leaf, "to") else leaf
 
-    return _map_leaves(batch, moved)
+    return map_tree(batch, moved)
 
 
 def _marked(batch: Batch) -> Batch:
@@ -336,12 +332,12 @@ def _marked(batch: Batch) -> Batch:
 
 
 def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) -> Batch:
-    """Return a batch in which lists with an id in `entries` are marked as samples, and other unmarked ones as fields."""
+    """Return a batch in which lists with an id in `entries` are marked as samples, and the others as fields."""
     if id(node) in entries:
         return SampleList(node)
-    if _is_cut_whole(node):
+    if is_cut_whole(node):
         return node
-    marked = _with_children(node, lambda child: _with_marks(child, entries, is_top=False))
+    marked = with_children(node, lambda child: _with_marks(child, entries, is_top=False))
     if not _may_be_samples(node, is_top=is_top) or (is_top and _is_short(node)):
         return marked
     return FieldTuple(marked) if isinstance(marked, tuple) else FieldList(marked)
@@ -349,11 +345,11 @@ def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) ->
 
 def _unmarked_lists(node: Batch, path: str, *, is_top: bool = True) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield path and value of every list or tuple whose entries may be samples and that has no mark."""
-    if not _is_container(node) or _is_cut_whole(node):
+    if not is_container(node) or is_cut_whole(node):
         return
     if _may_be_samples(node, is_top=is_top):
         yield path, node
-    for key, child in _children(node):
+    for key, child in children_of(node):
         yield from _unmarked_lists(child, path + key, is_top=False)
 
 
@@ -361,7 +357,7 @@ def _may_be_samples(node: Batch, *, is_top: bool) -> bool:
     """Whether the entries of a list or tuple are of one kind, so that each may be a sample."""
     if not isinstance(node, (list, tuple)) or not node or (is_top and isinstance(node, tuple)):
         return False
-    if isinstance(node, (SampleList, FieldList, FieldTuple)) or hasattr(node, "_fields") or not _can_hold_rows(node[0]):
+    if isinstance(node, (SampleList, FieldList, FieldTuple)) or hasattr(node, "_fields") or not can_hold_rows(node[0]):
         return False
     if len(set(map(_kind, node))) > 1:
         return False
@@ -377,7 +373,7 @@ def _kind(item: Any) -> tuple[object, ...]:  # noqa: ANN401 (whatever a list hol
 
 def _is_short(batch: Batch) -> bool:
     """Whether a batch is a list of so few tensors that they are fields, as torch's default collate returns them."""
-    return isinstance(batch, list) and len(batch) <= _MAX_PLAIN_FIELDS and all(map(_is_tensor, batch))
+    return isinstance(batch, list) and len(batch) <= _MAX_PLAIN_FIELDS and all(map(is_tensor, batch))
 
 
 def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int] | None:
@@ -386,18 +382,17 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
     Raises:
         DataError: a list fits as fields and as samples.
     """
-    if not _is_container(node) or _is_cut_whole(node):
-        return frozenset() if not _carries_samples(node) or _length(node) == number else None
+    if not is_container(node) or is_cut_whole(node):
+        return frozenset() if not carries_samples(node) or length_of(node) == number else None
     below: frozenset[int] | None = frozenset()
-    for _, child in _children(node):
+    for _, child in children_of(node):
         found = _entries(child, number, is_top=False)
-        if found is None:
-            below = None
+        below = None if below is None or found is None else below | found
+        if below is None:
             break
-        below |= found
     if not _may_be_samples(node, is_top=is_top):
         return below
-    holds_samples = any(_carries_samples(leaf) for _, leaf in _leaves(node, "", cutting=True))
+    holds_samples = any(carries_samples(leaf) for _, leaf in leaves_of(node, "", cutting=True))
     if not holds_samples and isinstance(node, tuple):  # such as sizes of images
         return below
     if len(node) != number:
@@ -417,8 +412,9 @@ def _in_two_ways(what: str, readings: Mapping[int, frozenset[int]], *, both: int
     if both is not None:
         ways.append(f"{both} samples, one for each entry of a list")
     return (
-        f"{what} can be read in two ways: {', or '.join(ways[:2])}. Pass fields as a dict, and samples as "
-        "anybatch.data.SampleList(samples), which is cut by its entries."
+        f"{what} can be read in two ways: {', or '.join(ways[:2])}. Pass fields as a dict. Collate "
+        "samples with torch.utils.data.default_collate, or pass anybatch.data.SampleList(samples), which is cut by its "
+        "entries."
     )
 
 
@@ -451,103 +447,3 @@ def _plain_fields(batch: Batch) -> Sequence[torch.Tensor]:
         if type(leaf) is not torch.Tensor or not leaf.dim() or leaf.layout is not torch.strided or leaf.is_nested:
             return ()
     return fields
-
-
-def _is_cut_whole(node: object) -> bool:
-    """Whether something is cut as one, whatever it consists of: it knows how, or has one entry for each sample."""
-    if type(node) is dict:
-        return False
-    return isinstance(node, SampleList) or hasattr(node, "slice_samples")
-
-
-def _is_container(node: object) -> bool:
-    # What most batches consist of goes first: asking for a Mapping takes longer than all else here.
-    if isinstance(node, torch.Tensor):
-        return False
-    if isinstance(node, dict):
-        return True
-    if _are_strings(node):
-        return False
-    if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
-        return True
-    # A list of numbers or strings is a leaf, with one entry per sample.
-    return isinstance(node, list) and any(map(_can_hold_rows, node))
-
-
-def _can_hold_rows(item: object) -> bool:
-    return _is_tensor(item) or hasattr(item, "slice_samples") or _is_container(item)
-
-
-def _is_tensor(item: object) -> bool:
-    """Whether this is a tensor, or a numpy array, recognised without numpy, which need not be installed."""
-    return isinstance(item, torch.Tensor) or (hasattr(item, "__array__") and getattr(item, "ndim", 0) > 0)
-
-
-def _are_strings(node: object) -> bool:
-    """Whether this is one string per sample, as torch's default collate hands them on (a named tuple is none)."""
-    if not isinstance(node, tuple) or hasattr(node, "_fields"):
-        return False
-    return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
-
-
-def _children(node: Batch) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, (dict, Mapping)):
-        return ((f"[{key!r}]", value) for key, value in node.items())
-    if dataclasses.is_dataclass(node):
-        return ((f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node))
-    return ((f"[{index}]", value) for index, value in enumerate(node))
-
-
-def _leaves(node: Batch, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield what a batch consists of; what is cut as one is not looked into where `cutting`."""
-    if not _is_container(node) or (cutting and _is_cut_whole(node)):
-        yield path, node
-        return
-    for key, child in _children(node):
-        yield from _leaves(child, path + key, cutting=cutting)
-
-
-def _map_leaves(node: Batch, function: Callable[[Any], Any], *, cutting: bool = False) -> Batch:
-    """Return the same structure around what `function` makes of leaves."""
-    if isinstance(node, torch.Tensor) or not _is_container(node) or (cutting and _is_cut_whole(node)):
-        return function(node)
-    return _with_children(node, lambda child: _map_leaves(child, function, cutting=cutting))
-
-
-def _with_children(node: Batch, function: Callable[[Any], Any]) -> Batch:
-    """Return a container of the same kind around what `function` makes of its children; anything else as it is."""
-    if isinstance(node, torch.Tensor) or not _is_container(node):
-        return node
-    if isinstance(node, (dict, Mapping)):
-        return _rebuild_mapping(node, {key: function(value) for key, value in node.items()})
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
-        fields = {f.name: function(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
-        return dataclasses.replace(node, **fields)
-    items = [function(item) for item in node]
-    # A named tuple takes its items one by one, any other tuple takes all of them together.
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*items)
-    return type(node)(items)
-
-
-def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Batch:
-    """Return `values` as the mapping type of `node` where that type can be built from a dict, else as a dict."""
-    if type(node) is dict:
-        return values
-    try:
-        return type(node)(values)  # type: ignore[call-arg]
-    except TypeError:  # such as defaultdict, whose first argument is its factory
-        return values
-
-
-def _carries_samples(leaf: object) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dim() > 0
-    return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or _is_tensor(leaf)
-
-
-def _length(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
-    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return leaf.size(0)  # the older of the two layouts of nested tensors has no shape
-    return len(leaf)

@@ -191,7 +191,9 @@ class DatasetBatch:
     def in_layout(self, *, packed: bool) -> "DatasetBatch":
         """Return the same samples padded or packed, where the collate function is a `PaddedOrPacked`."""
         samples = self.samples._replace(packed=packed)
-        return DatasetBatch(seed=self.seed, sizes=self.sizes, number=self.number, iteration=self.iteration, samples=samples)
+        return DatasetBatch(
+            seed=self.seed, sizes=self.sizes, number=self.number, iteration=self.iteration, samples=samples
+        )
 
     def go_on_from(self, position: Position, *, is_resumed: bool) -> bool:
         """Tell the iteration, before its first step, where the engine stands; this batch and later ones follow.

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from anybatch.core.containers import SampleList
 from anybatch.core.randomness import sample_seed, sample_seeds
-from anybatch.core.tree import Batch, SampleList, as_fields, map_tensors, read_samples
+from anybatch.core.tree import Batch, as_fields, map_tensors, read_samples
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError

@@ -28,6 +28,7 @@ from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
 from anybatch.errors import DataError
 
+
 class StreamSource:
     """Effective batches of a stream: the next `effective_batch_size` samples, whatever that gives at the end.
 

@@ -1,7 +1,7 @@
 """Where an engine stands in each data set that it trains on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -32,7 +32,7 @@ class DataPlace:
     """
 
     key: tuple[int | None, int] | tuple[()] | None
-    position: Position = Position()
+    position: Position = field(default_factory=Position)
     digest: int | None = None
     order: torch.Tensor | None = None
     source: BatchSource | str | None = None

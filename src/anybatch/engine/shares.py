@@ -215,7 +215,7 @@ def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
     )
     if shard.num_processes == 1 or getattr(shard, "drop_last", False):
         return ""
-    if multiple_of is None or not hasattr(source, "__len__"):
+    if multiple_of is None or not isinstance(source, Sized):
         return "Accelerate repeats samples at the end of an epoch if they do not fill the batches of all ranks"
     extra = -len(source) % multiple_of
     if not extra:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from anybatch.core.batch import Position, lengths_of
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
@@ -46,10 +44,10 @@ class StepPlanner:
         decisions: what is found is added to them.
         notifier: reports what is found.
         seed: first word of every random key; None takes the data's seed.
-        keys_draws: whether random numbers are keyed.
+        make_seed: function () -> a seed for batches that do not come from `ab.batches`, called before the first.
 
     Attributes:
-        own_seed: seed of batches that do not come from `ab.batches`, drawn before the first of them; None before.
+        own_seed: that seed; None as long as there was no such batch.
     """
 
     def __init__(
@@ -67,10 +65,11 @@ class StepPlanner:
         decisions: Decisions,
         notifier: Notifier,
         seed: int | None,
-        keys_draws: bool,
+        make_seed: Callable[[], int],
     ) -> None:
         self.seed = seed
-        self.own_seed: int | None = None if keys_draws else 0
+        self.own_seed: int | None = None
+        self._make_seed = make_seed
         self._world = world
         self._loss = loss
         self._sizes = sizes
@@ -144,7 +143,7 @@ class StepPlanner:
         if self.seed is not None:
             planned = planned._replace(seed=self.seed)
         elif not is_effective_batch(batch):
-            planned = planned._replace(seed=self._drawn_seed())
+            planned = planned._replace(seed=self._seed_of_own())
         self._sizes.refuse_larger(planned.plan.num_samples)
         self._warn_of_smaller(batch, planned.plan.num_samples, step)
         if not place.is_stepped:
@@ -159,11 +158,10 @@ class StepPlanner:
             planned = self._check.check_declaration(planned, self._autocast, step)
         return planned
 
-    def _drawn_seed(self) -> int:
-        """Return the seed of the user's own batches: one number of torch's generator on rank 0, as loaders draw one."""
+    def _seed_of_own(self) -> int:
+        """Return the seed of the user's own batches: it follows from torch's generator and the weights of rank 0."""
         if self.own_seed is None:
-            drawn = torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
-            self.own_seed = self._world.gather_objects(int(drawn))[0]
+            self.own_seed = int(self._world.gather_objects(self._make_seed())[0])
         return self.own_seed
 
     def _refuse_other_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
@@ -189,7 +187,7 @@ class StepPlanner:
 
         The last one of an epoch may be: it is followed by a whole one.
         """
-        sizes = getattr(batch, "sizes", ())
+        sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
                 f"the data set has {num_samples} samples, so every step has {num_samples}, not the {sizes[0]} that "

@@ -21,7 +21,6 @@ from anybatch.parallel.replicas import digest
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
-
 _NUM_COMPARED = 4
 """Samples that ranks compare with each other before the first step on a data set."""
 
