@@ -313,7 +313,7 @@ def test_batches_taken_ahead_are_told() -> None:
     data = Augmented()
     with make_engine() as engine:
         step(engine, batches(data))
-        with pytest.warns(AnyBatchWarning, match=r"repeat epoch 0, and the engine stands at Position\(epoch=1"):
+        with pytest.warns(AnyBatchWarning, match=r"repeat epoch 0, and the engine is at Position\(epoch=1"):
             step(engine, list(batches(data)))
 
 

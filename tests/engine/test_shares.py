@@ -1,5 +1,6 @@
 """The user's own loaders: ranks agree on the end, and empty shares count nothing."""
 
+import importlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -345,8 +346,9 @@ def test_numbers_that_differ_between_joined_batches_are_refused() -> None:
         assert len(list(ab.shares(loader, effective_batch_size=3, world=ab.World()))) == 4
     same = [{"x": x[k : k + 3], "n": 7, "all": None} for k in (0, 3, 6, 9)]
     (share,) = ab.shares(same, effective_batch_size=12, world=ab.World())
-    assert share.batch["n"] == 7
-    assert share.batch["x"].tolist() == x.tolist()
+    batch: Any = share.batch
+    assert batch["n"] == 7
+    assert batch["x"].tolist() == x.tolist()
 
 
 @sees(
@@ -368,18 +370,18 @@ def test_a_loader_may_use_its_memory_again(size: int) -> None:
 
     found, named = [], []
     for share in ab.shares(loader(), effective_batch_size=size, world=ab.World()):
-        found += share.batch["x"].tolist()
-        named += share.batch["names"]
+        batch: Any = share.batch
+        found += batch["x"].tolist()
+        named += batch["names"]
     assert found == named == list(range(20))
 
 
 def counted_with_accelerate(num_samples: int, batch_size: int, options: dict[str, Any]) -> tuple[int, list[str]]:
     """Run on every rank: step a loader that Accelerate has prepared; return the samples counted, and warnings."""
-    import accelerate.data_loader  # noqa: PLC0415 (not installed everywhere)
-
+    data_loader: Any = importlib.import_module("accelerate.data_loader")
     world = ab.World.from_environment()
     data = [{"x": torch.tensor([float(k)])} for k in range(num_samples)]
-    loader = accelerate.data_loader.prepare_data_loader(
+    loader = data_loader.prepare_data_loader(
         DataLoader(data, batch_size),  # type: ignore[arg-type]
         num_processes=world.size,
         process_index=world.rank,

@@ -92,7 +92,7 @@ class Progress:
 
     Attributes:
         num_steps: effective batches run.
-        places: where the data stand, as `DataPlaces.state_dict` has it.
+        data: progress in all data sets, see `RunProgress.state_dict`.
         seed: first word of random keys; None for the data's.
         sizes: the sizes named by the user or found by a search.
         resized: how they were changed since, for want of memory; None if they were not.
@@ -100,7 +100,7 @@ class Progress:
     """
 
     num_steps: int
-    places: Mapping[str, Any]
+    data: Mapping[str, Any]
     seed: int | None
     sizes: Sizes
     resized: Mapping[str, Any] | None
@@ -130,7 +130,7 @@ def collect_state(
         model = _without_buffers(model, parts.modules)
     return {
         "num_steps": progress.num_steps,
-        **progress.places,
+        **progress.data,
         "seed": progress.seed,
         "sizes": dataclasses.asdict(progress.sizes),
         "resized": progress.resized,

@@ -18,7 +18,7 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.build import build
 from anybatch.engine.checkpoint_state import Scheduler, Stateful
-from anybatch.engine.data_place import DataPlace, DataPlaces
+from anybatch.engine.data_progress import DataProgress, RunProgress
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
@@ -172,7 +172,7 @@ class Engine:
         self._is_closed = False
         self.model = spec.model
         self.num_steps = 0
-        self._places = DataPlaces()
+        self._progress = RunProgress()
 
     def __repr__(self) -> str:
         return self._parts.describe(self.num_steps, self.position)
@@ -180,11 +180,11 @@ class Engine:
     @property
     def position(self) -> Position:
         """Where the data stands that was stepped last: the epoch, and how many samples of it have made a step."""
-        return self._places.position
+        return self._progress.position
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._places.set(position)
+        self._progress.set(position)
 
     @property
     def world(self) -> World:
@@ -239,11 +239,11 @@ class Engine:
         with parts.failures_reported("engine.step", self.num_steps, needs_whole_update=True):
             # Before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             parts.updater.allocate()
-            place = self._place_of(batch)
+            progress = self._progress_of(batch)
             # Plans and runs, and both again in smaller micro-batches where memory runs out.
-            summed = parts.runner.run(batch, self.num_steps, place)
+            summed = parts.runner.run(batch, self.num_steps, progress)
             updated = parts.updater.update(summed.gradients, summed.contributions, self.num_steps)
-            self._places.advance(place, batch, summed.planned.end)
+            self._progress.advance(progress, batch, summed.planned.end)
             report = self._record(summed, updated)
         parts.behind_step(report, updated)
         return report
@@ -255,7 +255,7 @@ class Engine:
         """
         parts = self._open_parts()
         with parts.failures_reported("engine.gradients", self.num_steps, needs_whole_update=True):
-            summed = parts.runner.run(batch, self.num_steps, self._place_of(batch))
+            summed = parts.runner.run(batch, self.num_steps, self._progress_of(batch))
             found = {
                 name: None if gradient is None else parts.context.scaler.unscaled(gradient)
                 for name, gradient in zip(parts.context.prepared.parameters, summed.gradients, strict=True)
@@ -339,7 +339,7 @@ class Engine:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
         form = SaveForm(keep_last=keep_last, only_trainable=only_trainable, sharded=sharded, wait=wait)
-        return self._parts.save(checked_path("folder", folder), self.num_steps, self._places, form)
+        return self._parts.save(checked_path("folder", folder), self.num_steps, self._progress, form)
 
     def load(self, path: str | Path) -> Position:
         """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.
@@ -393,7 +393,7 @@ class Engine:
         """
         parts = self._parts
         with parts.failures_reported("engine.align_replicas", self.num_steps, barrier=True):
-            names, state = parts.of_first_rank(self.num_steps, self._places)
+            names, state = parts.of_first_rank(self.num_steps, self._progress)
             if state is not None:
                 parts.world.run_on_all_processes(lambda: self._restore(state))
         return names
@@ -402,7 +402,7 @@ class Engine:
         # First, because it raises before it changes anything; the engine's own numbers follow the parts.
         self._parts.restore(state, path)
         self.num_steps = int(state["num_steps"])
-        self._places.load_state_dict(state)
+        self._progress.load_state_dict(state)
 
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule, from its beginning, in the place of the present one.
@@ -467,13 +467,13 @@ class Engine:
             raise UserError(message)
         return self._parts
 
-    def _place_of(self, batch: Any) -> DataPlace:  # noqa: ANN401 (any nested batch)
+    def _progress_of(self, batch: Any) -> DataProgress:  # noqa: ANN401 (any nested batch)
         """Return where this engine stands in the data of a batch, whose iteration goes on from there if it can."""
-        place = self._places.of(batch)
-        remark = place.begin(batch)
+        progress = self._progress.of(batch)
+        remark = progress.begin(batch)
         if remark is not None:
             self._parts.notifier.warn(*remark)
-        return place
+        return progress
 
     def _record(self, summed: SummedBatch, updated: Updated) -> StepReport:
         """Count the step, and return its report."""

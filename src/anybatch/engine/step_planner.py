@@ -17,7 +17,7 @@ from anybatch.engine.accumulation.planned_batch import (
     report_failed_count,
 )
 from anybatch.engine.batch_norm.cut_notice import CutNotice
-from anybatch.engine.data_place import DataPlace
+from anybatch.engine.data_progress import DataProgress
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.micro_batch_size.budget_trials import TrialParts
@@ -84,9 +84,9 @@ class StepPlanner:
         self._has_begun = False
         self._smaller_in: int | None = None  # the newest step that was smaller than named
 
-    def is_steady(self, step: int, place: DataPlace) -> bool:
+    def is_steady(self, step: int, progress: DataProgress) -> bool:
         """Whether planning the batch of a step sends nothing that a few batches alone send, the first above all."""
-        return self._has_begun and place.is_stepped and not self._check.is_due(step) and not self._sizes.searches
+        return self._has_begun and progress.is_stepped and not self._check.is_due(step) and not self._sizes.searches
 
     def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
         """Find the micro-batch size, if it is "auto" and has not been found yet.
@@ -108,37 +108,37 @@ class StepPlanner:
         self._check.warn_of_untold()
         self._cut_notice.after_step(plan)
 
-    def plan(self, batch: Any, step: int, place: DataPlace, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
+    def plan(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
 
         Args:
             batch: what `Engine.step` takes.
             step: its number.
-            place: where the engine stands in its data.
+            progress: in its data set.
             check_loss: whether to compare the loss with its declaration, if that is still to be done. False where a
                 step is repeated: its samples have been checked already.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
-        planned = self._plan_or_leave(batch, step, place, check_loss=check_loss)
+        planned = self._plan_or_leave(batch, step, progress, check_loss=check_loss)
         return self._counter.count(planned, step)
 
-    def _plan_or_leave(self, batch: Any, step: int, place: DataPlace, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+    def _plan_or_leave(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
         roll_call = self._world.roll_call
         if roll_call is None:
-            return self._plan_and_check(batch, step, place, check_loss=check_loss)
-        num_told, is_steady = roll_call.num_told, self.is_steady(step, place)
+            return self._plan_and_check(batch, step, progress, check_loss=check_loss)
+        num_told, is_steady = roll_call.num_told, self.is_steady(step, progress)
         try:
-            return self._plan_and_check(batch, step, place, check_loss=check_loss)
+            return self._plan_and_check(batch, step, progress, check_loss=check_loss)
         except BaseException as error:
             is_known = isinstance(error, WorldError) or roll_call.num_told != num_told
             if is_steady and not is_known and self._loss.needs_data_to_count:
                 report_failed_count(error, self._loss, self._world)
             raise
 
-    def _plan_and_check(self, batch: Any, step: int, place: DataPlace, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
-        planned = plan_effective_batch(batch, self._sizes.placement, self._world, place.position)
+    def _plan_and_check(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+        planned = plan_effective_batch(batch, self._sizes.placement, self._world, progress.position)
         # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:
             planned = planned._replace(seed=self.seed)
@@ -146,7 +146,7 @@ class StepPlanner:
             planned = planned._replace(seed=self._seed_of_own())
         self._sizes.refuse_larger(planned.plan.num_samples)
         self._warn_of_smaller(batch, planned.plan.num_samples, step)
-        if not place.is_stepped:
+        if not progress.is_stepped:
             refuse_disagreement(batch, planned, self._world)
         if not self._has_begun:
             self._refuse_other_rows(batch)

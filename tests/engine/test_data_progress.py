@@ -26,8 +26,14 @@ Ids = tuple[int, ...]
 
 
 def rows(number: int) -> list[torch.Tensor]:
-    """Return samples that hold their ids."""
+    """Return samples whose values are their ids."""
     return [torch.full((2,), float(k), dtype=torch.float64) for k in range(number)]
+
+
+def subset(number: int, kept: Sequence[int]) -> Any:
+    """Return a part of some samples."""
+    data: Any = rows(number)
+    return Subset(data, kept)
 
 
 def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -50,7 +56,7 @@ def batches(data: Any, **more: Any) -> Any:
 
 
 def alternate(engine: ab.Engine, sizes: Sequence[int], epochs: Sequence[int], stop: int | None = None) -> list[Any]:
-    """Step data sets of some sizes in turn; return the ids of each step."""
+    """Step data sets of some sizes alternately; return the ids of each step."""
     seen = []
     loaders = [batches(rows(size), epochs=number) for size, number in zip(sizes, epochs, strict=True)]
     pairs = itertools.chain.from_iterable(zip(*loaders, strict=False))
@@ -63,10 +69,10 @@ def alternate(engine: ab.Engine, sizes: Sequence[int], epochs: Sequence[int], st
 
 
 @sees(
-    "data sets share a position",
-    "src/anybatch/engine/data_place.py",
-    "if place.key in (None, key)]",
-    "]",
+    "data sets of a checkpoint are not told apart",
+    "src/anybatch/engine/data_progress.py",
+    "if one.key in (None, key)]",
+    "if one.key in (None, key) or not len(self._all)]",
 )
 @pytest.mark.parametrize("sizes", [(24, 12), (24, 24)])
 def test_two_data_sets_in_turn_are_resumed(sizes: tuple[int, int], tmp_path: Path) -> None:
@@ -97,7 +103,7 @@ def test_data_sets_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None
 
 
 def test_data_sets_of_changing_size_count_epochs_on() -> None:
-    """A data set that is made anew for every epoch, each of another size, is augmented and shuffled anew."""
+    """A data set that is built again for every epoch, each of another size, is shuffled and augmented differently."""
     with make_engine() as engine:
         for epoch, size in enumerate((12, 18, 24)):
             for batch in batches(rows(size)):
@@ -139,7 +145,7 @@ def test_batches_skipped_after_a_resume(
 ) -> None:
     """Skipping nothing, or the finished batches by hand, makes the remaining steps; another number is refused.
 
-    A number that leaves out the first batches of an epoch is no skipping of finished ones where an epoch begins.
+    At the beginning of an epoch, leaving out its first batches is no mistake.
     """
     folder = tmp_path_factory.mktemp("skipped")
     expected = saved_after(num_done, folder)
@@ -181,7 +187,7 @@ def test_a_batch_that_was_only_looked_into_is_not_trained_twice(tmp_path: Path) 
 
 
 class Shuffled(Sampler[int]):
-    """Shuffles by numbers of its own."""
+    """Shuffles with a private generator."""
 
     def __init__(self, ids: Sequence[int] = range(24)) -> None:
         self.ids = ids
@@ -211,24 +217,24 @@ OTHER_DATA: dict[str, Callable[[], Any]] = {
     "shuffle": lambda: batches(rows(24), shuffle=False),
     "more samples": lambda: batches(rows(30)),
     "sampler": lambda: batches(rows(30), sampler=Shuffled(range(6, 30))),
-    "subset": lambda: batches(Subset(rows(30), range(24))),
+    "subset": lambda: batches(subset(30, range(24))),
 }
 
 
 @sees(
     "another order is resumed",
-    "src/anybatch/engine/data_place.py",
-    "        elif found == self.digest:\n",
-    "        else:\n",
+    "src/anybatch/engine/data_progress.py",
+    "        if is_same:\n",
+    "        if is_same or self.digest:\n",
 )
 @pytest.mark.parametrize("name", OTHER_DATA)
 def test_data_in_another_order_are_refused(name: str, tmp_path: Path) -> None:
-    """In the middle of an epoch the finished samples must be the same ones; the run that is refused may begin anew."""
+    """In the middle of an epoch the finished samples must be the same ones; a refused run may choose its start."""
     saved_after(2, tmp_path)
     with make_engine() as engine:
         engine.load(tmp_path)
         for _ in range(2):
-            with pytest.raises(DataError, match=r"stands at .* of 24 samples with seed 1, and .* another order"):
+            with pytest.raises(DataError, match=r"the run is at .* of 24 samples with seed 1, and .* another order"):
                 run(engine, OTHER_DATA[name]())
         assert engine.num_steps == 2
         more = {"start": Position(1)}
@@ -244,17 +250,16 @@ def test_data_that_grow_at_their_end_go_on(tmp_path: Path) -> None:
 
 
 def test_another_subset_at_the_beginning_of_an_epoch_is_warned_of(tmp_path: Path) -> None:
-    """Between epochs data may change, but a subset that was drawn anew may hold samples that were held out."""
-    data = rows(30)
-    saved_after(4, tmp_path, Subset(data, range(24)))
+    """Between epochs data may change, but a newly drawn subset may contain samples that were held out."""
+    saved_after(4, tmp_path, subset(30, range(24)))
     for kept, is_same in ((range(24), True), (range(6, 30), False)):
         with make_engine() as engine:
             engine.load(tmp_path)
             if is_same:
-                run(engine, batches(Subset(data, kept)))
+                run(engine, batches(subset(30, kept)))
                 continue
             with pytest.warns(AnyBatchWarning, match="another subset"):
-                run(engine, batches(Subset(data, kept)))
+                run(engine, batches(subset(30, kept)))
 
 
 def test_checkpoints_of_earlier_versions_go_on(tmp_path: Path) -> None:
@@ -291,7 +296,7 @@ def refusal_of(kind: str, second: bool) -> str:
             run(engine, batches(rows(12)))
         data: Any = Loaded(kind, world.rank)
         if kind == "split":
-            data = Subset(rows(40), torch.randperm(40, generator=torch.Generator().manual_seed(world.rank)).tolist())
+            data = subset(40, torch.randperm(40, generator=torch.Generator().manual_seed(world.rank)).tolist())
         try:
             run(engine, batches(data))
         except (DataError, RankFailedError) as error:
@@ -302,7 +307,7 @@ def refusal_of(kind: str, second: bool) -> str:
 @sees(
     "ranks train on different data",
     "src/anybatch/engine/step_planner.py",
-    "        if not place.is_stepped:\n            refuse",
+    "        if not progress.is_stepped:\n            refuse",
     "        if step < 0:\n            refuse",
 )
 @pytest.mark.parametrize("second", [False, True])
@@ -326,7 +331,7 @@ def noisy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(*engines: ab.Engine, num_steps: int = 1) -> list[list[float]]:
-    """Step engines in turn on a batch of one's own; return what each step drew."""
+    """Step engines alternately on a plain batch; return the numbers of each step."""
     DRAWN.clear()
     for _ in range(num_steps):
         for engine in engines:
@@ -343,13 +348,13 @@ def noisy_engine(torch_seed: int, num_inputs: int = 1, **options: Any) -> ab.Eng
 
 
 @sees(
-    "batches of one's own have no seed",
+    "plain batches have no seed",
     "src/anybatch/engine/step_planner.py",
     "            planned = planned._replace(seed=self._seed_of_own())\n",
     "            pass\n",
 )
-def test_batches_of_ones_own_follow_torchs_seed(tmp_path: Path) -> None:
-    """Two models draw different noise, another seed too, the same seed the same; a resumed run goes on with it."""
+def test_plain_batches_follow_torchs_seed(tmp_path: Path) -> None:
+    """Two models draw different noise, another seed too, the same seed the same; a resumed run keeps it."""
     first, critic = noisy_engine(1), noisy_engine(1, num_inputs=3)
     torch.manual_seed(5)
     before = torch.default_generator.get_state()
@@ -381,7 +386,7 @@ def gradient_under_noise() -> dict[str, torch.Tensor | None]:
 
 
 def test_ranks_take_the_seed_of_the_first(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Batches of one's own draw the same on two ranks as on one, whatever the random states of the others."""
+    """Plain batches draw the same on two ranks as on one, for any random state of the other ranks."""
     (expected,) = one_rank.run(gradient_under_noise)
     for found in two_ranks.run(gradient_under_noise):
         assert relative_error(found, expected) <= 1e-12
