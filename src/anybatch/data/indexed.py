@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from anybatch.core.batch import LaterUnits, Position, Positions, taken
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples, tensors_of
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, checked_rows, pinned
+from anybatch.data.fetch import Collate, OverEffectiveBatch, UnitKey, UnitLoader, checked_rows, pinned
 from anybatch.data.keyed_loading import KeyedUnits
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, RunRange
@@ -83,7 +84,7 @@ class OpenIndexed:
             self._ahead,
             pin_memory=request.pin_memory,
             here=KeyedUnits(loader),
-            bytes_of_units=_BytesOfUnits(),
+            first_unit=_FirstUnit(),
         )
 
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
@@ -153,9 +154,11 @@ class _Walk:
                 yield start, end, tuple(ids[start.sample_offset - first : stop - first])
             position = Position(position.epoch + 1)
 
-    def ids_before(self, position: Position) -> list[int]:
+    def ids_before(self, position: Position) -> torch.Tensor:
         """Return the ids of an epoch up to a position."""
-        return self._order(position.epoch)[: position.sample_offset].tolist() if position.sample_offset else []
+        if not position.sample_offset:
+            return torch.empty(0, dtype=torch.int64)
+        return self._order(position.epoch)[: position.sample_offset]
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
         """Take the order of an epoch from a checkpoint, where there is a sampler."""
@@ -194,19 +197,34 @@ class _Walk:
         return order
 
 
-class _BytesOfUnits:
-    """How large the first unit was, and so how many are loaded at once, one at least."""
+class _FirstUnit:
+    """Facts about the first unit that hold for the others.
+
+    Attributes:
+        num_at_once: units that are loaded together, one at least.
+    """
 
     def __init__(self) -> None:
         self.num_at_once = 1
         self._is_known = False
+        self._is_plain = False
 
     def note(self, unit: Batch) -> None:
+        """Find out how large units are."""
         if not self._is_known:
             self._is_known = True
             # Not `nbytes`, which sparse tensors refuse to tell.
             num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(unit))
             self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
+
+    def checked(self, unit: Batch, num_samples: int, collate: Collate) -> Batch:
+        """Return a unit with its lists marked, see `checked_rows`."""
+        if self._is_plain:
+            return unit
+        found = checked_rows(unit, num_samples, collate)
+        # torch's own makes units of one structure, and nearly always without lists to mark.
+        self._is_plain = collate is default_collate and found is unit
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +236,7 @@ class _Feeder:
     ahead: Prefetcher[UnitKey, Batch] | None
     pin_memory: bool
     here: KeyedUnits
-    bytes_of_units: "_BytesOfUnits"
+    first_unit: _FirstUnit
 
     def __call__(
         self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None
@@ -239,17 +257,17 @@ class _Feeder:
         for index, key in enumerate(keys):
             # As a function: the keys to come are made only where the workers have to start over.
             unit = ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
-            yield checked_rows(unit, len(key.sample_ids), self.loader.collate)
+            yield self.first_unit.checked(unit, len(key.sample_ids), self.loader.collate)
 
     def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
         """Load a few units at a time: small ones would spend most of it on the caller's random state."""
         start = 0
         while start < len(keys):
-            some = keys[start : start + self.bytes_of_units.num_at_once]
+            some = keys[start : start + self.first_unit.num_at_once]
             start += len(some)
             for key, unit in zip(some, self.here.load(some), strict=True):
-                self.bytes_of_units.note(unit)
-                checked = checked_rows(unit, len(key.sample_ids), self.loader.collate)
+                self.first_unit.note(unit)
+                checked = self.first_unit.checked(unit, len(key.sample_ids), self.loader.collate)
                 yield pinned(checked) if self.pin_memory else checked
 
     def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:

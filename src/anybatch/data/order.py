@@ -1,8 +1,8 @@
 """Which samples make which step: one global order per epoch, cut into consecutive effective batches."""
 
+import ctypes
 import itertools
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -63,21 +63,23 @@ def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> t
     return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
 
 
-def digest_of_ids(ids: Iterable[int], before: int = 0) -> int:
+def digest_of_ids(ids: torch.Tensor, before: int = 0) -> int:
     """Return a checksum of sample ids in their order.
 
     Args:
-        ids: whole numbers.
+        ids: int64 (ids,).
         before: checksum of the ids before these.
     """
-    return crc32(array("q", ids), before)
+    ids = ids.contiguous()
+    return crc32(ctypes.string_at(ids.data_ptr(), ids.numel() * ids.itemsize), before)
 
 
 def digest_of_subset(dataset: object) -> int:
     """Return a checksum of the indices of a subset, such as a part of `random_split`; 0 for another data set."""
     digest = 0
     while isinstance(dataset, Subset):
-        digest, dataset = digest_of_ids(map(int, dataset.indices), digest), dataset.dataset
+        digest = digest_of_ids(torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu"), digest)
+        dataset = dataset.dataset
     return digest
 
 

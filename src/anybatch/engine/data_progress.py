@@ -9,7 +9,6 @@ import torch
 from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
 from anybatch.data.effective_batch import BatchSource, DatasetBatch
-from anybatch.data.order import digest_of_ids
 from anybatch.errors import DataError
 
 Remark = tuple[str, str]
@@ -25,7 +24,7 @@ class DataProgress:
     Attributes:
         key: identifies the data set in a checkpoint.
         position: where the next batch begins.
-        digest: checksum of the ids finished in the epoch, in their order; None: not known.
+        digest: checksum of the epoch's ids before the position, from a checkpoint; None: not known.
         order: ids of the epoch in the order a sampler drew, from a checkpoint; None: it is drawn.
         source: the newest iteration over the data set; None until there is one in this process.
         is_resumed: whether the next batch must begin at exactly this position.
@@ -62,31 +61,13 @@ class DataProgress:
         self.key = batch.iteration.key
         return remark
 
-    def advance(self, batch: Any, end: Position) -> None:  # noqa: ANN401 (any nested batch)
-        """Count a step.
-
-        Args:
-            batch: the batch of the step.
-            end: position after it.
-        """
-        if isinstance(batch, DatasetBatch):
-            start, first = batch.start, batch.iteration.subset_digest
-            if first is None or end.epoch > start.epoch:
-                self.digest = first
-            elif start.sample_offset == 0:
-                self.digest = digest_of_ids(batch.sample_ids, first)
-            elif self.digest is not None:
-                # Unknown after batches that were left out.
-                self.digest = digest_of_ids(batch.sample_ids, self.digest) if start == self.position else None
-        self.position = end
-        self.is_resumed, self.is_stepped = False, True
-
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
-        order, source, position = self.order, self.source, self.position
+        digest, order, source, position = self.digest, self.order, self.source, self.position
         if self.is_stepped and source is not None and not isinstance(source, str):
+            digest = source.digest_before(position)
             order = source.sampled_order(position.epoch) if position.sample_offset else None
-        return {"key": self.key, "position": _stored(position), "digest": self.digest, "order": order}
+        return {"key": self.key, "position": _stored(position), "digest": digest, "order": order}
 
     def _compared(self, batch: DatasetBatch) -> Remark | None:
         """Compare the data of a resumed run with the data before; return a warning at the beginning of an epoch.
@@ -145,9 +126,15 @@ class RunProgress:
         found.source = source
         return found
 
-    def advance(self, progress: DataProgress, batch: Any, end: Position) -> None:  # noqa: ANN401 (any nested batch)
-        """Count a step on a data set, see `DataProgress.advance`."""
-        progress.advance(batch, end)
+    def advance(self, progress: DataProgress, end: Position) -> None:
+        """Count a step on a data set.
+
+        Args:
+            progress: in that data set.
+            end: the position after the step.
+        """
+        progress.position = end
+        progress.is_resumed, progress.is_stepped = False, True
         self._newest = progress
 
     def state_dict(self) -> dict[str, Any]:

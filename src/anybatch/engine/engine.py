@@ -243,7 +243,7 @@ class Engine:
             # Plans and runs, and both again in smaller micro-batches where memory runs out.
             summed = parts.runner.run(batch, self.num_steps, progress)
             updated = parts.updater.update(summed.gradients, summed.contributions, self.num_steps)
-            self._progress.advance(progress, batch, summed.planned.end)
+            self._progress.advance(progress, summed.planned.end)
             report = self._record(summed, updated)
         parts.behind_step(report, updated)
         return report
