@@ -13,9 +13,9 @@ from anybatch.engine.accumulation.planned_batch import (
     PlannedBatch,
     is_effective_batch,
     plan_effective_batch,
-    refuse_disagreement,
     report_failed_count,
 )
+from anybatch.engine.accumulation.rank_data import refuse_disagreement
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.data_progress import DataProgress
 from anybatch.engine.loss_check.check import LossCheck
@@ -190,9 +190,9 @@ class StepPlanner:
         sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
-                f"the data set has {num_samples} samples, so every step has {num_samples}, not the {sizes[0]} that "
-                f"ab.batches was given as effective_batch_size. Use effective_batch_size={num_samples}, or more data: "
-                "batches do not cross epochs."
+                f"the data set has {num_samples:,} samples, fewer than effective_batch_size={sizes[0]:,}: each step has "
+                f"{num_samples:,}, since batches do not cross epochs. Choose an effective batch size of at most "
+                f"{num_samples:,}."
             )
             self._notifier.warn("smaller_batches", message)
             return
