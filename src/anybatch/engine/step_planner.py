@@ -190,8 +190,8 @@ class StepPlanner:
         sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
-                f"the data set has {num_samples:,} samples, fewer than effective_batch_size={sizes[0]:,}: each step has "
-                f"{num_samples:,}, since batches do not cross epochs. Choose an effective batch size of at most "
+                f"the data set has {num_samples:,} samples, fewer than effective_batch_size={sizes[0]:,}: each step "
+                f"has {num_samples:,}, since batches do not cross epochs. Choose an effective batch size of at most "
                 f"{num_samples:,}."
             )
             self._notifier.warn("smaller_batches", message)
