@@ -8,6 +8,7 @@ import torch
 from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch
+from anybatch.data.options import RunRange
 from anybatch.errors import DataError
 
 _LOAD = "Samples are loaded micro-batch by micro-batch; batch.load() returns all of them, collated."
@@ -43,36 +44,54 @@ class StepSamples(NamedTuple):
         return found if found is None or self.packed is None else found.in_layout(packed=self.packed)
 
 
-class BatchSource(Protocol):
-    """The iteration that a batch is from. It finds the batch's samples, and may begin elsewhere.
+class OpenSource(Protocol):
+    """A source that is being read, with its workers.
 
     Attributes:
-        dataset: the data set it iterates.
-        key: number of samples of the data set and seed of the data; identifies the data set in a checkpoint.
-        subset_digest: checksum of the indices of a `torch.utils.data.Subset`, 0 for other data sets; None for a stream.
-        is_over: whether no more batches will be taken from it.
+        dataset: what is read, as the user gave it.
+        num_samples: samples of an epoch; None for a stream.
+        subset_digest: checksum of the indices of a subset; None for a stream.
     """
 
     @property
     def dataset(self) -> object: ...  # noqa: D102
 
     @property
-    def key(self) -> tuple[int | None, int]: ...  # noqa: D102
+    def num_samples(self) -> int | None: ...  # noqa: D102
 
     @property
     def subset_digest(self) -> int | None: ...  # noqa: D102
 
-    @property
-    def is_over(self) -> bool: ...  # noqa: D102
-
     def digest_before(self, position: Position) -> int | None:
-        """Return the checksum of the ids of an epoch up to a position, see `digest_of_ids`; None for a stream."""
+        """Return the checksum of the ids of an epoch up to a position; None for a stream."""
 
     def sampled_order(self, epoch: int) -> torch.Tensor | None:
-        """Return the ids that the user's sampler has drawn in an epoch; None where there is no sampler."""
+        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Take the order of an epoch from a checkpoint, where there is a sampler, which might draw another one now."""
+        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+
+    def steps(self, span: RunRange) -> Iterator[StepSamples]:
+        """Yield the samples of each step of a span. The last call counts: workers look ahead in its span."""
+
+    def close(self) -> None:
+        """Shut the workers down."""
+
+
+class BatchIteration(Protocol):
+    """The iteration that a batch is from. It finds the batch's samples, and may begin elsewhere.
+
+    Attributes:
+        dataset: the data set it iterates.
+        key: number of samples of the data set and seed of the data; identifies the data set in a checkpoint.
+        source: the data set, open for reading.
+        is_over: whether no more batches will be taken from it.
+    """
+
+    dataset: object
+    key: tuple[int | None, int]
+    source: OpenSource
+    is_over: bool
 
     def samples_of(self, number: int) -> StepSamples:
         """Return what is in batch `number`, the newest, which has not been looked into yet."""
@@ -99,7 +118,7 @@ class DatasetBatch:
     __slots__ = ("__weakref__", "_samples", "iteration", "number", "seed", "sizes")
 
     def __init__(
-        self, *, seed: int, sizes: tuple[int, ...], number: int, iteration: BatchSource, samples: StepSamples | None
+        self, *, seed: int, sizes: tuple[int, ...], number: int, iteration: BatchIteration, samples: StepSamples | None
     ) -> None:
         self.seed = seed
         self.sizes = sizes

@@ -1,49 +1,11 @@
 """One iteration over effective batches: it begins at a start of its own, or where the engine that steps it stands."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Protocol
-
-import torch
 
 from anybatch.core.batch import Position
-from anybatch.data.effective_batch import DatasetBatch, DatasetBatches, StepSamples
+from anybatch.data.effective_batch import DatasetBatch, DatasetBatches, OpenSource, StepSamples
 from anybatch.data.options import BatchOptions, RunRange
 from anybatch.errors import DataError
-
-
-class OpenSource(Protocol):
-    """A source that is being read, with its workers.
-
-    Attributes:
-        dataset: what is read, as the user gave it.
-        num_samples: samples of an epoch; None for a stream.
-        subset_digest: checksum of the indices of a subset; None for a stream.
-    """
-
-    @property
-    def dataset(self) -> object: ...  # noqa: D102
-
-    @property
-    def num_samples(self) -> int | None: ...  # noqa: D102
-
-    @property
-    def subset_digest(self) -> int | None: ...  # noqa: D102
-
-    def digest_before(self, position: Position) -> int | None:
-        """Return the checksum of the ids of an epoch up to a position; None for a stream."""
-
-    def sampled_order(self, epoch: int) -> torch.Tensor | None:
-        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
-
-    def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Take the order of an epoch from a checkpoint, where there is a sampler."""
-
-    def steps(self, span: RunRange) -> Iterator[StepSamples]:
-        """Yield the samples of each step of a span. The last call counts: workers look ahead in its span."""
-
-    def close(self) -> None:
-        """Shut the workers down."""
 
 
 class Iteration:
@@ -58,7 +20,7 @@ class Iteration:
     """
 
     def __init__(self, source: OpenSource, request: BatchOptions) -> None:
-        self._source = source
+        self.source = source
         self._request = request
         self._steps = source.steps(request.span)
         self._can_move = request.start is None
@@ -66,23 +28,6 @@ class Iteration:
         self.is_over = False
         self.dataset = source.dataset
         self.key = (source.num_samples, request.seed)
-
-    @property
-    def subset_digest(self) -> int | None:
-        """Checksum of the indices of a subset."""
-        return self._source.subset_digest
-
-    def digest_before(self, position: Position) -> int | None:
-        """Return the checksum of the ids of an epoch up to a position."""
-        return self._source.digest_before(position)
-
-    def sampled_order(self, epoch: int) -> torch.Tensor | None:
-        """Return the ids that a sampler has drawn in an epoch."""
-        return self._source.sampled_order(epoch)
-
-    def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Take the order of an epoch from a checkpoint."""
-        self._source.use_order(epoch, order)
 
     def batches(self) -> DatasetBatches:
         """Yield the effective batches; workers stop when this generator does."""
@@ -101,7 +46,7 @@ class Iteration:
                     _ = batch.start  # what is read next comes after it
         finally:
             self.is_over = True
-            self._source.close()
+            self.source.close()
 
     def _batch(self, known: StepSamples | None) -> DatasetBatch:
         request = self._request
@@ -120,7 +65,7 @@ class Iteration:
             return next(self._steps)
         finally:
             if self.is_over:
-                self._source.close()  # the batch has outlived its loop, and its workers have no one to end them
+                self.source.close()  # the batch has outlived its loop, and its workers have no one to end them
 
     def moved(self, batch: DatasetBatch, position: Position, *, is_resumed: bool) -> StepSamples | None:
         """Return what is in a batch now that the engine's place is known; None where it is too late to move.
@@ -141,10 +86,10 @@ class Iteration:
             return batch.samples
         if batch.number != self._newest:
             return None
-        self._steps = self._source.steps(span)
+        self._steps = self.source.steps(span)
         found = next(itertools.islice(self._steps, num_skipped, None), None)
         if found is None:  # no step was left in that epoch
-            self._steps = self._source.steps(self._request.span_from(Position(span.start.epoch + 1)))
+            self._steps = self.source.steps(self._request.span_from(Position(span.start.epoch + 1)))
             found = next(self._steps)
         return found
 

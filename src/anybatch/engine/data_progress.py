@@ -8,7 +8,7 @@ import torch
 
 from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
-from anybatch.data.effective_batch import BatchSource, DatasetBatch
+from anybatch.data.effective_batch import BatchIteration, DatasetBatch
 from anybatch.errors import DataError
 
 Remark = tuple[str, str]
@@ -26,7 +26,7 @@ class DataProgress:
         position: where the next batch begins.
         digest: checksum of the epoch's ids before the position, from a checkpoint; None: not known.
         order: ids of the epoch in the order a sampler drew, from a checkpoint; None: it is drawn.
-        source: the newest iteration over the data set; None until there is one in this process.
+        iteration: the newest iteration over the data set; None until there is one in this process.
         is_resumed: whether the next batch must begin at exactly this position.
         is_stepped: whether a step was made on the data set in this process.
     """
@@ -35,7 +35,7 @@ class DataProgress:
     position: Position = field(default_factory=Position)
     digest: int | None = None
     order: torch.Tensor | None = None
-    source: BatchSource | str | None = None
+    iteration: BatchIteration | str | None = None
     is_resumed: bool = True
     is_stepped: bool = False
 
@@ -49,7 +49,7 @@ class DataProgress:
         if not isinstance(batch, DatasetBatch):
             return None
         if self.is_resumed and self.order is not None:
-            batch.iteration.use_order(self.position.epoch, self.order)
+            batch.iteration.source.use_order(self.position.epoch, self.order)
         if not batch.go_on_from(self.position, is_resumed=self.is_resumed):
             message = (
                 f"the batches repeat epoch {batch.epoch}, and the engine is at {self.position}: later ones have been "
@@ -63,10 +63,10 @@ class DataProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
-        digest, order, source, position = self.digest, self.order, self.source, self.position
-        if self.is_stepped and source is not None and not isinstance(source, str):
-            digest = source.digest_before(position)
-            order = source.sampled_order(position.epoch) if position.sample_offset else None
+        digest, order, iteration, position = self.digest, self.order, self.iteration, self.position
+        if self.is_stepped and iteration is not None and not isinstance(iteration, str):
+            digest = iteration.source.digest_before(position)
+            order = iteration.source.sampled_order(position.epoch) if position.sample_offset else None
         return {"key": self.key, "position": _stored(position), "digest": digest, "order": order}
 
     def _compared(self, batch: DatasetBatch) -> Remark | None:
@@ -75,20 +75,20 @@ class DataProgress:
         Raises:
             DataError: the samples finished in this epoch are others now.
         """
-        source, position = batch.iteration, self.position
+        iteration, position = batch.iteration, self.position
         if self.key is None or batch.start != position:  # an older checkpoint, or a start that the user chose
             return None
-        found = None if self.digest is None else source.digest_before(position)
-        is_same = found == self.digest if found is not None else self.key == source.key or not position.sample_offset
+        found = None if self.digest is None else iteration.source.digest_before(position)
+        is_same = found == self.digest if found is not None else self.key == iteration.key or not position.sample_offset
         if is_same:
             return None
         message = (
-            f"the run is at {position} of {_named(self.key)}, and the data are {_named(source.key)} now, in another "
+            f"the run is at {position} of {_named(self.key)}, and the data are {_named(iteration.key)} now, in another "
             "order or another subset. Use the same data set, split, sampler, shuffle and seed as before; a split needs "
             "a seeded generator. To begin at a position of your choice, use ab.batches(start=...)."
         )
         if position.sample_offset:
-            self.source = None
+            self.iteration = None
             raise DataError(message)
         return "data_set_differs", message
 
@@ -119,11 +119,11 @@ class RunProgress:
         Raises:
             DataError: several data sets of a checkpoint fit.
         """
-        source = batch.iteration if isinstance(batch, DatasetBatch) else _OWN
-        if self._newest.source is source:  # nearly always
+        iteration = batch.iteration if isinstance(batch, DatasetBatch) else _OWN
+        if self._newest.iteration is iteration:  # nearly always
             return self._newest
-        found = next((one for one in self._all if one.source is source), None) or self._found(source)
-        found.source = source
+        found = next((one for one in self._all if one.iteration is iteration), None) or self._found(iteration)
+        found.iteration = iteration
         return found
 
     def advance(self, progress: DataProgress, end: Position) -> None:
@@ -156,13 +156,13 @@ class RunProgress:
         ]
         self._newest = self._all[state["newest_data_set"]]
 
-    def _found(self, source: BatchSource | str) -> DataProgress:
+    def _found(self, iteration: BatchIteration | str) -> DataProgress:
         """Return the progress in a data set with a new iteration."""
-        key: Key = () if isinstance(source, str) else source.key
-        again = [one for one in self._all if one.key == key and _is_again(source, one.source)]
+        key: Key = () if isinstance(iteration, str) else iteration.key
+        again = [one for one in self._all if one.key == key and _is_again(iteration, one.iteration)]
         if again:
             return again[0]
-        loaded = [one for one in self._all if one.source is None]
+        loaded = [one for one in self._all if one.iteration is None]
         fitting = [one for one in loaded if one.key in (None, key)]
         if not fitting and key:
             # Another size or seed: it is compared with what was left in the middle, or with the only data set.
@@ -177,18 +177,18 @@ class RunProgress:
         if fitting:
             return fitting[0]
         # Epochs count on if data sets follow each other, so that augmentation does not repeat.
-        before = self._newest.source
+        before = self._newest.iteration
         is_after = before is not None and not isinstance(before, str) and before.is_over
         start = Position(self.position.epoch + bool(self.position.sample_offset)) if is_after else Position()
         self._all.append(DataProgress(key, start, is_resumed=False))
         return self._all[-1]
 
 
-def _is_again(source: BatchSource | str, before: BatchSource | str | None) -> bool:
+def _is_again(iteration: BatchIteration | str, before: BatchIteration | str | None) -> bool:
     """Whether a new iteration over data of the same size and seed iterates the same data set as an older iteration."""
-    if isinstance(source, str) or isinstance(before, str) or before is None:
+    if isinstance(iteration, str) or isinstance(before, str) or before is None:
         return False
-    return source.dataset is before.dataset or before.is_over
+    return iteration.dataset is before.dataset or before.is_over
 
 
 def _named(key: Key) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from anybatch.core.tree import Batch, count_samples, tensors_of
+from anybatch.data.effective_batch import DatasetBatch
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, RankShare, is_effective_batch
 from anybatch.errors import DataError
 from anybatch.parallel.replicas import digest
@@ -27,8 +28,8 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
     if is_effective_batch(batch):
         # Hashes of whole numbers, unlike those of strings, are the same in every process.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
-        source = getattr(batch, "iteration", None)
-        data = (getattr(source, "subset_digest", 0), _first_samples(batch))
+        subset = batch.iteration.source.subset_digest if isinstance(batch, DatasetBatch) else 0
+        data = (subset, _first_samples(batch))
         for rank, (other, there) in enumerate(world.gather_from_processes((word, data))):
             if other != word:
                 message = (
