@@ -83,7 +83,8 @@ class Engine:
         rng: "micro_batch" keys random numbers by (seed, step, first sample of it), whatever the rank; "per_sample", or
             a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None keys nothing.
         check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
-        seed: first word of those keys; None takes the data's seed.
+        seed: first word of those keys; None takes the seed of `ab.batches`, and for other batches one that follows from
+            torch's generator and the weights before the first step.
         spikes: where loss or gradient norm leave their course "warn", "lower" the rate or "roll_back", or a
             `SpikeWatch` of `anybatch.engine.spike_watch.watch`; None looks at neither. See docs/learning_rates.md.
         observer: looks in on micro-batches, reductions, phases and steps.
@@ -220,7 +221,8 @@ class Engine:
         """Make one optimizer update from one effective batch.
 
         Args:
-            batch: what `ab.batches` or `ab.shares` yields, or any nested batch, which is then this rank's share.
+            batch: what `ab.batches` or `ab.shares` yields, or any nested batch, which is then this rank's share. A dict
+                or tuple holds fields; a list that could hold fields or samples is refused (`anybatch.data.SampleList`).
 
         Returns:
             What was done. Its numbers stay on the device until they are read.
