@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 import anybatch as ab
-from anybatch.data import Padded
+from anybatch.data import Padded, SampleList
 from anybatch.errors import AnyBatchError, BatchSizeError, DataError, LossError, UserError
 
 Data = dict[str, Tensor]
@@ -139,8 +139,10 @@ def test_a_list_of_samples_is_named_in_a_note() -> None:
     """A loss that fails on a list of samples gets a note that says how to collate them."""
     samples = [{"x": torch.randn(4), "label": torch.tensor(0)} for _ in range(8)]
     with pytest.raises(TypeError) as caught:
-        engine().step(samples)
+        engine().step(SampleList(samples))
     assert any("default_collate" in note for note in caught.value.__notes__)
+    with pytest.raises(DataError, match=r"4 samples, .* 8 samples, .*default_collate"):
+        engine().step(samples)
 
 
 def test_no_message_names_a_file_of_the_documentation() -> None:

@@ -1,12 +1,24 @@
 """Lists in a batch: of fields, or with an entry for each sample; and batches that are cut by themselves."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
-from anybatch.core.tree import SampleList, count_samples, join_samples, moved_to, slice_samples
+from anybatch.core.containers import SampleList
+from anybatch.core.tree import (
+    as_fields,
+    count_samples,
+    join_samples,
+    moved_to,
+    read_samples,
+    slice_samples,
+)
 from anybatch.errors import DataError
 from tests.faults import sees
 
@@ -33,7 +45,9 @@ BY_ENTRIES: dict[str, Any] = {
     "images and targets": (images(6), targets(6)),
     "images and targets as tuples": (tuple(images(6)), tuple(targets(6))),
     "images and targets in lists": [images(6), targets(6)],
-    "images and targets, by chance with as many boxes as channels": (images(6), targets(6, boxes=3)),
+    "images and targets, with labels": (images(6), targets(6, boxes=3), torch.arange(6)),
+    "pairs that were not collated": [(wave, torch.tensor(k)) for k, wave in enumerate(waves(6))],
+    "arrays": [wave.numpy() for wave in waves(6)],
     "dicts that were not collated": [{"x": wave, "y": k} for k, wave in enumerate(waves(6))],
     "marked": SampleList([torch.zeros(50, 2)] * 6),
 }
@@ -42,16 +56,18 @@ BY_FIELDS: dict[str, Any] = {
     "as torch collates": [torch.zeros(6, 2), torch.arange(6)],
     "regression": [torch.zeros(6, 1), torch.zeros(6, 1)],
     "a tuple": tuple(torch.zeros(6, 2) for _ in range(5)),
-    "crops": {"crops": [torch.zeros(6, 3, 8, 8)] * 2 + [torch.zeros(6, 3, 4, 4)] * 6},
+    "crops": ([torch.zeros(6, 3, 8, 8)] * 2 + [torch.zeros(6, 3, 4, 4)] * 6, torch.arange(6)),
     "two parts": ({"x": torch.zeros(6)}, {"x": torch.zeros(6)}),
+    "parts with other names": [{"x": torch.zeros(6)}, {"y": torch.zeros(6)}],
+    "sizes": {"x": torch.zeros(6, 2), "sizes": ((32, 32), (16, 16))},
 }
 
 
 @sees(
     "recordings are cut along time",
     "src/anybatch/core/tree.py",
-    "    if len(by_entries) == 1 and (",
-    "    if len(by_entries) == 7 and (",
+    "    if len(node) != number:\n        return below if holds_samples else None\n",
+    "    if True:\n        return below if holds_samples else None\n",
 )
 @pytest.mark.parametrize("name", BY_ENTRIES)
 def test_a_list_of_samples_is_cut_by_its_entries(name: str) -> None:
@@ -74,27 +90,109 @@ def test_a_list_of_fields_is_cut_in_each(name: str) -> None:
     assert type(slice_samples(batch, 2, 4)) is type(batch)
 
 
+@dataclass
+class Sample:
+    """A sample as an object."""
+
+    words: torch.Tensor
+    tags: torch.Tensor
+
+
 @sees(
-    "a list with two readings is taken for fields",
+    "a list with two readings is read as fields",
     "src/anybatch/core/tree.py",
-    "len(tensors) == len(node) > _MOST_FIELDS_ALIKE",
-    "len(tensors) == len(node) > 99",
+    "    if len(readings) > 1:\n",
+    "    if len(readings) > 99:\n",
 )
 @pytest.mark.parametrize(
-    "batch",
+    ("batch", "numbers"),
     [
-        [torch.zeros(50, 2)] * 6,
-        {"windows": [torch.zeros(50, 2)] * 6},
-        {"windows": [torch.zeros(6, 2)] * 6, "label": torch.arange(6)},
-        [(wave, torch.tensor(k)) for k, wave in enumerate(waves(6))],
-        list(zip(waves(6), waves(6), strict=True)),
-        list(zip(*zip(waves(6), waves(6), strict=True), strict=True)),
+        ([torch.zeros(50, 2)] * 6, (6, 50)),
+        ({"windows": [torch.zeros(50, 2)] * 6}, (6, 50)),
+        ({"windows": [torch.zeros(6, 2)] * 6, "label": torch.arange(6)}, (6, 6)),
+        (images(6), (3, 6)),
+        ((images(6), targets(6, boxes=3)), (3, 6)),
+        ({"boxes": [torch.zeros(2, 4)] * 2, "label": torch.arange(2)}, (2, 2)),
+        ([{"ids": torch.zeros(8), "tags": torch.zeros(8)}] * 6, (6, 8)),
+        ([(torch.zeros(3, 9, 9), k) for k in range(6)], (3, 6)),
+        ([[torch.zeros(3, 9, 9), k] for k in range(6)], (3, 6)),
+        ([Sample(torch.zeros(8), torch.zeros(8))] * 6, (6, 8)),
+        (list(zip(waves(6), waves(6), strict=True)), (2, 6)),
+        (list(zip(*zip(waves(6), waves(6), strict=True), strict=True)), (2, 6)),
     ],
 )
-def test_what_can_be_read_in_two_ways_is_asked(batch: Any) -> None:
-    """Many tensors of one shape may be samples or fields: both numbers are named, and how to say which."""
-    with pytest.raises(DataError, match=r"read in two ways: \d+ samples, .*, or 6 samples, one for .*SampleList"):
+def test_a_list_with_two_readings_is_refused(batch: Any, numbers: tuple[int, int]) -> None:
+    """If a list fits as fields and as samples, the error names both numbers, and how to choose."""
+    with pytest.raises(DataError) as caught:
         count_samples(batch)
+    assert sorted(int(number) for number in re.findall(r"(\d+) samples,", str(caught.value))) == list(numbers)
+    assert "anybatch.data.SampleList" in str(caught.value)
+
+
+def bodies(length: int) -> dict[str, Any]:
+    """Return one sample of each kind, with tensors of one length."""
+    rows = torch.arange(float(length))
+    return {
+        "tensor": rows,
+        "pair": (rows, torch.tensor(1.0)),
+        "number": (rows, 1),
+        "list": [rows, 2 * rows],
+        "dict": {"ids": rows, "tags": rows},
+        "object": Sample(rows, rows),
+        "nested": {"ids": {"a": rows}, "size": (2, 2)},
+    }
+
+
+@pytest.mark.slow
+@given(
+    kind=st.sampled_from(sorted(bodies(1))),
+    lengths=st.lists(st.integers(1, 6), min_size=4, max_size=7),
+    place=st.sampled_from(["alone", "in a dict", "in a tuple", "in a list"]),
+    label=st.booleans(),
+)
+def test_a_list_of_samples_is_never_read_as_fields(kind: str, lengths: list[int], place: str, label: bool) -> None:
+    """Any list of samples is read as such or refused; with the number known, it is refused only if both fit that."""
+    samples = [bodies(length)[kind] for length in lengths]
+    number = len(samples)
+    others = [torch.arange(number)] if label else []
+    batch: Any = {
+        "alone": samples,
+        "in a dict": {"samples": samples, "others": others and others[0]} if label else {"samples": samples},
+        "in a tuple": (samples, *others),
+        "in a list": [samples, *others],
+    }[place]
+    for known in (None, number):
+        try:
+            marked, found = read_samples(batch, known)
+        except DataError as error:
+            assert known is None or f"{number} samples, one for each entry" in str(error)  # noqa: PT017
+            continue
+        assert found == number
+        halves = [slice_samples(marked, 0, 2), slice_samples(marked, 2, number)]
+        assert [count_samples(half) for half in halves] == [2, number - 2]
+        assert str(join_samples(halves)) == str(marked)
+
+
+@pytest.mark.slow
+@given(
+    number=st.integers(1, 6),
+    widths=st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    nested=st.booleans(),
+)
+def test_fields_of_the_default_collate_are_never_read_as_samples(number: int, widths: list[int], nested: bool) -> None:
+    """What torch's default collate makes of tuples is read as fields or refused, and marked it is read as fields."""
+    rows = [tuple(torch.full((width,), float(k)) for width in widths) for k in range(number)]
+    batch = default_collate([(row, row) for row in rows] if nested else rows)
+    try:
+        assert count_samples(batch) == number
+    except DataError as error:
+        assert "two ways" in str(error)  # noqa: PT017
+    marked = as_fields(batch)
+    assert isinstance(marked, list)
+    assert count_samples(marked) == number
+    for k in range(number):
+        assert count_samples(slice_samples(marked, k, k + 1)) == 1
+    assert str(join_samples([slice_samples(marked, k, k + 1) for k in range(number)])) == str(marked)
 
 
 class Graphs:

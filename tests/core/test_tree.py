@@ -128,8 +128,8 @@ def trees(number: int) -> st.SearchStrategy[Any]:
 @sees(
     "a slice of a batch lacks its last sample",
     "src/anybatch/core/tree.py",
-    "leaf[start:stop] if _carries_samples(leaf)",
-    "leaf[start : max(start + 1, stop - 1)] if _carries_samples(leaf)",
+    "leaf[start:stop] if carries_samples(leaf)",
+    "leaf[start : max(start + 1, stop - 1)] if carries_samples(leaf)",
 )
 @sees(
     "a slice of plain fields lacks its last sample",

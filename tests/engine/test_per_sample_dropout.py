@@ -441,6 +441,48 @@ def test_what_cannot_be_keyed_is_refused_by_name(name: str) -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
+class TimeFirst(nn.Module):
+    """Drops hidden values laid out as (time, samples, width), as torch's layers with batch_first=False return them."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.by_hand, self.first = by_hand, nn.Linear(NUM_FEATURES, 2 * 21 * 3)
+        self.layer = nn.GRU(2, 2) if not by_hand else nn.Linear(2, 2)
+        self.drop, self.out = nn.Dropout(P), nn.Linear(21 * 3 * 2, NUM_CLASSES)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).view(-1, 21 * 3, 2).transpose(0, 1)
+        found = self.layer(hidden) if self.by_hand else self.layer(hidden)[0]
+        logits: torch.Tensor = self.out(self.drop(found).transpose(0, 1).flatten(1))
+        return logits
+
+
+@sees(
+    "masks: samples in the second axis are taken for time",
+    "src/anybatch/engine/rng/per_sample_dropout.py",
+    "        if declared is None:\n",
+    "        if declared == 7:\n",
+)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_samples_in_the_second_axis_are_asked_for(by_hand: bool) -> None:
+    """Where time comes first, and fits the number of samples, the axis has to be declared; then masks fit any cut."""
+    batch = InMemory(vectors(21), seed=SEED)
+    for size in (3, 7):
+        with (
+            make_engine(TimeFirst(by_hand=by_hand), micro_batch_size=size, rng="per_sample") as engine,
+            pytest.raises(CompositionError, match=r"axis 0 or in axis 1: .*sample_dims=\{'': 0\}"),
+        ):
+            engine.gradients(batch)
+    found = []
+    for size in (3, 7):
+        rng = PerSample(sample_dims={"": 1})
+        with make_engine(TimeFirst(by_hand=by_hand), micro_batch_size=size, rng=rng) as engine:
+            found.append(engine.gradients(batch))
+    assert relative_error(found[0], found[1]) <= TOLERANCE
+
+
 @pytest.mark.parametrize("function", [packed_lstm, lstm_by_keyword])
 def test_recurrent_layers_that_do_not_drop_run(function: Callable[..., torch.Tensor]) -> None:
     """Without dropout between its layers a recurrent function gives what it gives outside, however it is called."""

@@ -1,5 +1,6 @@
 """The user's own loaders: ranks agree on the end, and empty shares count nothing."""
 
+import importlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -317,9 +318,9 @@ def step_a_stream(is_divided: bool) -> str:
 
 @sees(
     "a stream divided by rank loses samples",
-    "src/anybatch/engine/accumulation/planned_batch.py",
-    "if other == word and read_there != read:",
-    "if other == word and len(read_there) != len(read):",
+    "src/anybatch/engine/accumulation/rank_data.py",
+    "if data[0] != there[0] or (",
+    "if data[0] != there[0] and (",
 )
 def test_a_stream_divided_by_rank_is_refused(two_ranks: Ranks) -> None:
     """Each rank of `ab.batches` reads the whole stream: one that divides itself is refused on every rank."""
@@ -327,3 +328,108 @@ def test_a_stream_divided_by_rank_is_refused(two_ranks: Ranks) -> None:
         assert f"rank {rank} reads other samples from the stream than rank {1 - rank}" in message
         assert "Take the division by rank out of the data set" in message
     assert two_ranks.run(step_a_stream, False) == ["", ""]
+
+
+@sees(
+    "numbers of a loader's batches are those of the first",
+    "src/anybatch/core/tree.py",
+    "if not _are_equal(first, leaf)), first)",
+    "if leaf is None), first)",
+)
+def test_numbers_that_differ_between_joined_batches_are_refused() -> None:
+    """A number belongs to its batch: joined batches must agree, and only those of one step are joined."""
+    x = torch.arange(12.0)
+    for value in (int, str, torch.tensor):
+        loader = [{"x": x[k : k + 3], "n": value(k)} for k in (0, 3, 6, 9)]
+        with pytest.raises(DataError, match=r"batch\['n'\] is .*0.* in one and .*3.* in another"):
+            list(ab.shares(loader, effective_batch_size=12, world=ab.World()))
+        assert len(list(ab.shares(loader, effective_batch_size=3, world=ab.World()))) == 4
+    same = [{"x": x[k : k + 3], "n": 7, "all": None} for k in (0, 3, 6, 9)]
+    (share,) = ab.shares(same, effective_batch_size=12, world=ab.World())
+    batch: Any = share.batch
+    assert batch["n"] == 7
+    assert batch["x"].tolist() == x.tolist()
+
+
+@sees(
+    "a loader's memory is read too late",
+    "src/anybatch/engine/shares.py",
+    "            parts[-1:] = map(copied, parts[-1:])\n",
+    "",
+)
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 7])
+def test_a_loader_may_use_its_memory_again(size: int) -> None:
+    """Batches in one buffer, which the next one overwrites, are joined and cut as if each had memory of its own."""
+
+    def loader() -> Iterator[dict[str, Any]]:
+        buffer, names = torch.zeros(4), [0] * 4
+        for k in range(0, 20, 4):
+            torch.arange(k, k + 4, out=buffer)
+            names[:] = range(k, k + 4)
+            yield {"x": buffer, "names": names}
+
+    found, named = [], []
+    for share in ab.shares(loader(), effective_batch_size=size, world=ab.World()):
+        batch: Any = share.batch
+        found += batch["x"].tolist()
+        named += batch["names"]
+    assert found == named == list(range(20))
+
+
+def counted_with_accelerate(num_samples: int, batch_size: int, options: dict[str, Any]) -> tuple[int, list[str]]:
+    """Run on every rank: step a loader that Accelerate has prepared; return the samples counted, and warnings."""
+    data_loader: Any = importlib.import_module("accelerate.data_loader")
+    world = ab.World.from_environment()
+    data = [{"x": torch.tensor([float(k)])} for k in range(num_samples)]
+    loader = data_loader.prepare_data_loader(
+        DataLoader(data, batch_size),  # type: ignore[arg-type]
+        num_processes=world.size,
+        process_index=world.rank,
+        put_on_device=False,
+        **options,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = sum(len(share.batch["x"]) for share in ab.shares(loader, world=world) if share.batch is not None)
+    return int(sum(row[0] for row in world.gather_numbers([count]))), [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("num_samples", [20, 32])
+def test_samples_that_accelerate_repeats_are_told(num_samples: int, split_batches: bool, two_ranks: Ranks) -> None:
+    """Accelerate repeats samples to fill the batches of all ranks: the warning has their number; otherwise none."""
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    for even_batches in (True, False):
+        options = {"split_batches": split_batches, "even_batches": even_batches}
+        for count, told in two_ranks.run(counted_with_accelerate, num_samples, 8, options):
+            found = [text for text in told if "duplicates" in text]
+            assert len(found) == (count != num_samples)
+            assert all(f"{num_samples} samples with {count - num_samples} duplicates" in text for text in found)
+            assert even_batches or count == num_samples
+
+
+def steps_of_small_data(num_samples: int, size: int, **options: Any) -> list[int]:
+    """Return the samples of each step of two epochs."""
+    model = perceptron()
+    whole = vectors(num_samples)
+    data = [{name: value[k] for name, value in whole.items()} for k in range(num_samples)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=8, **options) as engine:
+        loop = ab.batches(data, effective_batch_size=size, epochs=2)
+        return [engine.step(batch).num_samples for batch in loop]
+
+
+@sees(
+    "data smaller than a batch make short steps without a warning",
+    "src/anybatch/engine/step_planner.py",
+    'getattr(batch, "is_whole_epoch", False)',
+    'getattr(batch, "is_no_epoch", False)',
+)
+@pytest.mark.parametrize("options", [{}, {"effective_batch_size": 32}])
+def test_data_smaller_than_the_effective_batch_are_told(options: dict[str, int]) -> None:
+    """A data set that never fills a step is warned of once, with both numbers; a short last step is not."""
+    with pytest.warns(AnyBatchWarning, match=r"fewer than effective_batch_size=32: each step has 20") as caught:
+        assert steps_of_small_data(20, 32, **options) == [20, 20]
+    assert len(caught) == 1
+    assert steps_of_small_data(40, 32, **options) == [32, 8] * 2
+    assert steps_of_small_data(32, 32, **options) == [32] * 2

@@ -4,7 +4,7 @@
 the data and the effective batch size, and on nothing else: not on the world size, the workers or the micro-batches.
 """
 
-from anybatch.core.tree import SampleList
+from anybatch.core.containers import SampleList
 from anybatch.data.batches import Batches, batches
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.effective_batch import DatasetBatch

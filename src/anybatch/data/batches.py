@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from anybatch.core.batch import Position
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.whole_numbers import refuse_unless
-from anybatch.data.effective_batch import DatasetBatches
+from anybatch.data.effective_batch import DatasetBatches, OpenSource
 from anybatch.data.indexed import IndexedSource
-from anybatch.data.iteration import Iteration, OpenSource
+from anybatch.data.iteration import Iteration
 from anybatch.data.lengths import Lengths
 from anybatch.data.options import BatchOptions, pins_memory
 from anybatch.data.sample_loaders import yields_samples

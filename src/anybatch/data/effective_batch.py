@@ -3,9 +3,12 @@
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
+import torch
+
 from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch
+from anybatch.data.options import RunRange
 from anybatch.errors import DataError
 
 _LOAD = "Samples are loaded micro-batch by micro-batch; batch.load() returns all of them, collated."
@@ -23,7 +26,6 @@ class StepSamples(NamedTuple):
         start: where the data stands before this step.
         end: where it stands after it; the next epoch's beginning after the last step of an epoch.
         feeder: loads units of it.
-        first_read: a few samples that every rank has read by itself; none where an index finds them.
         find_lengths: from sample ids to their lengths; to None where nobody has said.
         packed: whether they are packed, if their collate function can pad and pack; it pads where nobody has said.
     """
@@ -32,7 +34,6 @@ class StepSamples(NamedTuple):
     start: Position
     end: Position
     feeder: "Callable[[StepSamples, Sequence[Positions], LaterUnits | None], Iterator[Batch]]"
-    first_read: Sequence[object] = ()
     find_lengths: Callable[[Sequence[int]], SampleLengths | None] = _no_lengths
     packed: bool | None = None
 
@@ -43,17 +44,59 @@ class StepSamples(NamedTuple):
         return found if found is None or self.packed is None else found.in_layout(packed=self.packed)
 
 
-class Places(Protocol):
-    """The iteration that a batch is from: it knows what is in the batch, and may begin elsewhere."""
+class OpenSource(Protocol):
+    """A source that is being read, with its workers.
+
+    Attributes:
+        dataset: what is read, as the user gave it.
+        num_samples: samples of an epoch; None for a stream.
+        subset_digest: checksum of the indices of a subset; None for a stream.
+    """
 
     @property
-    def dataset(self) -> object:
-        """The data set it iterates."""
+    def dataset(self) -> object: ...  # noqa: D102
+
+    @property
+    def num_samples(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def subset_digest(self) -> int | None: ...  # noqa: D102
+
+    def digest_before(self, position: Position) -> int | None:
+        """Return the checksum of the ids of an epoch up to a position; None for a stream."""
+
+    def sampled_order(self, epoch: int) -> torch.Tensor | None:
+        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+
+    def steps(self, span: RunRange) -> Iterator[StepSamples]:
+        """Yield the samples of each step of a span. The last call counts: workers look ahead in its span."""
+
+    def close(self) -> None:
+        """Shut the workers down."""
+
+
+class BatchIteration(Protocol):
+    """The iteration that a batch is from. It finds the batch's samples, and may begin elsewhere.
+
+    Attributes:
+        dataset: the data set it iterates.
+        key: number of samples of the data set and seed of the data; identifies the data set in a checkpoint.
+        source: the data set, open for reading.
+        is_over: whether no more batches will be taken from it.
+    """
+
+    dataset: object
+    key: tuple[int | None, int]
+    source: OpenSource
+    is_over: bool
 
     def samples_of(self, number: int) -> StepSamples:
         """Return what is in batch `number`, the newest, which has not been looked into yet."""
 
-    def moved(self, batch: "DatasetBatch", position: Position, after: object | None) -> StepSamples | None:
+    def moved(self, batch: "DatasetBatch", position: Position, *, is_resumed: bool) -> StepSamples | None:
         """Go on from where an engine stands; see `DatasetBatch.go_on_from`."""
 
 
@@ -68,19 +111,19 @@ class DatasetBatch:
         sizes: samples of a step as they were asked for, one or the stages of a ramp; the last batch of an epoch may
             hold less.
         number: of the batch in its iteration, from 0.
-        places: the iteration.
+        iteration: the iteration.
         samples: what is in it, if that is known.
     """
 
-    __slots__ = ("__weakref__", "_places", "_samples", "number", "seed", "sizes")
+    __slots__ = ("__weakref__", "_samples", "iteration", "number", "seed", "sizes")
 
     def __init__(
-        self, *, seed: int, sizes: tuple[int, ...], number: int, places: Places, samples: StepSamples | None
+        self, *, seed: int, sizes: tuple[int, ...], number: int, iteration: BatchIteration, samples: StepSamples | None
     ) -> None:
         self.seed = seed
         self.sizes = sizes
         self.number = number
-        self._places = places
+        self.iteration = iteration
         self._samples = samples
 
     def __repr__(self) -> str:
@@ -139,7 +182,7 @@ class DatasetBatch:
     @property
     def dataset(self) -> object:
         """The data set it is of."""
-        return self._places.dataset
+        return self.iteration.dataset
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one collated micro-batch for each unit, in this order, on the host.
@@ -167,33 +210,35 @@ class DatasetBatch:
     def in_layout(self, *, packed: bool) -> "DatasetBatch":
         """Return the same samples padded or packed, where the collate function is a `PaddedOrPacked`."""
         samples = self.samples._replace(packed=packed)
-        return DatasetBatch(seed=self.seed, sizes=self.sizes, number=self.number, places=self._places, samples=samples)
+        return DatasetBatch(
+            seed=self.seed, sizes=self.sizes, number=self.number, iteration=self.iteration, samples=samples
+        )
 
-    def go_on_from(self, position: Position, after: object | None) -> bool:
+    def go_on_from(self, position: Position, *, is_resumed: bool) -> bool:
         """Tell the iteration, before its first step, where the engine stands; this batch and later ones follow.
 
         Nothing happens to an iteration with a `start` of its own, or that has been told before.
 
         Args:
-            position: where the engine stands in its data.
-            after: the data set of the step before this one; None if there was none since the engine was made or
-                loaded, and the data are to go on at exactly this position.
+            position: where the engine stands in this data set.
+            is_resumed: whether the data go on at exactly this position, as after `Engine.load`; otherwise an epoch that
+                was left in the middle is over.
 
         Returns:
             False if it had to begin elsewhere and cannot any more, because later batches have been taken already.
 
         Raises:
-            DataError: the position lies beyond the data.
+            DataError: the position lies beyond the data, or finished batches have been skipped by hand as well.
         """
-        moved = self._places.moved(self, position, after)
+        moved = self.iteration.moved(self, position, is_resumed=is_resumed)
         if moved is not None:
             self._samples = moved
         return moved is not None
 
     @property
-    def first_read(self) -> Sequence[object]:
-        """A few samples that this rank has read by itself, for ranks to compare; none where an index finds them."""
-        return self.samples.first_read
+    def is_whole_epoch(self) -> bool:
+        """Whether it holds all samples of its epoch."""
+        return self.ends_epoch and self.start.sample_offset == 0
 
     @property
     def is_known(self) -> bool:
@@ -204,7 +249,7 @@ class DatasetBatch:
     def samples(self) -> StepSamples:
         """Which samples it holds, and what loads them; looks into the batch."""
         if self._samples is None:
-            self._samples = self._places.samples_of(self.number)
+            self._samples = self.iteration.samples_of(self.number)
         return self._samples
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from anybatch.core.containers import SampleList
 from anybatch.core.randomness import sample_seed, sample_seeds
-from anybatch.core.tree import Batch, count_samples, map_tensors
+from anybatch.core.tree import Batch, as_fields, map_tensors, read_samples
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError
@@ -47,23 +48,25 @@ class OverEffectiveBatch:
         return self.function(samples)
 
 
-def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
-    """Refuse what a collate function has made if it has not a row for each sample.
+def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
+    """Return what a collate function has made, with its lists marked by the known number of samples.
 
     Raises:
-        DataError: with both numbers.
+        DataError: it has not a row for each sample; with both numbers.
     """
     # torch's own has a row for each
-    if collate is default_collate or isinstance(collate, (AnyRows, Packed, PaddedOrPacked)):
-        return
-    if isinstance(collate, Padded) and collate.shapes:
-        return
+    if collate is default_collate:
+        return as_fields(batch)
+    if collate is list:
+        return SampleList(batch)
+    if isinstance(collate, (AnyRows, Packed, PaddedOrPacked)) or (isinstance(collate, Padded) and collate.shapes):
+        return batch
     try:
-        rows = count_samples(batch)
+        batch, rows = read_samples(batch, num_samples)
     except DataError:  # nothing that can be counted, nor need it be: batches of a data set are not cut
         if isinstance(collate, OverEffectiveBatch):
             raise
-        return
+        return batch
     if rows != num_samples:
         message = (
             f"collate returned {rows} rows of {num_samples} samples, and the loss is divided by samples. Leave samples "
@@ -71,6 +74,7 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
             "views), declare it: collate=anybatch.data.AnyRows(collate)."
         )
         raise DataError(message)
+    return batch
 
 
 class UnitKey(NamedTuple):

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from anybatch.core.batch import LaterUnits, Position, Positions, taken
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples, tensors_of
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
+from anybatch.data.fetch import Collate, OverEffectiveBatch, UnitKey, UnitLoader, checked_rows, pinned
 from anybatch.data.keyed_loading import KeyedUnits
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, RunRange
-from anybatch.data.order import SampleSchedule, sample_order, sampled_order
+from anybatch.data.order import SampleSchedule, digest_of_ids, digest_of_subset, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
 
@@ -71,6 +72,7 @@ class OpenIndexed:
         self, loader: UnitLoader, schedule: SampleSchedule, request: BatchOptions, known: KnownLengths | None
     ) -> None:
         self.dataset = loader.dataset
+        self.num_samples = schedule.num_samples
         self._schedule = schedule
         self._ahead: Prefetcher[UnitKey, Batch] | None = None
         if request.num_workers:
@@ -82,7 +84,7 @@ class OpenIndexed:
             self._ahead,
             pin_memory=request.pin_memory,
             here=KeyedUnits(loader),
-            bytes_of_units=_BytesOfUnits(),
+            first_unit=_FirstUnit(),
         )
 
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
@@ -98,6 +100,23 @@ class OpenIndexed:
             StepSamples(sample_ids=ids, start=start, end=end, feeder=self._feeder, find_lengths=self._walk.lengths)
             for start, end, ids in steps
         )
+
+    @functools.cached_property
+    def subset_digest(self) -> int:
+        """Checksum of the indices of a subset."""
+        return digest_of_subset(self.dataset)
+
+    def digest_before(self, position: Position) -> int:
+        """Return the checksum of the ids of an epoch up to a position."""
+        return digest_of_ids(self._walk.ids_before(position), self.subset_digest)
+
+    def sampled_order(self, epoch: int) -> torch.Tensor | None:
+        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
+        return self._walk.sampled.get(epoch)
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+        self._walk.use_order(epoch, order)
 
     def close(self) -> None:
         """Shut the workers down."""
@@ -117,6 +136,8 @@ class _Walk:
         self.end = Position()
         # Weak, so that the order of an epoch goes with the last one who walks it.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        # A sampler may draw another order the next time, so checkpoints take the newest ones along.
+        self.sampled: dict[int, torch.Tensor] = {}
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
@@ -132,6 +153,18 @@ class _Walk:
                     ids = order[first : max(stop, first + _IDS_AT_ONCE)].tolist()
                 yield start, end, tuple(ids[start.sample_offset - first : stop - first])
             position = Position(position.epoch + 1)
+
+    def ids_before(self, position: Position) -> torch.Tensor:
+        """Return the ids of an epoch up to a position."""
+        if not position.sample_offset:
+            return torch.empty(0, dtype=torch.int64)
+        return self._order(position.epoch)[: position.sample_offset]
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+        # Another set of samples is no other order, but other data, which are found to differ.
+        if self._sampler is not None and torch.equal(self._order(epoch).sort()[0], order.sort()[0]):
+            self._orders[epoch] = self.sampled[epoch] = order
 
     def lengths(self, sample_ids: Sequence[int]) -> SampleLengths | None:
         """Return the lengths of some samples; None where nobody has said."""
@@ -156,25 +189,42 @@ class _Walk:
         if order is None:
             if self._sampler is not None:
                 order = sampled_order(self._sampler, self._schedule.num_samples, seed=self._seed, epoch=epoch)
+                # Workers ahead of the batches are in the next epoch at most.
+                self.sampled = {one: kept for one, kept in self.sampled.items() if one >= epoch - 1} | {epoch: order}
             else:
                 order = sample_order(self._schedule.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._orders[epoch] = order
         return order
 
 
-class _BytesOfUnits:
-    """How large the first unit was, and so how many are loaded at once, one at least."""
+class _FirstUnit:
+    """Facts about the first unit that hold for the others.
+
+    Attributes:
+        num_at_once: units that are loaded together, one at least.
+    """
 
     def __init__(self) -> None:
         self.num_at_once = 1
         self._is_known = False
+        self._is_plain = False
 
     def note(self, unit: Batch) -> None:
+        """Find out how large units are."""
         if not self._is_known:
             self._is_known = True
             # Not `nbytes`, which sparse tensors refuse to tell.
             num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(unit))
             self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
+
+    def checked(self, unit: Batch, num_samples: int, collate: Collate) -> Batch:
+        """Return a unit with its lists marked, see `checked_rows`."""
+        if self._is_plain:
+            return unit
+        found = checked_rows(unit, num_samples, collate)
+        # torch's own makes units of one structure, and nearly always without lists to mark.
+        self._is_plain = collate is default_collate and found is unit
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +236,7 @@ class _Feeder:
     ahead: Prefetcher[UnitKey, Batch] | None
     pin_memory: bool
     here: KeyedUnits
-    bytes_of_units: "_BytesOfUnits"
+    first_unit: _FirstUnit
 
     def __call__(
         self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None
@@ -207,19 +257,18 @@ class _Feeder:
         for index, key in enumerate(keys):
             # As a function: the keys to come are made only where the workers have to start over.
             unit = ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
-            check_rows(unit, len(key.sample_ids), self.loader.collate)
-            yield unit
+            yield self.first_unit.checked(unit, len(key.sample_ids), self.loader.collate)
 
     def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
         """Load a few units at a time: small ones would spend most of it on the caller's random state."""
         start = 0
         while start < len(keys):
-            some = keys[start : start + self.bytes_of_units.num_at_once]
+            some = keys[start : start + self.first_unit.num_at_once]
             start += len(some)
             for key, unit in zip(some, self.here.load(some), strict=True):
-                self.bytes_of_units.note(unit)
-                check_rows(unit, len(key.sample_ids), self.loader.collate)
-                yield pinned(unit) if self.pin_memory else unit
+                self.first_unit.note(unit)
+                checked = self.first_unit.checked(unit, len(key.sample_ids), self.loader.collate)
+                yield pinned(checked) if self.pin_memory else checked
 
     def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
         """Load and collate the whole effective batch, and yield its units."""
@@ -229,7 +278,7 @@ class _Feeder:
             (whole,) = self._loaded_here([key])
         else:
             whole = self.ahead.take(key, lambda: itertools.chain([key], later))
-            check_rows(whole, len(key.sample_ids), self.loader.collate)
+            whole = checked_rows(whole, len(key.sample_ids), self.loader.collate)
         for positions in units:
             yield pick_samples(whole, positions)
 

@@ -1,25 +1,11 @@
 """One iteration over effective batches: it begins at a start of its own, or where the engine that steps it stands."""
 
-from collections.abc import Iterator
-from typing import Protocol
+import itertools
 
 from anybatch.core.batch import Position
-from anybatch.data.effective_batch import DatasetBatch, DatasetBatches, StepSamples
+from anybatch.data.effective_batch import DatasetBatch, DatasetBatches, OpenSource, StepSamples
 from anybatch.data.options import BatchOptions, RunRange
-
-
-class OpenSource(Protocol):
-    """A source that is being read, with its workers."""
-
-    @property
-    def dataset(self) -> object:
-        """What is read, as the user gave it."""
-
-    def steps(self, span: RunRange) -> Iterator[StepSamples]:
-        """Yield the samples of each step of a span. The last call counts: workers look ahead in its span."""
-
-    def close(self) -> None:
-        """Shut the workers down."""
+from anybatch.errors import DataError
 
 
 class Iteration:
@@ -34,17 +20,14 @@ class Iteration:
     """
 
     def __init__(self, source: OpenSource, request: BatchOptions) -> None:
-        self._source = source
+        self.source = source
         self._request = request
         self._steps = source.steps(request.span)
         self._can_move = request.start is None
         self._newest = -1
-        self._is_over = False
-
-    @property
-    def dataset(self) -> object:
-        """The data set."""
-        return self._source.dataset
+        self.is_over = False
+        self.dataset = source.dataset
+        self.key = (source.num_samples, request.seed)
 
     def batches(self) -> DatasetBatches:
         """Yield the effective batches; workers stop when this generator does."""
@@ -62,8 +45,8 @@ class Iteration:
                 if not batch.is_known:
                     _ = batch.start  # what is read next comes after it
         finally:
-            self._is_over = True
-            self._source.close()
+            self.is_over = True
+            self.source.close()
 
     def _batch(self, known: StepSamples | None) -> DatasetBatch:
         request = self._request
@@ -71,7 +54,7 @@ class Iteration:
             seed=request.seed,
             sizes=request.sizes,
             number=self._newest,
-            places=self,
+            iteration=self,
             samples=known,
         )
 
@@ -81,39 +64,63 @@ class Iteration:
         try:
             return next(self._steps)
         finally:
-            if self._is_over:
-                self._source.close()  # the batch has outlived its loop, and its workers have no one to end them
+            if self.is_over:
+                self.source.close()  # the batch has outlived its loop, and its workers have no one to end them
 
-    def moved(self, batch: DatasetBatch, position: Position, after: object | None) -> StepSamples | None:
+    def moved(self, batch: DatasetBatch, position: Position, *, is_resumed: bool) -> StepSamples | None:
         """Return what is in a batch now that the engine's place is known; None where it is too late to move.
 
         Raises:
-            DataError: the position lies beyond the data.
+            DataError: the position lies beyond the data, or finished batches have been skipped by hand as well.
         """
         if not self._can_move:
             return batch.samples
+        start = batch.start if batch.number else Position()  # the first batch need not be read to know
+        # A new run, or finished batches were skipped by hand.
+        stays = is_resumed and position in (Position(), start)
+        span, num_skipped = self._span_from(position, is_resumed=is_resumed), batch.number
+        if num_skipped and is_resumed and not stays:
+            num_skipped = _num_to_skip(batch.number, start, position)
         self._can_move = False
-        span = self._span_from(position, after)
-        if span.start.epoch == 0 and (batch.number or span.start == Position()):
+        if stays:
             return batch.samples
         if batch.number != self._newest:
             return None
-        if batch.number:
-            # The user has left out the first batches: those of that epoch are left out.
-            span = span.behind(batch.start, batch.number)
-        self._steps = self._source.steps(span)
-        found = next(self._steps, None)
+        self._steps = self.source.steps(span)
+        found = next(itertools.islice(self._steps, num_skipped, None), None)
         if found is None:  # no step was left in that epoch
-            self._steps = self._source.steps(self._request.span_from(Position(span.start.epoch + 1)))
+            self._steps = self.source.steps(self._request.span_from(Position(span.start.epoch + 1)))
             found = next(self._steps)
         return found
 
-    def _span_from(self, position: Position, after: object | None) -> RunRange:
+    def _span_from(self, position: Position, *, is_resumed: bool) -> RunRange:
         """Return where this iteration begins for an engine that stands at a position, and where it ends."""
-        if after is None:
+        if is_resumed:
             return self._request.span_from(position, resumed=True)
-        # A number of steps need not end where an epoch does, so the next ones go on from there.
-        if self._request.steps is not None and after is self.dataset:
-            return self._request.span_from(position)
-        # A loop that was left in the middle of an epoch, or a position in other data: nobody counts on the rest.
-        return self._request.span_from(position if not position.sample_offset else Position(position.epoch + 1))
+        # A number of steps need not end where an epoch does, so the next ones go on from there. A loop over epochs that
+        # was left in the middle of one is over: nobody counts on the rest.
+        if self._request.steps is None and position.sample_offset:
+            position = Position(position.epoch + 1)
+        return self._request.span_from(position)
+
+
+def _num_to_skip(number: int, start: Position, position: Position) -> int:
+    """Return how many batches to leave out after a position, where the user has left out the first ones.
+
+    Args:
+        number: how many were left out.
+        start: where they end, counted from the beginning.
+        position: where the resumed run stands.
+
+    Raises:
+        DataError: it cannot be known whether they are the ones that were finished before the run was resumed.
+    """
+    if position.sample_offset and start == Position(0, position.sample_offset):
+        return 0  # the finished batches of this epoch
+    if not position.sample_offset and start.epoch == 0:
+        return number  # the first batches of every epoch
+    message = (
+        f"{number} batches were skipped after engine.load, up to {start}, and the run stands at {position}: ab.batches "
+        "skips finished batches itself. Iterate it from its beginning, or choose a place with ab.batches(start=...)."
+    )
+    raise DataError(message)

@@ -28,11 +28,6 @@ class RunRange:
     end_epoch: int | None
     steps: int | None
 
-    def behind(self, place: Position, num_steps: int) -> "RunRange":
-        """Return the same without its first steps, which end at `place` of a run that begins in epoch 0."""
-        start = Position(self.start.epoch + place.epoch, place.sample_offset)
-        return RunRange(start, self.end_epoch, None if self.steps is None else self.steps - num_steps)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:

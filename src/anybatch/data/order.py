@@ -1,11 +1,14 @@
 """Which samples make which step: one global order per epoch, cut into consecutive effective batches."""
 
+import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch.utils.data import Subset
 
 from anybatch.core.batch import Position
 from anybatch.core.batch_ramp import BatchRamp
@@ -58,6 +61,26 @@ def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> t
         )
         raise DataError(message)
     return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
+
+
+def digest_of_ids(ids: torch.Tensor, before: int = 0) -> int:
+    """Return a checksum of sample ids in their order.
+
+    Args:
+        ids: int64 (ids,).
+        before: checksum of the ids before these.
+    """
+    ids = ids.contiguous()
+    return crc32(ctypes.string_at(ids.data_ptr(), ids.numel() * ids.itemsize), before)
+
+
+def digest_of_subset(dataset: object) -> int:
+    """Return a checksum of the indices of a subset, such as a part of `random_split`; 0 for another data set."""
+    digest = 0
+    while isinstance(dataset, Subset):
+        digest = digest_of_ids(torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu"), digest)
+        dataset = dataset.dataset
+    return digest
 
 
 @dataclass(frozen=True, slots=True)

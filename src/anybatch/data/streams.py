@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from anybatch.core.batch import LaterUnits, Position, Positions, taken
@@ -15,7 +16,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, in_layout, only_collates, pinned
+from anybatch.data.fetch import OverEffectiveBatch, checked_rows, collate_unit, in_layout, only_collates, pinned
 from anybatch.data.keyed_loading import KeyedLoading
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, RunRange
@@ -26,9 +27,6 @@ from anybatch.data.sample_loaders import check_loader
 from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
 from anybatch.errors import DataError
-
-_NUM_COMPARED = 4
-"""Samples of a first batch that ranks compare with each other."""
 
 
 class StreamSource:
@@ -85,7 +83,10 @@ class StreamSource:
 
 
 class OpenStream:
-    """A stream that is being read."""
+    """A stream that is being read. Ids are places in it, so they say nothing about its order."""
+
+    num_samples = None
+    subset_digest = None
 
     def __init__(self, dataset: object, shards: Shards, request: BatchOptions) -> None:
         self.dataset = dataset
@@ -98,6 +99,15 @@ class OpenStream:
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span."""
         return itertools.islice(self._steps_of_epochs(span.start, span.end_epoch), span.steps)
+
+    def digest_before(self, position: Position) -> None:
+        """Nothing is known of samples that are not read again."""
+
+    def sampled_order(self, epoch: int) -> None:
+        """A stream has no sampler."""
+
+    def use_order(self, epoch: int, order: torch.Tensor) -> None:
+        """A stream has no sampler."""
 
     def close(self) -> None:
         """Shut the workers down."""
@@ -170,7 +180,6 @@ class OpenStream:
                 start=position,
                 end=end,
                 feeder=feeder,
-                first_read=feeder.samples[:_NUM_COMPARED],
                 find_lengths=self._finder(feeder.samples),
             )
             if end.epoch > start.epoch:
@@ -210,7 +219,7 @@ class _Feeder:
         key = (request.seed, batch.start.epoch)
         collate = in_layout(request.collate, packed=batch.packed)
         collated = self.here.run(lambda seed: collate_unit(collate, samples, ids, key=key, seed=seed))
-        check_rows(collated, len(samples), collate)
+        collated = checked_rows(collated, len(samples), collate)
         return pinned(collated) if request.pin_memory else collated
 
 

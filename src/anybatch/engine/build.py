@@ -37,7 +37,7 @@ from anybatch.engine.micro_batch_size.budget_trials import TrialParts
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
 from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
-from anybatch.engine.rng.generators import advancing_generators
+from anybatch.engine.rng.generators import advancing_generators, seed_of_state
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.spike_watch.kept_state import KeptState
 from anybatch.engine.spike_watch.watch import SpikeGuard
@@ -324,6 +324,7 @@ def _step_planner(shared: _Shared, check: LossCheck, context: LoopContext) -> St
         decisions=decisions,
         notifier=notifier,
         seed=spec.seed,
+        make_seed=partial(seed_of_state, modules),
     )
 
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from anybatch.checkpoints.structure import TensorPart, read_stored
 from anybatch.checkpoints.tensors import StoredTensor
-from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.random_state import host_random_state, restore_host_random_state
@@ -93,7 +92,7 @@ class Progress:
 
     Attributes:
         num_steps: effective batches run.
-        position: where the data stands.
+        data: progress in all data sets, see `RunProgress.state_dict`.
         seed: first word of random keys; None for the data's.
         sizes: the sizes named by the user or found by a search.
         resized: how they were changed since, for want of memory; None if they were not.
@@ -101,7 +100,7 @@ class Progress:
     """
 
     num_steps: int
-    position: Position
+    data: Mapping[str, Any]
     seed: int | None
     sizes: Sizes
     resized: Mapping[str, Any] | None
@@ -131,7 +130,7 @@ def collect_state(
         model = _without_buffers(model, parts.modules)
     return {
         "num_steps": progress.num_steps,
-        "position": {"epoch": progress.position.epoch, "sample_offset": progress.position.sample_offset},
+        **progress.data,
         "seed": progress.seed,
         "sizes": dataclasses.asdict(progress.sizes),
         "resized": progress.resized,

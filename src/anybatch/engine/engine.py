@@ -18,7 +18,7 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.build import build
 from anybatch.engine.checkpoint_state import Scheduler, Stateful
-from anybatch.engine.data_place import data_of, go_on
+from anybatch.engine.data_progress import DataProgress, RunProgress
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
@@ -83,7 +83,8 @@ class Engine:
         rng: "micro_batch" keys random numbers by (seed, step, first sample of it), whatever the rank; "per_sample", or
             a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None keys nothing.
         check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
-        seed: first word of those keys; None takes the data's seed.
+        seed: first word of those keys; None takes the seed of `ab.batches`, and for other batches one that follows from
+            torch's generator and the weights before the first step.
         spikes: where loss or gradient norm leave their course "warn", "lower" the rate or "roll_back", or a
             `SpikeWatch` of `anybatch.engine.spike_watch.watch`; None looks at neither. See docs/learning_rates.md.
         observer: looks in on micro-batches, reductions, phases and steps.
@@ -172,22 +173,19 @@ class Engine:
         self._is_closed = False
         self.model = spec.model
         self.num_steps = 0
-        self._position = Position()
-        self._stepped_data: object | None = None
+        self._progress = RunProgress()
 
     def __repr__(self) -> str:
-        return self._parts.describe(self.num_steps, self._position)
+        return self._parts.describe(self.num_steps, self.position)
 
     @property
     def position(self) -> Position:
-        """Where the data stands: the epoch, and how many samples of it have made a step. Batches go on from here."""
-        return self._position
+        """Where the data stands that was stepped last: the epoch, and how many samples of it have made a step."""
+        return self._progress.position
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._position = position
-        # Batches go on at exactly this place, and not with the next epoch: no loop has been left here.
-        self._stepped_data = None
+        self._progress.set(position)
 
     @property
     def world(self) -> World:
@@ -223,7 +221,8 @@ class Engine:
         """Make one optimizer update from one effective batch.
 
         Args:
-            batch: what `ab.batches` or `ab.shares` yields, or any nested batch, which is then this rank's share.
+            batch: what `ab.batches` or `ab.shares` yields, or any nested batch, which is then this rank's share. A dict
+                or tuple holds fields; a list that could hold fields or samples is refused (`anybatch.data.SampleList`).
 
         Returns:
             What was done. Its numbers stay on the device until they are read.
@@ -242,12 +241,12 @@ class Engine:
         with parts.failures_reported("engine.step", self.num_steps, needs_whole_update=True):
             # Before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             parts.updater.allocate()
-            self._place(batch)
+            progress = self._progress_of(batch)
             # Plans and runs, and both again in smaller micro-batches where memory runs out.
-            summed = parts.runner.run(batch, self.num_steps, self.position)
+            summed = parts.runner.run(batch, self.num_steps, progress)
             updated = parts.updater.update(summed.gradients, summed.contributions, self.num_steps)
+            self._progress.advance(progress, summed.planned.end)
             report = self._record(summed, updated)
-            self._stepped_data = data_of(batch)
         parts.behind_step(report, updated)
         return report
 
@@ -258,8 +257,7 @@ class Engine:
         """
         parts = self._open_parts()
         with parts.failures_reported("engine.gradients", self.num_steps, needs_whole_update=True):
-            self._place(batch)
-            summed = parts.runner.run(batch, self.num_steps, self.position)
+            summed = parts.runner.run(batch, self.num_steps, self._progress_of(batch))
             found = {
                 name: None if gradient is None else parts.context.scaler.unscaled(gradient)
                 for name, gradient in zip(parts.context.prepared.parameters, summed.gradients, strict=True)
@@ -343,7 +341,7 @@ class Engine:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
         form = SaveForm(keep_last=keep_last, only_trainable=only_trainable, sharded=sharded, wait=wait)
-        return self._parts.save(checked_path("folder", folder), self.num_steps, self.position, form)
+        return self._parts.save(checked_path("folder", folder), self.num_steps, self._progress, form)
 
     def load(self, path: str | Path) -> Position:
         """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.
@@ -397,7 +395,7 @@ class Engine:
         """
         parts = self._parts
         with parts.failures_reported("engine.align_replicas", self.num_steps, barrier=True):
-            names, state = parts.of_first_rank(self.num_steps, self.position)
+            names, state = parts.of_first_rank(self.num_steps, self._progress)
             if state is not None:
                 parts.world.run_on_all_processes(lambda: self._restore(state))
         return names
@@ -406,7 +404,7 @@ class Engine:
         # First, because it raises before it changes anything; the engine's own numbers follow the parts.
         self._parts.restore(state, path)
         self.num_steps = int(state["num_steps"])
-        self.position = Position(**state["position"])
+        self._progress.load_state_dict(state)
 
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule, from its beginning, in the place of the present one.
@@ -471,19 +469,20 @@ class Engine:
             raise UserError(message)
         return self._parts
 
-    def _place(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Tell the iteration of a batch where this engine stands, if it has not been told and can be."""
-        message = go_on(batch, self._position, self._stepped_data)
-        if message:
-            self._parts.notifier.warn("data_repeats", message)
+    def _progress_of(self, batch: Any) -> DataProgress:  # noqa: ANN401 (any nested batch)
+        """Return where this engine stands in the data of a batch, whose iteration goes on from there if it can."""
+        progress = self._progress.of(batch)
+        remark = progress.begin(batch)
+        if remark is not None:
+            self._parts.notifier.warn(*remark)
+        return progress
 
     def _record(self, summed: SummedBatch, updated: Updated) -> StepReport:
         """Count the step, and return its report."""
-        self._position = summed.planned.end
         report = StepReport(
             step=self.num_steps,
             plan=summed.planned.plan,
-            position=self.position,
+            position=summed.planned.end,
             learning_rates=updated.learning_rates,
             skipped=updated.skipped,
             update=self._parts.updater.target.update,

@@ -29,6 +29,7 @@ from anybatch.engine.checkpoint_state import (
     restore_state,
     state_of_first_rank,
 )
+from anybatch.engine.data_progress import RunProgress
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_forms
 from anybatch.engine.gradient_noise import NoiseMeter
@@ -171,34 +172,35 @@ class Parts:
         self.updater.refuse_broken_off()
 
     def collect(
-        self, num_steps: int, position: Position, *, only_trainable: bool, in_parts: bool = False
+        self, num_steps: int, progress: RunProgress, *, only_trainable: bool, in_parts: bool = False
     ) -> dict[str, Any]:
         """Return everything that a run needs to go on; see `collect_state`.
 
         Args:
             num_steps: effective batches run.
-            position: where the data stands.
+            progress: in all data sets.
             only_trainable: leave out frozen parameters.
             in_parts: what this process has of it, instead of whole tensors.
         """
-        progress = Progress(
+        saved = Progress(
             num_steps=num_steps,
-            position=position,
+            data=progress.state_dict(),
             seed=self.planner.seed,
             sizes=self.backoff.named,
             resized=self.backoff.state(),
             decisions=self.decisions,
         )
-        state = collect_state(self.state, progress, self.world, only_trainable=only_trainable, in_parts=in_parts)
-        return {**state, "spikes": None if self.spikes is None else self.spikes.state_dict()}
+        state = collect_state(self.state, saved, self.world, only_trainable=only_trainable, in_parts=in_parts)
+        spikes = None if self.spikes is None else self.spikes.state_dict()
+        return {**state, "own_seed": self.planner.own_seed, "spikes": spikes}
 
-    def save(self, folder: Path, num_steps: int, position: Position, form: SaveForm) -> Path:
+    def save(self, folder: Path, num_steps: int, progress: RunProgress, form: SaveForm) -> Path:
         """Write a checkpoint; see `Engine.save`.
 
         Args:
             folder: of the run's checkpoints.
             num_steps: effective batches run.
-            position: where the data stands.
+            progress: in all data sets.
             form: how.
         """
         updater = self.updater
@@ -211,7 +213,7 @@ class Parts:
             # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
             updater.finite.settle()
             self.replicas.compare(num_steps)
-            state = self.collect(num_steps, position, only_trainable=form.only_trainable, in_parts=in_parts)
+            state = self.collect(num_steps, progress, only_trainable=form.only_trainable, in_parts=in_parts)
             if not form.wait:
                 return self.saver.start(folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts)
             saved = self.saver.save(folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts)
@@ -233,18 +235,18 @@ class Parts:
                 warnings.warn(message, stacklevel=4)
             self.notifier.checkpoint("saved", step_of(saved.path), saved.path, saved.num_bytes)
 
-    def of_first_rank(self, num_steps: int, position: Position) -> tuple[tuple[str, ...], dict[str, Any] | None]:
+    def of_first_rank(self, num_steps: int, progress: RunProgress) -> tuple[tuple[str, ...], dict[str, Any] | None]:
         """Return the names of the weights in which ranks differ, and rank 0's state; None where there is one rank.
 
         Args:
             num_steps: effective batches run.
-            position: where the data stands.
+            progress: in all data sets.
         """
         names, _ = self.replicas.differing()
         self.updater.finite.settle()
         if self.world.roll_call is None:
             return names, None
-        return names, state_of_first_rank(self.collect(num_steps, position, only_trainable=False), self.world)
+        return names, state_of_first_rank(self.collect(num_steps, progress, only_trainable=False), self.world)
 
     def restore(self, state: Mapping[str, Any], path: Path | None) -> None:
         """Put a collected state back.
@@ -265,6 +267,7 @@ class Parts:
         for code, message in remarks:
             self.notifier.warn(code, message)
         self.planner.seed = state["seed"]
+        self.planner.own_seed = state.get("own_seed", 0)  # which earlier versions always used
         self.backoff.resume(state)
         self.check.resume(state["decisions"])
         watched = read_stored(state.get("spikes"))  # None also in checkpoints from before there was a watch

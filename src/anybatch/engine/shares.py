@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from anybatch.core.splitting import even_parts
-from anybatch.core.tree import count_samples, join_samples, slice_samples
+from anybatch.core.tree import copied, join_samples, read_samples, slice_samples
 from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.failure import failures_reported
-from anybatch.errors import BatchSizeError, DataError
+from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError
 from anybatch.parallel.world import World
 
 
@@ -40,7 +40,7 @@ def shares(
             there as it is.
 
     Warns:
-        UserWarning: the loader's sampler pads with duplicates, so that some samples would count twice.
+        AnyBatchWarning: the loader pads with duplicates, so that some samples would count twice.
     """
     if effective_batch_size is not None:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
@@ -116,12 +116,13 @@ class _Samples:
         """
         parts = [self._held] if self.num_read else []
         while self.num_read < number and not self.is_over:
+            # A loader may use the memory of its last batch for the next one.
+            parts[-1:] = map(copied, parts[-1:])
             try:
-                batch = next(self._batches)
+                batch, size = read_samples(next(self._batches))
             except StopIteration:
                 self.is_over = True
                 break
-            size = count_samples(batch)
             if size:
                 parts.append(batch)
                 self.num_read += size
@@ -172,17 +173,54 @@ def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) 
 
 
 def _warn_of_duplicates(loader: Iterable[Any]) -> None:
+    """Warn of a loader that repeats samples, so that all ranks get equally many."""
+    message = _duplicates_of_sampler(loader) or _duplicates_of_accelerate(loader)
+    if message:
+        warnings.warn(
+            f"{message}: those samples count twice in every epoch. Use ab.batches(dataset), which deals uneven shares, "
+            "or drop the rest (drop_last=True).",
+            AnyBatchWarning,
+            stacklevel=3,
+        )
+
+
+def _duplicates_of_sampler(loader: Any) -> str:  # noqa: ANN401 (any loader)
     for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         if not isinstance(sampler, DistributedSampler):
             continue
         num_samples = len(cast("Sized", sampler.dataset))
         extra = sampler.total_size - num_samples
         if extra > 0:
-            warnings.warn(
+            return (
                 f"DistributedSampler pads {num_samples} samples with {extra} duplicates so that "
-                f"{sampler.num_replicas} ranks get {sampler.num_samples} each: those samples count twice in every "
-                "epoch. Use ab.batches, which deals uneven shares, or DistributedSampler(drop_last=True) to drop "
-                "the rest.",
-                stacklevel=3,
+                f"{sampler.num_replicas} ranks get {sampler.num_samples} each"
             )
-        return
+    return ""
+
+
+def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
+    """Return what to say of a loader that Accelerate has prepared, whose shards are recognised by their attributes."""
+    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    if getattr(sampler, "even_batches", False) and hasattr(sampler, "num_processes"):
+        shard: Any = sampler
+        source = getattr(shard.batch_sampler, "sampler", None)
+    elif isinstance(dataset, IterableDataset) and hasattr(dataset, "num_processes") and hasattr(dataset, "batch_size"):
+        shard = dataset
+        source = shard.dataset
+    else:
+        return ""
+    # Only so many samples fill all ranks.
+    multiple_of = shard.batch_size and shard.batch_size * (
+        1 if getattr(shard, "split_batches", False) else shard.num_processes
+    )
+    if shard.num_processes == 1 or getattr(shard, "drop_last", False):
+        return ""
+    if multiple_of is None or not isinstance(source, Sized):
+        return "Accelerate repeats samples at the end of an epoch if they do not fill the batches of all ranks"
+    extra = -len(source) % multiple_of
+    if not extra:
+        return ""
+    return (
+        f"Accelerate pads {len(source)} samples with {extra} duplicates so that {shard.num_processes} ranks get full "
+        "batches (even_batches=True)"
+    )

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.batch import Position
 from anybatch.core.dtypes import accumulation_dtype, widest_dtype
 from anybatch.core.loss import without_graph
 from anybatch.core.records import PhaseName
@@ -19,6 +18,7 @@ from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatc
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.accumulation.sums import LateDivision, Sums
 from anybatch.engine.compatibility import refused_in_backward
+from anybatch.engine.data_progress import DataProgress
 from anybatch.engine.executors import Executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
@@ -108,13 +108,13 @@ class StepRunner:
         self._owes_step = False
         self.is_running = False
 
-    def run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
+    def run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, run in the first cut that fits on every rank.
 
         Args:
             batch: what `Engine.step` takes.
             step: its number.
-            position: where the data stands.
+            progress: in its data set.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
@@ -130,7 +130,7 @@ class StepRunner:
         self.is_running = True
         try:
             with self._guard.begin_step():
-                summed = self._run(batch, step, position)
+                summed = self._run(batch, step, progress)
             self._guard.end_step()
         except StepFailedError:
             raise self._world.error_of_failed_rank() from None
@@ -146,16 +146,16 @@ class StepRunner:
             self.is_running = False
         return summed
 
-    def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
+    def _run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         # What only the first batches send, nobody else can send for a rank that has failed.
-        self._owes_step = self._can_leave and self._planner.is_steady(step)
-        self._planner.settle_sizes(batch, position)
+        self._owes_step = self._can_leave and self._planner.is_steady(step, progress)
+        self._planner.settle_sizes(batch, progress.position)
         # Buffers as they are now are what every further try has to begin from.
         self._retry.begin_step(step)
         inputs = InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
-            counted = self._plan(batch, step, position, check_loss=not too_large)
+            counted = self._plan(batch, step, progress, check_loss=not too_large)
             self._owes_step = self._can_leave
             self._meaning.note(counted.planned, step)
             outcome = self._attempt(counted, step, too_large)
@@ -169,10 +169,10 @@ class StepRunner:
             # Behind the abort: only now does no rank wait for another one any more.
             inputs.refuse_changed(step, self._world)
 
-    def _plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
+    def _plan(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Plan a step; what is loaded for that may be too much already."""
         try:
-            return self._planner.plan(batch, step, position, check_loss=check_loss)
+            return self._planner.plan(batch, step, progress, check_loss=check_loss)
         except torch.OutOfMemoryError as error:
             notes = [note.removeprefix("anybatch: ").rstrip(".") for note in getattr(error, "__notes__", ())]
             said = f"{error}{_place_of(error)}{''.join(f' ({note})' for note in notes)}"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,10 +14,9 @@ from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import Batch, copied, count_samples, moved_to, read_samples, slice_read, tensors_of
+from anybatch.core.tree import Batch, copied, moved_to, read_samples, slice_read, tensors_of
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
-from anybatch.parallel.replicas import digest
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -90,7 +89,7 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
         BatchSizeError: no rank brought a sample.
         DataError: a rank brought none, and ranks run in lockstep.
     """
-    if isinstance(batch, RankShare) or not _is_effective_batch(batch):
+    if isinstance(batch, RankShare) or not is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
     batch, lengths = placement.laid_out(batch)
     sample_ids = batch.sample_ids
@@ -354,88 +353,12 @@ def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[B
         yield moved
 
 
-def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
-    """Refuse a first step in which ranks do not mean the same effective batch.
-
-    Raises:
-        DataError: on every rank: two ranks bring byte for byte the same samples as their shares, or the processes of
-            one rank different ones, or ranks were given different effective batches.
-    """
-    if world.num_processes == 1:
-        return
-    if _is_effective_batch(batch):
-        # Hashes of whole numbers, unlike those of strings, are the same in every process.
-        word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
-        # Ids of a stream are places in it, so what every rank has read there is compared too.
-        read = [_fingerprint(sample) for sample in getattr(batch, "first_read", ())]
-        for rank, (other, read_there) in enumerate(world.gather_from_processes((word, read))):
-            if other == word and read_there != read:
-                raise DataError(_differing_streams(world.process, rank))
-            if other != word:
-                message = (
-                    f"rank {world.process} was given another effective batch than rank {rank}: {word[1]} with seed "
-                    f"{word[0]} against {other[1]} with seed {other[0]}, or other samples. Build ab.batches with the "
-                    "same data set, size and seed, and the engine with the same sizes, on every rank."
-                )
-                raise DataError(message)
-        return
-    # Samples of a loader of the user's own have no ids, so their bytes are compared.
-    of_processes = world.gather_from_processes(_digest(batch.batch if isinstance(batch, RankShare) else batch))
-    for group in world.model_groups:
-        other = next((one for one in group if of_processes[one] != of_processes[group[0]]), None)
-        if other is not None:
-            message = (
-                f"processes {group[0]} and {other} run one model together, and brought different samples to the first "
-                "step. Batches are dealt over the data-parallel dimension alone: use ab.batches, ab.shares(loader, "
-                "world=engine.world), or a sampler with num_replicas=engine.world.size and rank=engine.world.rank."
-            )
-            raise DataError(message)
-    digests = world.of_ranks(of_processes)
-    for rank, found in enumerate(digests):
-        if found is not None and found in digests[:rank]:
-            message = (
-                f"ranks {digests.index(found)} and {rank} brought the same samples to the first step, so every sample "
-                f"would count {digests.count(found)} times. Give each rank its own (a DistributedSampler, or "
-                "ab.batches)."
-            )
-            raise DataError(message)
-
-
-def _differing_streams(rank: int, other: int) -> str:
-    return (
-        f"rank {rank} reads other samples from the stream than rank {other}. ab.batches gives each rank its share, so "
-        "every rank has to read the whole stream; of one that divides itself by rank, samples would be lost. Take the "
-        "division by rank out of the data set, and seed generators of its own alike on every rank; or keep it, and "
-        "iterate ab.shares(DataLoader(dataset), effective_batch_size=...)."
-    )
-
-
-def _fingerprint(sample: Any) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
-    """Return what tells a sample from another one, in any process; of unknown objects their type alone."""
-    if isinstance(sample, torch.Tensor):
-        return digest(sample)
-    if isinstance(sample, (str, bytes, bool, int, float, type(None))):
-        return repr(sample)
-    if isinstance(sample, Mapping):
-        return [(repr(key), _fingerprint(value)) for key, value in sample.items()]
-    if isinstance(sample, (list, tuple)):
-        return [_fingerprint(value) for value in sample]
-    tensors = [digest(tensor) for tensor in tensors_of(sample)]
-    return [type(sample).__name__, sample.tobytes() if hasattr(sample, "tobytes") else tensors]
-
-
-def _digest(batch: Batch | None) -> tuple[int, ...] | None:
-    """Return a fingerprint of every tensor of a batch; None for an empty one."""
-    if batch is None or not count_samples(batch):
-        return None
-    return tuple(digest(tensor) for tensor in tensors_of(batch))
-
-
 def _joined(units: Sequence[Unit]) -> Unit:
     return dataclasses.replace(units[0], stop=units[-1].stop)
 
 
-def _is_effective_batch(batch: object) -> bool:
+def is_effective_batch(batch: object) -> bool:
+    """Whether a batch finds and loads its samples itself, and is not the share of a rank."""
     # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
@@ -490,8 +413,7 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         plan=plan,
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
-        # A loader of the user's own has no seed; that of the engine, if it was given one, takes its place.
-        seed=0,
+        seed=0,  # a loader of the user's own has none; the planner gives one
         # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),

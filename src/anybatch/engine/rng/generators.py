@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from hashlib import blake2b
 from types import TracebackType
 from typing import Literal, Self
 
@@ -11,9 +12,12 @@ from torch import nn
 from anybatch.engine.accumulation.accumulate import MicroBatch, Randomness
 from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness, device_generators
 from anybatch.errors import UserError
+from anybatch.parallel.local_parts import local_part
 
 Rng = Literal["micro_batch", "per_sample"] | PerSample | None
 _NOTHING = nullcontext()
+_NUM_VALUES = 8
+"""Values of a parameter that make a seed."""
 
 
 def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Randomness:
@@ -36,6 +40,24 @@ def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Ran
 def advancing_generators(randomness: Randomness) -> list[torch.Generator]:
     """Return the generators that a step advances: none where random numbers are keyed."""
     return randomness.generators if isinstance(randomness, CallersRandomness) else []
+
+
+def seed_of_state(modules: nn.Module) -> int:
+    """Return a seed that follows from the state of torch's generator and from weights, and leaves both as they are.
+
+    So `torch.manual_seed` has an effect, and two models, such as a generator and a critic, draw different numbers.
+
+    Args:
+        modules: what is trained; the first values of each parameter count.
+
+    Returns:
+        A number from 0 to 2**56 - 1.
+    """
+    found = blake2b(bytes(torch.default_generator.get_state().tolist()), digest_size=7)
+    for name, parameter in modules.named_parameters():
+        values = local_part(parameter).detach().reshape(-1)[:_NUM_VALUES].tolist()
+        found.update(repr((name, tuple(parameter.shape), values)).encode())
+    return int.from_bytes(found.digest())
 
 
 class UnitRandomness:

@@ -118,9 +118,10 @@ class _Draws(TorchFunctionMode):
         self._packing_function = packing_function()
         self._names = {id(module): name for name, module in modules.items()}
         self._axes = axes
+        self._time_first = next((one for one in modules if getattr(modules[one], "batch_first", True) is False), None)
         self._device = device
         self._first_seed = 0
-        self._axis_of_call: list[int] = []
+        self._axis_of_call: list[int | None] = []
         self._device_states: list[torch.Tensor] = []
         # Seeded like the host's generator, it shows the state that this one has if nothing has drawn from it.
         self._clean = torch.Generator()
@@ -185,7 +186,10 @@ class _Draws(TorchFunctionMode):
                 f"{what} drops elements of a parameter, which belong to no sample",
                 "Drop what the layer returns instead.",
             )
-        call, axis = self._next_call()
+        call, declared = self._next_call()
+        axis = declared or 0
+        if declared is None:
+            self._refuse_time_first(what, tuple(dropped.shape))
         rest = self._shape_of_sample(what, dropped, axis, by_channel=by_channel)
         groups = dropped.shape[axis] // self.num_samples
         shape = rest if groups == 1 else (groups, *rest)
@@ -216,8 +220,11 @@ class _Draws(TorchFunctionMode):
         message = f"rng='per_sample' does not compose with this model: {what}{where}. {remedy} {_INSTEAD}"
         raise CompositionError(message)
 
-    def _next_call(self) -> tuple[int, int]:
-        """Return the number of this call and the axis of samples; the same ones again where a forward is replayed."""
+    def _next_call(self) -> tuple[int, int | None]:
+        """Return the number of this call and the axis of samples, None if it was not declared.
+
+        They are the same ones again where a forward is replayed.
+        """
         generator, known = torch.default_generator, self._axis_of_call
         call = generator.initial_seed() - self._first_seed
         if not 0 <= call <= len(known):
@@ -228,9 +235,25 @@ class _Draws(TorchFunctionMode):
                     "activation checkpointing runs the forward again without its random state",
                     "Leave preserve_rng_state=True.",
                 )
-            known.append(self._axes.get(id(self._owner()), 0) if self._axes and not self._is_batch_first else 0)
+            is_declared = self._axes and not self._is_batch_first
+            known.append(self._axes.get(id(self._owner())) if is_declared else 0 if self._is_batch_first else None)
         generator.manual_seed(self._first_seed + call + 1)
         return call, known[call]
+
+    def _refuse_time_first(self, what: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor whose samples may be in its second axis, where no axis was declared."""
+        fits_both = len(shape) > 2 and shape[0] != self.num_samples == shape[1] and not shape[0] % self.num_samples  # noqa: PLR2004
+        if self._time_first is not None:
+            reason = f"the model has layers with batch_first=False, {_called(self._time_first)} first"
+        elif fits_both:
+            reason = f"axis 0 is a multiple of {self.num_samples}, the number of samples, and axis 1 has as many"
+        else:
+            return
+        self.refuse(
+            f"{what} drops elements of a tensor {shape}, and its samples may be in axis 0 or in axis 1: {reason}",
+            "Name the axis of samples: rng=PerSample(sample_dims={'': 0}), or 1, for the whole model; or module by "
+            "module.",
+        )
 
     def _shape_of_sample(self, what: str, dropped: torch.Tensor, axis: int, *, by_channel: bool) -> tuple[int, ...]:
         """Return the axes of one sample's mask, without the groups of consecutive rows that a flattened one has."""

@@ -17,7 +17,7 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.spec import Hardware
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.engine.update.schedule import SchedulerFunction
-from anybatch.errors import DataError, warn_user
+from anybatch.errors import DataError
 from anybatch.recipes.job import Job
 
 Hyperparameters = Mapping[str, Any]
@@ -172,10 +172,6 @@ def start(
     elif seen < size:
         words = f"steps of {seen:,} samples, the whole data set, instead of {size:,}; the learning rate follows"
         engine.decisions.add("samples", words)
-        warn_user(
-            f"the data set has {seen:,} samples, fewer than effective_batch_size={size:,}: each step has {seen:,}, and "
-            f"the learning rate is scaled to {seen:,}. Choose an effective batch size of at most {seen:,}."
-        )
     return JobRun(
         job=job,
         engine=engine,

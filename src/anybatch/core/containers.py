@@ -1,0 +1,133 @@
+"""Chapter 29: the containers and leaves that a batch may consist of, and how they are rebuilt around other leaves."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+Tree = Any
+"""Containers and leaves, nested in any way."""
+
+
+class SampleList(list[Any]):
+    """A list with one entry for each sample, such as images or recordings of different sizes; it is cut by entries."""
+
+    __slots__ = ()
+
+
+class FieldList(list[Any]):
+    """A list that holds fields, although its entries could be samples."""
+
+    __slots__ = ()
+
+
+class FieldTuple(tuple[Any, ...]):
+    """A tuple that holds fields, although its entries could be samples."""
+
+    __slots__ = ()
+
+
+def is_cut_whole(node: object) -> bool:
+    """Whether something is cut as one, whatever it consists of: it knows how, or has one entry for each sample."""
+    if type(node) is dict:
+        return False
+    return isinstance(node, SampleList) or hasattr(node, "slice_samples")
+
+
+def is_container(node: object) -> bool:
+    """Whether something holds leaves: a mapping, dataclass or tuple, or a list of more than plain values."""
+    # What most batches consist of goes first: asking for a Mapping takes longer than all else here.
+    if isinstance(node, torch.Tensor):
+        return False
+    if isinstance(node, dict):
+        return True
+    if _are_strings(node):
+        return False
+    if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
+        return True
+    # A list of numbers or strings is a leaf, with one entry per sample.
+    return isinstance(node, list) and any(map(can_hold_rows, node))
+
+
+def can_hold_rows(item: object) -> bool:
+    """Whether something may have a row for each sample, or be a sample: all but plain values."""
+    return is_tensor(item) or hasattr(item, "slice_samples") or is_container(item)
+
+
+def is_tensor(item: object) -> bool:
+    """Whether this is a tensor, or a numpy array, recognised without numpy, which need not be installed."""
+    return isinstance(item, torch.Tensor) or (hasattr(item, "__array__") and getattr(item, "ndim", 0) > 0)
+
+
+def _are_strings(node: object) -> bool:
+    """Whether this is one string per sample, as torch's default collate hands them on (a named tuple is none)."""
+    if not isinstance(node, tuple) or hasattr(node, "_fields"):
+        return False
+    return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
+
+
+def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
+    """Return what a container holds, each with the end of its path."""
+    if isinstance(node, (dict, Mapping)):
+        return ((f"[{key!r}]", value) for key, value in node.items())
+    if dataclasses.is_dataclass(node):
+        return ((f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node))
+    return ((f"[{index}]", value) for index, value in enumerate(node))
+
+
+def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield what a batch consists of; what is cut as one is not looked into where `cutting`."""
+    if not is_container(node) or (cutting and is_cut_whole(node)):
+        yield path, node
+        return
+    for key, child in children_of(node):
+        yield from leaves_of(child, path + key, cutting=cutting)
+
+
+def map_tree(node: Tree, function: Callable[[Any], Any], *, cutting: bool = False) -> Tree:
+    """Return the same structure around what `function` makes of leaves."""
+    if isinstance(node, torch.Tensor) or not is_container(node) or (cutting and is_cut_whole(node)):
+        return function(node)
+    return with_children(node, lambda child: map_tree(child, function, cutting=cutting))
+
+
+def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
+    """Return a container of the same kind around what `function` makes of its children; anything else as it is."""
+    if isinstance(node, torch.Tensor) or not is_container(node):
+        return node
+    if isinstance(node, (dict, Mapping)):
+        return _rebuild_mapping(node, {key: function(value) for key, value in node.items()})
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
+        fields = {f.name: function(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
+        return dataclasses.replace(node, **fields)
+    items = [function(item) for item in node]
+    # A named tuple takes its items one by one, any other tuple takes all of them together.
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*items)
+    return type(node)(items)
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
+    """Return `values` as the mapping type of `node` where that type can be built from a dict, else as a dict."""
+    if type(node) is dict:
+        return values
+    try:
+        return type(node)(values)  # type: ignore[call-arg]
+    except TypeError:  # such as defaultdict, whose first argument is its factory
+        return values
+
+
+def carries_samples(leaf: object) -> bool:
+    """Whether the first axis of a leaf is the sample; other leaves belong to every sample."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dim() > 0
+    return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or is_tensor(leaf)
+
+
+def length_of(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
+    """Return the length of a leaf's first axis."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return leaf.size(0)  # the older of the two layouts of nested tensors has no shape
+    return len(leaf)

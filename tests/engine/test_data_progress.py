@@ -1,0 +1,392 @@
+"""A position belongs to a data set: several in one engine, after a resume, and data that have changed since."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import Sampler, Subset
+
+import anybatch as ab
+from anybatch.checkpoints import load_latest, save
+from anybatch.core.batch import Position
+from anybatch.errors import AnyBatchWarning, DataError, RankFailedError
+from anybatch.testing import relative_error
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+SIZE = 6
+Ids = tuple[int, ...]
+
+
+def rows(number: int) -> list[torch.Tensor]:
+    """Return samples whose values are their ids."""
+    return [torch.full((2,), float(k), dtype=torch.float64) for k in range(number)]
+
+
+def subset(number: int, kept: Sequence[int]) -> Any:
+    """Return a part of some samples."""
+    data: Any = rows(number)
+    return Subset(data, kept)
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of the output."""
+    output: torch.Tensor = model(batch)
+    return output.square().mean()
+
+
+def make_engine(**options: Any) -> ab.Engine:
+    """Return an engine of a small model."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(square), micro_batch_size=3, **options)
+
+
+def batches(data: Any, **more: Any) -> Any:
+    """Return batches of 6."""
+    return ab.batches(data, effective_batch_size=SIZE, **{"seed": 1, **more})
+
+
+def alternate(engine: ab.Engine, sizes: Sequence[int], epochs: Sequence[int], stop: int | None = None) -> list[Any]:
+    """Step data sets of some sizes alternately; return the ids of each step."""
+    seen = []
+    loaders = [batches(rows(size), epochs=number) for size, number in zip(sizes, epochs, strict=True)]
+    pairs = itertools.chain.from_iterable(zip(*loaders, strict=False))
+    for number, batch in enumerate(pairs):
+        if number == stop:
+            break
+        engine.step(batch)
+        seen.append((number % len(sizes), *batch.sample_ids))
+    return seen
+
+
+@sees(
+    "data sets of a checkpoint are not told apart",
+    "src/anybatch/engine/data_progress.py",
+    "if one.key in (None, key)]",
+    "]",
+)
+@pytest.mark.parametrize("sizes", [(24, 12), (24, 24)])
+def test_two_data_sets_in_turn_are_resumed(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Two data sets, one step each per round: a resumed run makes the steps that remained, of both."""
+    epochs = (48 // sizes[0], 48 // sizes[1])
+    with make_engine() as engine:
+        expected = alternate(engine, sizes, epochs)
+    assert len(expected) == 16
+    for stop in (2, 6, 10):
+        folder = tmp_path / str(stop)
+        with make_engine() as engine:
+            first = alternate(engine, sizes, epochs, stop)
+            engine.save(folder)
+        with make_engine() as engine:
+            engine.load(folder)
+            assert first + alternate(engine, sizes, epochs) == expected
+
+
+def test_data_sets_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    """Two data sets of one size and seed at different places: the error names both, instead of a guess."""
+    with make_engine() as engine:
+        alternate(engine, (24, 24), (1, 1), 3)
+        engine.save(tmp_path)
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        with pytest.raises(DataError, match=r"sample_offset=12\) of 24 samples.*sample_offset=6\) of 24 samples"):
+            alternate(engine, (24, 24), (1, 1))
+
+
+def test_data_sets_of_changing_size_count_epochs_on() -> None:
+    """A data set that is built again for every epoch, each of another size, is shuffled and augmented differently."""
+    with make_engine() as engine:
+        for epoch, size in enumerate((12, 18, 24)):
+            for batch in batches(rows(size)):
+                engine.step(batch)
+                assert batch.epoch == epoch
+            assert engine.position == Position(epoch + 1)
+
+
+def run(engine: ab.Engine, loop: Iterable[Any], num_steps: int | None = None) -> list[Ids]:
+    """Step batches; return their ids."""
+    seen = []
+    for batch in itertools.islice(loop, num_steps):
+        engine.step(batch)
+        seen.append(tuple(batch.sample_ids))
+    return seen
+
+
+def saved_after(num_steps: int, folder: Path, data: Any = None, **more: Any) -> list[Ids]:
+    """Make some steps and save; return the ids of all steps of the run."""
+    data = rows(24) if data is None else data
+    with make_engine() as engine:
+        expected = run(engine, batches(data, epochs=3, **more))
+    with make_engine() as engine:
+        run(engine, batches(data, epochs=3, **more), num_steps)
+        engine.save(folder)
+    return expected
+
+
+@sees(
+    "batches that were skipped by hand are skipped twice",
+    "src/anybatch/data/iteration.py",
+    "stays = is_resumed and position in (Position(), start)",
+    "stays = is_resumed and position == Position()",
+)
+@pytest.mark.slow
+@given(num_done=st.integers(1, 11), num_skipped=st.integers(0, 11))
+def test_batches_skipped_after_a_resume(
+    num_done: int, num_skipped: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Skipping nothing, or the finished batches by hand, makes the remaining steps; another number is refused.
+
+    At the beginning of an epoch, leaving out its first batches is no mistake.
+    """
+    folder = tmp_path_factory.mktemp("skipped")
+    expected = saved_after(num_done, folder)
+    with make_engine() as engine:
+        engine.load(folder)
+        try:
+            found = run(engine, itertools.islice(batches(rows(24), epochs=3), num_skipped, None))
+        except DataError as error:
+            assert num_skipped not in (0, num_done)
+            assert f"{num_skipped} batches were skipped" in str(error)  # noqa: PT017
+            return
+    if num_skipped in (0, num_done, num_done % 4):
+        assert found == expected[num_done:]
+    else:
+        assert num_done % 4 == 0
+        assert found == expected[num_done + num_skipped :]
+
+
+def test_finished_batches_of_an_epoch_skipped_by_hand(tmp_path: Path) -> None:
+    """A loop over the remaining epochs that skips the finished batches of the present one skips them once."""
+    expected = saved_after(6, tmp_path)
+    seen: list[Ids] = []
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        for epoch in range(engine.position.epoch, 3):
+            seen += run(engine, itertools.islice(batches(rows(24)), 2 * (epoch == 1), None))
+    assert seen == expected[6:]
+
+
+def test_a_batch_that_was_only_looked_into_is_not_trained_twice(tmp_path: Path) -> None:
+    """After a load, leaving out a batch that was looked into would train finished ones again, and is refused."""
+    saved_after(2, tmp_path)
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        iterator = iter(batches(rows(24), epochs=3))
+        assert next(iterator).num_samples == SIZE
+        with pytest.raises(DataError, match="1 batches were skipped"):
+            run(engine, iterator)
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles with a private generator."""
+
+    def __init__(self, ids: Sequence[int] = range(24)) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self.ids)
+        random.Random().shuffle(order)
+        return iter(order)
+
+
+def test_a_sampler_with_a_generator_of_its_own_is_resumed(tmp_path: Path) -> None:
+    """The rest of the epoch comes in the order that was drawn before: nothing is used twice or never."""
+    with make_engine() as engine:
+        seen = run(engine, batches(rows(24), sampler=Shuffled()), 2)
+        engine.save(tmp_path)
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        seen += run(engine, batches(rows(24), sampler=Shuffled()))
+    assert sorted(itertools.chain.from_iterable(seen)) == list(range(24))
+
+
+OTHER_DATA: dict[str, Callable[[], Any]] = {
+    "seed": lambda: batches(rows(24), seed=2),
+    "shuffle": lambda: batches(rows(24), shuffle=False),
+    "more samples": lambda: batches(rows(30)),
+    "sampler": lambda: batches(rows(30), sampler=Shuffled(range(6, 30))),
+    "subset": lambda: batches(subset(30, range(24))),
+}
+
+
+@sees(
+    "another order is resumed",
+    "src/anybatch/engine/data_progress.py",
+    "        if is_same:\n",
+    "        if is_same or self.digest:\n",
+)
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_data_in_another_order_are_refused(name: str, tmp_path: Path) -> None:
+    """In the middle of an epoch the finished samples must be the same ones; a refused run may choose its start."""
+    saved_after(2, tmp_path)
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"the run is at .* of 24 samples with seed 1, and .* another order"):
+                run(engine, OTHER_DATA[name]())
+        assert engine.num_steps == 2
+        more = {"start": Position(1)}
+        assert len(run(engine, batches(rows(24), epochs=2, **more))) == 4
+
+
+def test_data_that_grow_at_their_end_go_on(tmp_path: Path) -> None:
+    """Without shuffling the finished samples stay the same ones, so more may follow, even in the middle of an epoch."""
+    saved_after(2, tmp_path, shuffle=False)
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        assert run(engine, batches(rows(30), shuffle=False))[0] == tuple(range(12, 18))
+
+
+def test_another_subset_at_the_beginning_of_an_epoch_is_warned_of(tmp_path: Path) -> None:
+    """Between epochs data may change, but a newly drawn subset may contain samples that were held out."""
+    saved_after(4, tmp_path, subset(30, range(24)))
+    for kept, is_same in ((range(24), True), (range(6, 30), False)):
+        with make_engine() as engine:
+            engine.load(tmp_path)
+            if is_same:
+                run(engine, batches(subset(30, kept)))
+                continue
+            with pytest.warns(AnyBatchWarning, match="another subset"):
+                run(engine, batches(subset(30, kept)))
+
+
+def test_checkpoints_of_earlier_versions_go_on(tmp_path: Path) -> None:
+    """A checkpoint with one position and no digest resumes as it did."""
+    expected = saved_after(6, tmp_path / "new")
+    state = dict(load_latest(tmp_path / "new").state)
+    for name in ("data_sets", "newest_data_set", "own_seed"):
+        del state[name]
+    save(tmp_path / "old", 6, state)
+    with make_engine() as engine:
+        assert engine.load(tmp_path / "old") == Position(1, 12)
+        assert run(engine, batches(rows(24), epochs=3)) == expected[6:]
+
+
+class Loaded:
+    """Rows that differ by rank, or each time they are loaded."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.rank, self.count = kind, rank, 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.count += 1
+        other = {"same": 0, "by rank": self.rank, "each time": self.count, "augmented": torch.rand(()).item()}
+        return torch.tensor([index, other[self.kind]], dtype=torch.float64)
+
+
+def refusal_of(kind: str, second: bool) -> str:
+    """Run on every rank: train on some data, the first ones of the engine or not; return what was raised."""
+    with ab.World.from_environment() as world, make_engine(world=world) as engine:
+        if second:
+            run(engine, batches(rows(12)))
+        data: Any = Loaded(kind, world.rank)
+        if kind == "split":
+            data = subset(40, torch.randperm(40, generator=torch.Generator().manual_seed(world.rank)).tolist())
+        try:
+            run(engine, batches(data))
+        except (DataError, RankFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@sees(
+    "ranks train on different data",
+    "src/anybatch/engine/step_planner.py",
+    "        if not progress.is_stepped:\n            refuse",
+    "        if step < 0:\n            refuse",
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_ranks_with_different_data_are_refused(second: bool, two_ranks: Ranks) -> None:
+    """Another split or other samples on a rank are refused on both, also for the second data set of an engine."""
+    for kind in ("split", "by rank"):
+        for rank, message in enumerate(two_ranks.run(refusal_of, kind, second)):
+            assert message.startswith(f"DataError: the data set of rank {rank} has other samples than that of rank")
+    for kind in ("same", "each time", "augmented"):
+        assert two_ranks.run(refusal_of, kind, second) == ["", ""]
+
+
+DRAWN: list[torch.Tensor] = []
+
+
+def noisy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a loss with noise, and note the noise."""
+    noise = torch.randn(2, dtype=torch.float64)
+    DRAWN.append(noise)
+    return square(model, batch + noise)
+
+
+def drawn(*engines: ab.Engine, num_steps: int = 1) -> list[list[float]]:
+    """Step engines alternately on a plain batch; return the numbers of each step."""
+    DRAWN.clear()
+    for _ in range(num_steps):
+        for engine in engines:
+            engine.step(torch.ones(3, 2, dtype=torch.float64))
+    return [noise.tolist() for noise in DRAWN]
+
+
+def noisy_engine(torch_seed: int, num_inputs: int = 1, **options: Any) -> ab.Engine:
+    """Return an engine whose loss draws, built and to be stepped under a seed of torch's."""
+    torch.manual_seed(torch_seed)
+    model = nn.Sequential(nn.Linear(2, num_inputs), nn.Linear(num_inputs, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(noisy), check_loss=False, **options)
+
+
+@sees(
+    "plain batches have no seed",
+    "src/anybatch/engine/step_planner.py",
+    "            planned = planned._replace(seed=self._seed_of_own())\n",
+    "            pass\n",
+)
+def test_plain_batches_follow_torchs_seed(tmp_path: Path) -> None:
+    """Two models draw different noise, another seed too, the same seed the same; a resumed run keeps it."""
+    first, critic = noisy_engine(1), noisy_engine(1, num_inputs=3)
+    torch.manual_seed(5)
+    before = torch.default_generator.get_state()
+    noise = drawn(first, critic, num_steps=2)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert len({tuple(one) for one in noise}) == 4
+    again = noisy_engine(1)
+    torch.manual_seed(5)
+    assert drawn(again) == noise[:1]
+    assert drawn(noisy_engine(2)) != noise[:1]
+    assert drawn(noisy_engine(1, seed=3)) == drawn(noisy_engine(2, seed=3))
+    again.save(tmp_path)
+    resumed = noisy_engine(7)
+    resumed.load(tmp_path)
+    assert drawn(resumed) == [noise[2]]
+
+
+def gradient_under_noise() -> dict[str, torch.Tensor | None]:
+    """Run on every rank, with random states that differ: return a gradient under dropout keyed by sample."""
+    with ab.World.from_environment() as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(world.rank)
+        bounds = [4 * world.rank // world.size, 4 * (world.rank + 1) // world.size]
+        engine = ab.Engine(model, optimizer, ab.mean_over_samples(square), rng="per_sample", world=world)
+        with engine:
+            return engine.gradients(torch.arange(8.0, dtype=torch.float64).view(4, 2)[slice(*bounds)])
+
+
+def test_ranks_take_the_seed_of_the_first(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """Plain batches draw the same on two ranks as on one, for any random state of the other ranks."""
+    (expected,) = one_rank.run(gradient_under_noise)
+    for found in two_ranks.run(gradient_under_noise):
+        assert relative_error(found, expected) <= 1e-12
