@@ -243,8 +243,9 @@ def _loss_check(shared: _Shared) -> LossCheck:
         arguments.world,
         decisions=shared.decisions,
         notifier=shared.notifier,
+        strategy=arguments.strategy,
+        prepared=shared.model.prepared,
         enabled=arguments.spec.check_loss,
-        lockstep=arguments.strategy.capabilities.lockstep,
     )
 
 
@@ -410,7 +411,7 @@ def _trial_parts(
         clear=arguments.strategy.clear_gradients,
         optimizer_is_new=not updater.target.optimizer.state,
         precision=arguments.spec.precision,
-        cut_run=partial(check.cut_run, context.autocast),
+        loss_runs=partial(check.runs, context.autocast),
     )
 
 

@@ -7,10 +7,11 @@ The last argument of a function is where the name is looked for, so that a test 
 
 import itertools
 import operator
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,17 +36,13 @@ __all__ = [
     "active_dispatch_modes",
     "is_compiled",
     "is_in_checkpoint",
-    "module_parts",
     "packing_function",
     "state_maker",
     "tensor_hooks",
     "uncompiled",
-    "with_parts",
+    "widened",
     "without_tensor_hooks",
 ]
-
-_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
@@ -100,18 +97,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
             raise lacking(purpose, missing) from missing
         return module
     return found
-
-
-def module_parts(module: nn.Module) -> tuple[Mapping[str, nn.Parameter | None], Mapping[str, nn.Module | None]]:
-    """Return a module's own parameters and its children by name, those that are None too.
-
-    `Module._parameters` and `_modules`, since the public iterators leave out what is None or comes twice.
-
-    Raises:
-        UnsupportedTorchError: modules keep them elsewhere.
-    """
-    with needed_for("The check of the loss"):
-        return module._parameters, module._modules
 
 
 class TrainableParts:
@@ -219,32 +204,63 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
-def with_parts(
-    state: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter | None],
-    children: Mapping[str, nn.Module | None],
-    *,
-    keeps_forward_hooks: bool,
-) -> dict[str, Any]:
-    """Return the attributes of a module made from another one's: other parts, not compiled, no backward hooks.
+def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Any], Any]]:
+    """Return shallow copies of modules whose parameters and buffers have another floating-point type.
+
+    A copy has the same class, attributes and hooks, and parameters, buffers and children of its own. What its forward
+    assigns to an attribute stays in the copy; lists and dicts are shared. `Parameter.data` is not used: to change its
+    type drops the gradient accumulator, and with it the hooks of DDP.
 
     Args:
-        state: `vars` of the other module.
-        parameters: by name, those that are None too.
-        children: by name, those that are None too.
-        keeps_forward_hooks: its hooks around the forward stay.
+        modules: the modules; compiled ones are copied as they were before.
+        dtype: the type of the copies.
+
+    Returns:
+        The copy, and a function that returns the copy of a module, parameter, method or partial function in there, and
+        anything else as it is.
 
     Raises:
-        UnsupportedTorchError: modules keep their hooks elsewhere, so that the user's would run.
+        UnsupportedTorchError: modules keep their parts elsewhere.
     """
-    dropped = _BACKWARD_HOOKS if keeps_forward_hooks else (*_BACKWARD_HOOKS, *_FORWARD_HOOKS)
-    unknown = [name for name in ("_parameters", "_modules", *dropped) if name not in state]
-    if unknown:
-        purpose = "The check of the loss"
-        raise lacking(purpose, KeyError(unknown[0]))
-    made = {**state, "_parameters": dict(parameters), "_modules": dict(children), "_compiled_call_impl": None}
-    made.update({name: OrderedDict() for name in dropped})
-    return made
+    copies = _Copies(dtype)
+    with needed_for("The check of the loss"):
+        originals = [module for module in modules.modules() if uncompiled(module) is module]
+        copies.known.update({id(module): object.__new__(type(module)) for module in originals})
+        for module in originals:
+            made = {key: copies.of(one) if isinstance(one, MethodType) else one for key, one in vars(module).items()}
+            for name in ("_parameters", "_buffers", "_modules"):
+                made[name] = {key: copies.of(part) for key, part in made[name].items()}
+            vars(copies.known[id(module)]).update(made, _compiled_call_impl=None)
+        for module in originals:
+            if isinstance(module, nn.RNNBase):  # it keeps its parameters in a second list
+                copy = copies.of(module)
+                vars(copy)["_flat_weights"] = [getattr(copy, name) for name in module._flat_weights_names]
+    return copies.of(modules), copies.of
+
+
+class _Copies:
+    """Copies of modules and tensors, by the identity of the originals."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.known: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:  # noqa: ANN401 (whatever a module keeps)
+        """Return the copy of a module, tensor, method or partial function, and anything else as it is."""
+        if isinstance(value, nn.Module):
+            return self.known.get(id(uncompiled(value)), value)
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and id(value) not in self.known:
+                wide = value.detach().to(self._dtype, copy=True)
+                is_parameter = isinstance(value, nn.Parameter)
+                self.known[id(value)] = nn.Parameter(wide, value.requires_grad) if is_parameter else wide
+            return self.known.get(id(value), value)
+        if isinstance(value, MethodType):
+            owner = self.of(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            return partial(self.of(value.func), *map(self.of, value.args), **value.keywords)
+        return value
 
 
 def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:

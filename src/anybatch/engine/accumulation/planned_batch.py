@@ -14,7 +14,16 @@ from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import Batch, copied, count_samples, moved_to, read_samples, slice_read, tensors_of
+from anybatch.core.tree import (
+    Batch,
+    copied,
+    count_samples,
+    join_samples,
+    moved_to,
+    read_samples,
+    slice_read,
+    tensors_of,
+)
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
@@ -45,7 +54,8 @@ class PlannedBatch(NamedTuple):
         seed: first word of every random key.
         end: where the data stands after a step on it.
         micro_batches: the data of each unit of this rank, on the host; loaded as they are asked for.
-        load: function (consecutive units) -> their samples as one micro-batch, loaded once more.
+        pick: function (lists of places in the plan) -> a micro-batch for each list, on the host, loaded once more.
+        picks_any: `pick` takes places of other ranks too.
     """
 
     plan: BatchPlan
@@ -54,7 +64,8 @@ class PlannedBatch(NamedTuple):
     seed: int
     end: Position
     micro_batches: Iterator[Batch]
-    load: Callable[[Sequence[Unit]], Batch]
+    pick: Callable[[Sequence[Sequence[int]]], Iterator[Batch]]
+    picks_any: bool
 
 
 class CountedBatch(NamedTuple):
@@ -101,7 +112,8 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
         seed=batch.seed,
         end=batch.end,
         micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
-        load=lambda chosen: next(batch.feed([plan.positions(_joined(chosen))])),
+        pick=lambda lists: batch.feed(lists if plan.order is None else [taken(plan.order, one) for one in lists]),
+        picks_any=True,
     )
 
 
@@ -431,8 +443,20 @@ def _digest(batch: Batch | None) -> tuple[int, ...] | None:
     return tuple(digest(tensor) for tensor in tensors_of(batch))
 
 
-def _joined(units: Sequence[Unit]) -> Unit:
-    return dataclasses.replace(units[0], stop=units[-1].stop)
+def picked(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0) -> Iterator[Batch]:
+    """Yield some samples of a batch that is in memory, for each list of places.
+
+    Args:
+        batch: the batch as `read_samples` returns it.
+        lists: places of samples; consecutive ones are cut, and others joined, which some classes of batches refuse.
+        first: place of the batch's first sample.
+    """
+    for places in lists:
+        start, stop = places[0] - first, places[-1] - first + 1
+        if list(places) == list(range(places[0], places[-1] + 1)):
+            yield slice_read(batch, start, stop)
+        else:
+            yield join_samples([slice_read(batch, place - first, place - first + 1) for place in places])
 
 
 def _is_effective_batch(batch: object) -> bool:
@@ -495,5 +519,6 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
-        load=lambda chosen: slice_read(batch, chosen[0].start - first, chosen[-1].stop - first),
+        pick=functools.partial(picked, batch, first=first),
+        picks_any=False,
     )
