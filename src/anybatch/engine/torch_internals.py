@@ -34,6 +34,7 @@ __all__ = [
     "TrainableParts",
     "accumulation_hooks",
     "active_dispatch_modes",
+    "gradients",
     "is_compiled",
     "is_in_checkpoint",
     "packing_function",
@@ -202,6 +203,21 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in taken:
             parameter._backward_hooks = hooks
+
+
+def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.Variable) -> Sequence[Tensor | None]:  # noqa: ANN401 (torch)
+    """Return `torch.autograd.grad(value, leaves, allow_unused=True)`, with function modes on during the backward.
+
+    `Variable._execution_engine`. `torch.autograd.grad` is handed to function modes itself, which are off meanwhile, so a
+    checkpointed block would run again without them; that is so where the name is missing.
+    """
+    engine = getattr(of, "_execution_engine", None)
+    if engine is None:
+        return torch.autograd.grad(value, leaves, allow_unused=True)
+    found: Sequence[Tensor | None] = engine.run_backward(
+        (value,), (torch.ones_like(value),), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Any], Any]]:

@@ -259,6 +259,8 @@ def _mean(
     elif not loss.kind.brings_count and any(counts) and close([one / sum(counts) for one in counts]):
         return None
     if close([1.0] * len(pieces)):
+        if loss.kind.brings_count:
+            return Diagnosis("no_count", "its sums add up and its counts do not.", "Return how many items were added.")
         return Diagnosis(
             "sum",
             "it behaves like a sum: it adds up over samples and does not average.",
@@ -300,7 +302,7 @@ def _declaration(name: str, term: str, *, named: bool) -> tuple[str, str]:
         )
     ignored = name.partition("ignore_index=")[2].partition(",")[0] or "-100"
     declared = f"{term}=ab.tokens({name})" if named else f"ab.mean_over_tokens(loss, {name})"
-    return f"the targets that are not {ignored}", declared
+    return f"the targets that are not {ignored} ({name.rpartition(', ')[2]})", declared
 
 
 def _weights(batch: Any) -> dict[str, list[float]]:  # noqa: ANN401 (any nested batch)

@@ -18,7 +18,7 @@ from anybatch.core.tree import Batch, copied, join_samples, map_tensors
 from anybatch.engine.inputs import Model
 from anybatch.engine.loss_check.held import HeldDraws, HeldNorms
 from anybatch.engine.side_effects import SeededGenerators, modules_of
-from anybatch.engine.torch_internals import widened
+from anybatch.engine.torch_internals import gradients, widened
 
 _MOST_WIDENED = 2**28
 """Most numbers in parameters of which copies in float64 are made."""
@@ -211,7 +211,7 @@ class LossRuns:
             self.value += float(value.detach())
             if not value.requires_grad:
                 return [None] * len(leaves), count
-            found = torch.autograd.grad(value, leaves, allow_unused=True)
+            found = gradients(value, leaves)
         wide: Gradients = [None if one is None else _wide(self.parts.gather(one.detach())) for one in found]
         if not all(bool(torch.isfinite(one).all()) for one in wide if one is not None):
             message = "a gradient is not finite"
