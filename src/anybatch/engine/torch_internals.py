@@ -208,14 +208,21 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.Variable) -> Sequence[Tensor | None]:  # noqa: ANN401 (torch)
     """Return `torch.autograd.grad(value, leaves, allow_unused=True)`, with function modes on during the backward.
 
-    `Variable._execution_engine`. `torch.autograd.grad` is handed to function modes itself, which are off meanwhile, so a
-    checkpointed block would run again without them; that is so where the name is missing.
+    `Variable._execution_engine`. Function modes handle `torch.autograd.grad` itself and are off meanwhile, so a
+    checkpointed block would run again without them, as it does where the name is missing.
     """
     engine = getattr(of, "_execution_engine", None)
     if engine is None:
         return torch.autograd.grad(value, leaves, allow_unused=True)
+    keep_graph = create_graph = False
     found: Sequence[Tensor | None] = engine.run_backward(
-        (value,), (torch.ones_like(value),), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+        (value,),
+        (torch.ones_like(value),),
+        keep_graph,
+        create_graph,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
     )
     return found
 

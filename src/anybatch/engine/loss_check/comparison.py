@@ -95,9 +95,10 @@ def judge(
         # A hinge loss has a gradient of zero for most samples.
         verdict = _tried(runs, source, _chosen(runs, source, 4 * max_samples), agree)
     if verdict.kind != "holds" and not verdict.is_harmless and agree(float(runs.draws.num_draws)):
+        # Samples may be on another axis than the first, or draw in a loop.
         varied, runs.draws = runs.draws, HeldDraws(constant=True)
         constant = _tried(runs, source, chosen, agree)
-        if constant.kind == "holds" or verdict.kind == "undecided":
+        if constant.kind != "undecided" or verdict.kind == "undecided":
             return constant
         runs.draws = varied
     return verdict

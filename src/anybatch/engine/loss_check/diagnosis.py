@@ -251,12 +251,9 @@ def _mean(
     def close(expected: Sequence[float]) -> bool:
         return all(abs(a - b) < close_to for a, b in zip(shares, expected, strict=True))
 
-    place = loss.names.index(term)
-    counts = [runs.counts(piece)[place] for piece in pieces]
-    if loss.kind.terms[term].is_sum:
-        if close([1.0] * len(pieces)):
-            return None
-    elif not loss.kind.brings_count and any(counts) and close([one / sum(counts) for one in counts]):
+    counts = [runs.counts(piece)[loss.names.index(term)] for piece in pieces]
+    declared = [1.0 if loss.kind.terms[term].is_sum else one / (sum(counts) or 1.0) for one in counts]
+    if not loss.kind.brings_count and close(declared):
         return None
     if close([1.0] * len(pieces)):
         if loss.kind.brings_count:

@@ -164,21 +164,18 @@ _DRAWS: Mapping[str, _Draw] = {
 
 
 class HeldNorms(TorchFunctionMode):
-    """Lets BatchNorm normalise every piece with the statistics of the full run, call by call.
+    """Lets each BatchNorm layer normalise every piece with the statistics of its first call in the full run.
 
     Layers stay in training mode. The statistics are constants: no gradient flows through them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._statistics: list[tuple[Tensor, Tensor]] = []
-        self._number = 0
+        self._statistics: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def restart(self, *, reset: bool = False) -> None:
-        """Begin a forward; `reset` makes it the full run, whose statistics are recorded."""
-        self._number = 0
-        if reset:
-            self._statistics.clear()
+    def reset(self) -> None:
+        """Forget the statistics: the next run is the full one."""
+        self._statistics.clear()
 
     def __torch_function__(
         self,
@@ -192,18 +189,21 @@ class HeldNorms(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         given = dict(zip(_BATCH_NORM, args, strict=False)) | dict(kwargs or {})
         if given.get("training"):
-            given |= self._next(given["input"], given.get("weight"))
+            given |= self._held(given)
         return F.batch_norm(**given)
 
-    def _next(self, x: Tensor, weight: Tensor | None) -> dict[str, Any]:
-        if self._number == len(self._statistics):
+    def _held(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        x, running, weight = given["input"], given.get("running_mean"), given.get("weight")
+        layer = id(weight if running is None else running)
+        if layer not in self._statistics:
             axes = [axis for axis in range(x.dim()) if axis != 1]
             wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-            self._statistics.append((wide.mean(axes), wide.var(axes, unbiased=False)))
+            mean, var = wide.mean(axes), wide.var(axes, unbiased=False)
+            if x.numel() == x.shape[1]:  # a single value has no variance
+                mean, var = torch.zeros_like(mean), torch.ones_like(var)
+            self._statistics[layer] = mean, var
+        mean, var = self._statistics[layer]
         like = x if weight is None else weight
-        # A piece may call more often than the full run, such as once per sample.
-        mean, var = self._statistics[min(self._number, len(self._statistics) - 1)]
-        self._number += 1
         return {"running_mean": mean.to(like), "running_var": var.to(like), "training": False}
 
 

@@ -152,7 +152,7 @@ class LossRuns:
 
         Args:
             pieces: of the samples, in order.
-            is_full: BatchNorm's statistics are those of this run, and stay so in later ones.
+            is_full: the statistics of BatchNorm are those of this run, also in later ones.
 
         Raises:
             UndecidedError: there is nothing to compare, or a gradient is not finite.
@@ -164,12 +164,14 @@ class LossRuns:
             message = "these samples count nothing"
             raise NothingToCompareError(message)
         self.value = total_count = 0.0
+        if is_full:
+            self._norms.reset()
         if self.parts.loss.kind.encode is not None:
-            return self._run(pieces, self._joint_value, is_full=is_full)[0]
+            return self._run(pieces, self._joint_value)[0]
         total: Gradients = []
         for piece, count in zip(pieces, counts, strict=True):
             value_of = partial(self._value_of_one, counts=count, divisors=divisors)
-            found, number = self._run([piece], value_of, is_full=is_full)
+            found, number = self._run([piece], value_of)
             total_count += number
             total = list(map(_added, total, found)) if total else found
         # A function that brings its count is divided by all of them at the end.
@@ -180,7 +182,7 @@ class LossRuns:
         counts = self.counts(piece)
         self._begin()
         with torch.enable_grad(), self._norms, self.draws, self.parts.autocast():
-            return self._value(self._output(piece, is_full=False), counts, counts)[0]
+            return self._value(self._output(piece), counts, counts)[0]
 
     def plain_gradient(self, piece: Piece) -> Gradients:
         """Return the gradient of what the loss function returned, whatever the piece counts."""
@@ -189,7 +191,7 @@ class LossRuns:
             output = outputs[0].total if isinstance(outputs[0], LossSum) else outputs[0]
             return output.sum(), 0.0
 
-        return self._run([piece], value, is_full=False)[0]
+        return self._run([piece], value)[0]
 
     def _begin(self) -> None:
         for buffers in self._buffers:
@@ -197,14 +199,14 @@ class LossRuns:
         self._generators.seed(self.seed)
 
     def _run(
-        self, pieces: Sequence[Piece], value_of: Callable[[list[Any]], tuple[Tensor, float]], *, is_full: bool
+        self, pieces: Sequence[Piece], value_of: Callable[[list[Any]], tuple[Tensor, float]]
     ) -> tuple[Gradients, float]:
         self.num_samples += sum(piece.num_samples for piece in pieces)
         self._begin()
         # Around the backward too: a checkpointed block runs again there.
         with torch.enable_grad(), self._norms, self.draws:
             with self.parts.autocast():
-                outputs = [self._output(piece, is_full=is_full and not number) for number, piece in enumerate(pieces)]
+                outputs = [self._output(piece) for piece in pieces]
                 value, count = value_of(outputs)
             del outputs
             leaves = list(self.parts.leaves().values())
@@ -218,9 +220,8 @@ class LossRuns:
             raise NotFiniteError(message)
         return wide, count
 
-    def _output(self, piece: Piece, *, is_full: bool) -> Any:  # noqa: ANN401 (whatever the user's function returns)
+    def _output(self, piece: Piece) -> Any:  # noqa: ANN401 (whatever the user's function returns)
         self.draws.restart()
-        self._norms.restart(reset=is_full)
         batch = map_tensors(copied(piece.batch), self._moved)
         loss = self.parts.loss
         return self.parts.call(loss.kind.encode or loss.function, batch)
