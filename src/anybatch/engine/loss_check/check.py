@@ -218,7 +218,7 @@ class LossCheck:
             if len(source.places) < 2:  # noqa: PLR2004 (they are to be cut)
                 return None
             try:
-                return next(source.pick([choose(self._declared, source, MAX_SAMPLES)]))
+                return next(source.pick([choose(self._declared, source, MAX_SAMPLES)[0]]))
             except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in order)
                 return next(source.pick([source.places[:MAX_SAMPLES]]))
 

@@ -31,6 +31,7 @@ _COUNT_TOLERANCE = 1e-5
 _MOST_LETTERS = 100
 
 Agree = Callable[[float], float]
+_Orders = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def judge(
         return Verdict(kind="undecided", reason="there is one sample only", is_harmless=True)
     chosen = _chosen(runs, source, max_samples)
     verdict = _tried(runs, source, chosen, agree)
-    if verdict.is_harmless and len(source.places) > len(chosen):
+    if verdict.is_harmless and len(source.places) > len(chosen[0]):
         # A hinge loss has a gradient of zero for most samples.
         verdict = _tried(runs, source, _chosen(runs, source, 4 * max_samples), agree)
     if verdict.kind != "holds" and not verdict.is_harmless and agree(float(runs.draws.num_draws)):
@@ -104,22 +105,23 @@ def judge(
     return verdict
 
 
-def _chosen(runs: LossRuns, source: SampleSource, max_samples: int) -> list[int]:
+def _chosen(runs: LossRuns, source: SampleSource, max_samples: int) -> _Orders:
     try:
         chosen = choose(runs.parts.loss, source, max_samples)
-        next(source.pick([chosen[::-1]]))
+        next(source.pick([chosen[0][::-1]]))
     except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in another order)
-        return list(source.places[:max_samples])
+        first = list(source.places[:max_samples])
+        return first, first
     return chosen
 
 
-def _tried(runs: LossRuns, source: SampleSource, chosen: Sequence[int], agree: Agree) -> Verdict:
+def _tried(runs: LossRuns, source: SampleSource, orders: _Orders, agree: Agree) -> Verdict:
     """Try splits until one decides: it holds with pieces of one sample, or differs without any."""
     even: list[Verdict] = []
     single: Verdict | None = None
     failure = Verdict(kind="undecided", reason="no split could be run")
-    for places, sizes in splits(chosen, source):
-        if len(even) > 1 or (even and len(chosen) <= FEW_SAMPLES):
+    for places, sizes in splits(*orders, source):
+        if len(even) > 1:
             break
         verdict, is_final = _attempted(runs, source, places, sizes, agree)
         has_single = 1 in sizes
@@ -129,7 +131,7 @@ def _tried(runs: LossRuns, source: SampleSource, chosen: Sequence[int], agree: A
             failure = verdict
         elif not has_single:
             even.append(verdict)
-        elif len(chosen) < FEW_SAMPLES:
+        elif len(orders[0]) < FEW_SAMPLES:
             return verdict
         else:
             single = verdict

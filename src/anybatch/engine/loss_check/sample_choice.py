@@ -35,11 +35,12 @@ class SampleSource:
     real_units: Sequence[Sequence[int]] = ()
 
 
-def choose(loss: Loss, source: SampleSource, max_samples: int) -> list[int]:
-    """Return the places of samples that differ as much as possible, beginning with the two lowest counts.
+def choose(loss: Loss, source: SampleSource, max_samples: int) -> tuple[list[int], list[int]]:
+    """Return the places of samples that differ as much as possible; and the same with similar ones side by side.
 
     A sample is described by its counts and, for each tensor, the mean, the numbers of -100s and zeros, and the size.
-    Farthest-point selection then adds the sample that is farthest from all chosen ones.
+    Farthest-point selection begins with the two lowest counts, and adds the sample that is farthest from all chosen
+    ones. The second order is that of the first principal component: its pieces differ most from each other.
     """
     places = _spread(source.places, source.num_candidates)
     rows = [_described(loss, batch) for batch in source.pick([[place] for place in places])]
@@ -54,10 +55,13 @@ def choose(loss: Loss, source: SampleSource, max_samples: int) -> list[int]:
         distances[chosen] = -1.0
         chosen.append(int(distances.argmax()))
         distances = torch.minimum(distances, (table - table[chosen[-1]]).norm(dim=1))
-    return [places[number] for number in chosen]
+    centred = table[chosen] - table[chosen].mean(0)
+    order = (centred @ torch.linalg.svd(centred, full_matrices=False).Vh[0]).argsort(stable=True).tolist()
+    found = [places[number] for number in chosen]
+    return found, [found[number] for number in order]
 
 
-def splits(chosen: Sequence[int], source: SampleSource) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+def splits(chosen: Sequence[int], alike: Sequence[int], source: SampleSource) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Yield places and the sizes of their pieces: with single samples, then even sizes, pairs, and real micro-batches.
 
     Many small pieces show more threshold effects: a margin, the hardest samples, a capacity.
@@ -66,7 +70,7 @@ def splits(chosen: Sequence[int], source: SampleSource) -> Iterator[tuple[list[i
     yield own, _sizes(number, 1, 1, 1, 2)
     if number >= FEW_SAMPLES:
         yield own, _sizes(number, 2, 2)
-        yield own[::-1], _sizes(number, 2, 4)
+        yield list(alike), _sizes(number, 2, 4)
     in_order = list(source.places[: number // 2 * 2])
     for group in (2, 4):
         if len(in_order) > group:

@@ -27,6 +27,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "right, habits": RIGHT_HABITS,
 }
 UNDECIDED: dict[str, str] = {
+    "NaN-safe mean over positives": "not finite",
     "mixup by numpy": "numpy",
     "running margin in a number of Python": "Python",
     "checkpointing, reentrant": "use_reentrant",
