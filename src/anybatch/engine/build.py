@@ -138,7 +138,12 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
     """Make what needs the parameters as the strategy has left them; refuse what only an optimizer can show."""
     spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     guard = StepGuard(
-        spec.model, modules, prepared, notifier, replaces_parameters=strategy.capabilities.replaces_parameters
+        spec.model,
+        modules,
+        prepared,
+        notifier,
+        replaces_parameters=strategy.capabilities.replaces_parameters,
+        roll_call=world.roll_call,
     )
     prepared = dataclasses.replace(prepared, call=guard.call)
     # An optimizer that is given as a function is made over what the strategy has made of the parameters.
@@ -342,7 +347,15 @@ def _step_runner(
         context,
         model.guard,
         buffers=buffers,
-        watch=StateWatch(modules, buffers.names, notifier, world.size, keyed=arguments.spec.rng is not None),
+        watch=StateWatch(
+            modules,
+            buffers.names,
+            notifier,
+            world.size,
+            keyed=arguments.spec.rng is not None,
+            # The second function of such a loss runs once per step and may keep a queue.
+            watches_state=arguments.loss.kind.encode is None,
+        ),
         world=world,
         retry=retry,
         notifier=notifier,

@@ -91,6 +91,7 @@ class RollCall:
         shards_digest: of its parts of weights that ranks share out; the same in one data group, below 2**20.
         has_agreed: whether the last message of the step is on its way, so that other ranks wait for nothing more.
         num_told: errors that all ranks have learnt of together.
+        newest_engine: a number of the engine that made the newest step, where strategies replace parameters; 0: none.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class RollCall:
         self._out_of_step = _LEFT_MESSAGES.get(default_group(), "")
         self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
         self.has_agreed = False
-        self.num_told = 0
+        self.num_told = self.newest_engine = 0
         self.shards_digest = 0
         self._num_left = 0
         self._has_timed_out = False

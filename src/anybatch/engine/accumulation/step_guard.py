@@ -25,6 +25,7 @@ from anybatch.engine.torch_internals import (
 )
 from anybatch.errors import LossError, ParameterError
 from anybatch.parallel.local_parts import local_part
+from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.strategy import Prepared
 
 DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
@@ -50,14 +51,24 @@ class StepGuard:
         prepared: what the strategy has made of it.
         replaces_parameters: the strategy puts other parameters into the modules, and they change during a step.
         notifier: gives warnings.
+        roll_call: of the ranks; None where there is one.
 
     Raises:
         ParameterError: a parameter has a hook that runs after each accumulation.
     """
 
     def __init__(
-        self, model: Model, modules: nn.Module, prepared: Prepared, notifier: Notifier, *, replaces_parameters: bool
+        self,
+        model: Model,
+        modules: nn.Module,
+        prepared: Prepared,
+        notifier: Notifier,
+        *,
+        replaces_parameters: bool,
+        roll_call: RollCall | None,
     ) -> None:
+        # A backward of sharded modules reaches those of other engines too, such as the critic behind a generator.
+        self._reached_by = roll_call if replaces_parameters else None
         self._roots = (model,) if isinstance(model, nn.Module) else tuple(model.values())
         self._modules = None if replaces_parameters else modules
         self._names = list(prepared.parameters)
@@ -95,6 +106,8 @@ class StepGuard:
     def end_step(self) -> None:
         """Note that the effective batch has been run."""
         self._steps_left -= bool(self._steps_left)
+        if self._reached_by is not None:
+            self._reached_by.newest_engine = id(self)
 
     def call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
         """Call a function with the model, as `Prepared.call` does, and look at gradients before and after.
@@ -206,6 +219,8 @@ class StepGuard:
             self._notifier.warn("model_in_evaluation_mode", message)
 
     def _warn_of_gradients(self) -> None:
+        if self._reached_by is not None and self._reached_by.newest_engine not in (0, id(self)):
+            return  # another engine has made a step since
         gradients = self._gradients()
         if any(map(operator.is_not, gradients, itertools.repeat(None))):
             found = [name for name, gradient in zip(self._names, gradients, strict=True) if gradient is not None]

@@ -61,7 +61,9 @@ def choose(loss: Loss, source: SampleSource, max_samples: int) -> tuple[list[int
     return found, [found[number] for number in order]
 
 
-def splits(chosen: Sequence[int], alike: Sequence[int], source: SampleSource) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+def splits(
+    chosen: Sequence[int], alike: Sequence[int], source: SampleSource
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Yield places and the sizes of their pieces: with single samples, then even sizes, pairs, and real micro-batches.
 
     Many small pieces show more threshold effects: a margin, the hardest samples, a capacity.

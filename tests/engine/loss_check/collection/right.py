@@ -41,20 +41,37 @@ add("one loss per sample", lambda m, b: classify(m, b, reduction="none"))
 add("sum as sum", lambda m, b: classify(m, b, reduction="sum"), ab.sum_over_samples)
 add("label smoothing", lambda m, b: classify(m, b, label_smoothing=0.1))
 add("tokens", tag, mean_over_words)
-add("one loss per token", lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"], reduction="none"), mean_over_words)
-add("class weights", lambda m, b: classify(m, b, weight=class_weights(b)), lambda f: ab.mean_over(f, lambda b: CLASS_WEIGHTS[b["y"]].sum()))
+add(
+    "one loss per token",
+    lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"], reduction="none"),
+    mean_over_words,
+)
+add(
+    "class weights",
+    lambda m, b: classify(m, b, weight=class_weights(b)),
+    lambda f: ab.mean_over(f, lambda b: CLASS_WEIGHTS[b["y"]].sum()),
+)
 
 
 def token_weights(b):
     return b["mask"] * b["weight"][:, None]
 
 
-add("token weights", lambda m, b: (m(b["x"]).square().mean(-1) * token_weights(b)).sum() / token_weights(b).sum(), lambda f: ab.mean_over(f, lambda b: token_weights(b).sum()))
+add(
+    "token weights",
+    lambda m, b: (m(b["x"]).square().mean(-1) * token_weights(b)).sum() / token_weights(b).sum(),
+    lambda f: ab.mean_over(f, lambda b: token_weights(b).sum()),
+)
 add("LossSum, undeclared", lambda m, b: ab.LossSum(focal_sum(m, b), positives(b)), lambda f: f)
 add("LossSum, counted", lambda m, b: ab.LossSum(focal_sum(m, b), positives(b)), lambda f: ab.mean_over(f, positives))
-add("LossSum of samples, undeclared", lambda m, b: ab.LossSum(classify(m, b, reduction="sum"), len(b["y"])), lambda f: f)
+add(
+    "LossSum of samples, undeclared", lambda m, b: ab.LossSum(classify(m, b, reduction="sum"), len(b["y"])), lambda f: f
+)
 add("squared error", lambda m, b: F.mse_loss(score(m, b), b["target"]), model=lambda: Net(1))
-add("binary cross entropy with positive weights", lambda m, b: F.binary_cross_entropy_with_logits(pooled(m, b), b["multi"], pos_weight=class_weights(b)))
+add(
+    "binary cross entropy with positive weights",
+    lambda m, b: F.binary_cross_entropy_with_logits(pooled(m, b), b["multi"], pos_weight=class_weights(b)),
+)
 
 
 def dice_of_samples(m, b, smooth, factor):
@@ -64,7 +81,10 @@ def dice_of_samples(m, b, smooth, factor):
 
 add("Dice of each sample", lambda m, b: dice_of_samples(m, b, 1.0, 1.0))
 add("Dice with a small denominator", lambda m, b: dice_of_samples(m, b, 1e-6, 1e-3))
-add("logarithm of small probabilities", lambda m, b: -(pooled(m, b) * 20).softmax(-1)[:, 0].clamp(min=1e-12).log().mean())
+add(
+    "logarithm of small probabilities",
+    lambda m, b: -(pooled(m, b) * 20).softmax(-1)[:, 0].clamp(min=1e-12).log().mean(),
+)
 add("penalty on weights", lambda m, b: classify(m, b) + 0.01 * sum(q.square().sum() for q in m.parameters()))
 add("constant added", lambda m, b: classify(m, b) + 3.0)
 add(
@@ -79,8 +99,14 @@ add(
 )
 add(
     "three heads",
-    lambda m, b: {"a": classify(m, b), "t": tag(m, b), "r": (b["weight"] * score(m, b).square()).sum() / b["weight"].sum()},
-    lambda f: ab.sum_of(f, a=ab.samples(), t=ab.tokens(shift=False), r=ab.counted(lambda b: b["weight"].sum(), weight=2.0)),
+    lambda m, b: {
+        "a": classify(m, b),
+        "t": tag(m, b),
+        "r": (b["weight"] * score(m, b).square()).sum() / b["weight"].sum(),
+    },
+    lambda f: ab.sum_of(
+        f, a=ab.samples(), t=ab.tokens(shift=False), r=ab.counted(lambda b: b["weight"].sum(), weight=2.0)
+    ),
 )
 
 
@@ -93,7 +119,11 @@ def partly_masked():
 add("samples without any target", tag, mean_over_words, batch=partly_masked)
 add("weight zero for some samples", lambda m, b: ((b["target"] > 0) * classify(m, b, reduction="none")).mean())
 add("hinge loss, mostly without a gradient", lambda m, b: F.relu(score(m, b) - 0.3 + 0.3 * b["target"]).mean())
-add("contrastive, joint", lambda _, o: F.cross_entropy(o["a"] @ o["b"].T / 0.2, torch.arange(len(o["a"]))), lambda f: ab.joint(lambda m, b: dict(zip("ab", two_views(m, b), strict=True)), f))
+add(
+    "contrastive, joint",
+    lambda _, o: F.cross_entropy(o["a"] @ o["b"].T / 0.2, torch.arange(len(o["a"]))),
+    lambda f: ab.joint(lambda m, b: dict(zip("ab", two_views(m, b), strict=True)), f),
+)
 
 
 def simclr(_, outputs):
@@ -117,20 +147,39 @@ def flat_loss(m, b):
 
 
 def perceptron(norm):
-    return nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * WIDTH, 8), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, NUM_CLASSES))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(LENGTH * WIDTH, 8), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, NUM_CLASSES)
+    )
 
 
 add("BatchNorm", flat_loss, model=lambda: perceptron(nn.BatchNorm1d(8)))
 add("BatchNorm without statistics", flat_loss, model=lambda: perceptron(nn.BatchNorm1d(8, track_running_stats=False)))
-NORMS = {"GroupNorm": lambda: nn.GroupNorm(2, 8), "InstanceNorm": lambda: nn.InstanceNorm1d(8, affine=True), "LayerNorm": lambda: nn.LayerNorm(LENGTH), "BatchNorm": lambda: nn.BatchNorm1d(8)}
+NORMS = {
+    "GroupNorm": lambda: nn.GroupNorm(2, 8),
+    "InstanceNorm": lambda: nn.InstanceNorm1d(8, affine=True),
+    "LayerNorm": lambda: nn.LayerNorm(LENGTH),
+    "BatchNorm": lambda: nn.BatchNorm1d(8),
+}
 
 
 def convolution(norm):
-    return nn.Sequential(nn.Conv1d(WIDTH, 8, 3, padding=1), norm(), nn.GELU(), nn.Dropout1d(0.2), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, NUM_CLASSES))
+    return nn.Sequential(
+        nn.Conv1d(WIDTH, 8, 3, padding=1),
+        norm(),
+        nn.GELU(),
+        nn.Dropout1d(0.2),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(8, NUM_CLASSES),
+    )
 
 
 for name, norm in NORMS.items():
-    add(f"convolution, {name}", lambda m, b: F.cross_entropy(m(b["x"].transpose(1, 2)), b["y"]), model=lambda norm=norm: convolution(norm))
+    add(
+        f"convolution, {name}",
+        lambda m, b: F.cross_entropy(m(b["x"].transpose(1, 2)), b["y"]),
+        model=lambda norm=norm: convolution(norm),
+    )
 
 
 class Packed(nn.Module):
@@ -146,7 +195,11 @@ class Packed(nn.Module):
 
 
 for kind in (nn.LSTM, nn.GRU, nn.RNN):
-    add(f"packed {kind.__name__}", lambda m, b: F.cross_entropy(m(b["x"], b["lengths"]), b["y"]), model=lambda kind=kind: Packed(kind))
+    add(
+        f"packed {kind.__name__}",
+        lambda m, b: F.cross_entropy(m(b["x"], b["lengths"]), b["y"]),
+        model=lambda kind=kind: Packed(kind),
+    )
 
 
 class TimeFirst(nn.Module):
@@ -163,10 +216,16 @@ def encoder(**options):
 
 
 add("LSTM, time first", flat_loss, model=TimeFirst)
-add("transformer, time first", lambda m, b: m(b["x"].transpose(0, 1)).square().mean((0, 2)).mul(b["target"]).mean(), model=encoder)
+add(
+    "transformer, time first",
+    lambda m, b: m(b["x"].transpose(0, 1)).square().mean((0, 2)).mul(b["target"]).mean(),
+    model=encoder,
+)
 add(
     "transformer with a padding mask",
-    lambda m, b: F.cross_entropy(m(b["x"], src_key_padding_mask=~b["mask"])[..., :NUM_CLASSES].flatten(0, 1), b["labels"].flatten()),
+    lambda m, b: F.cross_entropy(
+        m(b["x"], src_key_padding_mask=~b["mask"])[..., :NUM_CLASSES].flatten(0, 1), b["labels"].flatten()
+    ),
     mean_over_words,
     model=lambda: encoder(batch_first=True),
 )
@@ -196,7 +255,12 @@ class Checkpointed(nn.Module):
 add("checkpointing", classify, model=lambda: Checkpointed(reentrant=False))
 add("checkpointing, reentrant", classify, model=lambda: Checkpointed(reentrant=True))
 add("torch.compile", classify, model=lambda: torch.compile(Net(), backend="eager"))
-add("bf16 weights", lambda m, b: F.cross_entropy(pooled(m, b).float(), b["y"]), model=lambda: Net().bfloat16(), dtypes=("bfloat16",))
+add(
+    "bf16 weights",
+    lambda m, b: F.cross_entropy(pooled(m, b).float(), b["y"]),
+    model=lambda: Net().bfloat16(),
+    dtypes=("bfloat16",),
+)
 bf16 = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "dtypes": ("float32",)}
 add("bf16 autocast", classify, **bf16)
 add("bf16 autocast, tokens", tag, mean_over_words, **bf16)
@@ -222,7 +286,10 @@ add("adapters", classify, model=lambda: Adapted(0.1))
 class Tied(nn.Module):
     def __init__(self, *, sparse=False):
         super().__init__()
-        self.embed, self.out = nn.Embedding(NUM_CLASSES + 1, 8, sparse=sparse), nn.Linear(8, NUM_CLASSES + 1, bias=False)
+        self.embed, self.out = (
+            nn.Embedding(NUM_CLASSES + 1, 8, sparse=sparse),
+            nn.Linear(8, NUM_CLASSES + 1, bias=False),
+        )
         if not sparse:
             self.out.weight = self.embed.weight
 
@@ -240,7 +307,11 @@ def predict(m, b):
 
 add("tied weights", predict, mean_over_words, model=Tied)
 add("sparse embedding", predict, mean_over_words, model=lambda: Tied(sparse=True))
-add("bag of embeddings", lambda m, b: F.cross_entropy(m(ids(b)), b["y"]), model=lambda: nn.EmbeddingBag(NUM_CLASSES + 1, NUM_CLASSES, mode="mean"))
+add(
+    "bag of embeddings",
+    lambda m, b: F.cross_entropy(m(ids(b)), b["y"]),
+    model=lambda: nn.EmbeddingBag(NUM_CLASSES + 1, NUM_CLASSES, mode="mean"),
+)
 
 
 class Distilled(nn.Module):
@@ -332,8 +403,15 @@ class Experts(nn.Module):
         return y.view_as(x)
 
 
-MIDDLES = {kind.__name__: kind for kind in (DropPath, Noise, Gumbel, Branching, NoiseInLoop, RandomLeak, EarlyExit, Spectral, Experts)}
-MIDDLES |= {"AlphaDropout": lambda: nn.AlphaDropout(0.2), "FeatureAlphaDropout": lambda: nn.FeatureAlphaDropout(0.2), "Dropout2d": lambda: nn.Dropout2d(0.2)}
+MIDDLES = {
+    kind.__name__: kind
+    for kind in (DropPath, Noise, Gumbel, Branching, NoiseInLoop, RandomLeak, EarlyExit, Spectral, Experts)
+}
+MIDDLES |= {
+    "AlphaDropout": lambda: nn.AlphaDropout(0.2),
+    "FeatureAlphaDropout": lambda: nn.FeatureAlphaDropout(0.2),
+    "Dropout2d": lambda: nn.Dropout2d(0.2),
+}
 for name, kind in MIDDLES.items():
     add(f"inside the model: {name}", classify, model=lambda kind=kind: Net(middle=kind()))
 
@@ -405,7 +483,11 @@ class Flow(nn.Module):
         return torch.cat([one, other * scale.exp() + self.shift(one)], -1), scale.sum((-1, -2))
 
 
-add("likelihood of a flow", lambda m, b: (lambda z, volume: (0.5 * z.square().sum((1, 2)) - volume).mean())(*m(b["x"])), model=Flow)
+add(
+    "likelihood of a flow",
+    lambda m, b: (lambda z, volume: (0.5 * z.square().sum((1, 2)) - volume).mean())(*m(b["x"])),
+    model=Flow,
+)
 
 
 @TABLE.loss("gradients of samples by vmap")
@@ -435,7 +517,11 @@ def detection():
     return images, [{"boxes": torch.randn(number, NUM_CLASSES, generator=g)} for number in numbers]
 
 
-@TABLE.loss("boxes in lists", declare=lambda f: ab.mean_over(f, lambda b: sum(len(one["boxes"]) for one in b[1])), batch=detection)
+@TABLE.loss(
+    "boxes in lists",
+    declare=lambda f: ab.mean_over(f, lambda b: sum(len(one["boxes"]) for one in b[1])),
+    batch=detection,
+)
 def boxes(m, b):
     outputs = m(torch.stack(list(b[0])))
     return torch.cat([(out - one["boxes"]).abs().sum(1) for out, one in zip(outputs, b[1], strict=True)]).mean()
@@ -452,7 +538,12 @@ class Translator(nn.Module):
         return self.out(self.inner(self.embed(one), self.embed(other), tgt_mask=mask))
 
 
-add("sequence to sequence", lambda m, b: F.cross_entropy(m(ids(b), ids(b).roll(1, 1)).flatten(0, 1), b["labels"].flatten()), mean_over_words, model=Translator)
+add(
+    "sequence to sequence",
+    lambda m, b: F.cross_entropy(m(ids(b), ids(b).roll(1, 1)).flatten(0, 1), b["labels"].flatten()),
+    mean_over_words,
+    model=Translator,
+)
 
 
 def neighbours(s):
@@ -493,7 +584,10 @@ def stacked(m, b, noise):
 
 add("two stacked views", lambda m, b: stacked(m, b, 0.0))
 add("noise on two stacked views", lambda m, b: stacked(m, b, 0.1))
-add("one random factor of numpy, used once", lambda m, b: classify(m, {**b, "x": b["x"] * float(np.random.rand() + 0.5)}))
+add(
+    "one random factor of numpy, used once",
+    lambda m, b: classify(m, {**b, "x": b["x"] * float(np.random.rand() + 0.5)}),
+)
 add("one random factor of Python, used once", lambda m, b: classify(m, {**b, "x": b["x"] * (random.random() + 0.5)}))
 
 
@@ -507,7 +601,11 @@ class Criterion(nn.Module):
 
 
 add("loss with parameters", Criterion)
-add("models by name", lambda m, b: classify(m["d"], b) + 0.1 * pooled(m["g"], b).square().mean(), model=lambda: {"g": Net(), "d": Net()})
+add(
+    "models by name",
+    lambda m, b: classify(m["d"], b) + 0.1 * pooled(m["g"], b).square().mean(),
+    model=lambda: {"g": Net(), "d": Net()},
+)
 
 
 class Spectrum(nn.Module):
@@ -517,7 +615,9 @@ class Spectrum(nn.Module):
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, x):
-        return self.head(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1).to(x.dtype)).mean(1)
+        return self.head(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1).to(x.dtype)).mean(
+            1
+        )
 
 
 add("complex weights", flat_loss, model=Spectrum, dtypes=("float32",))
@@ -543,7 +643,9 @@ class Graphs:
 def graphs():
     g = torch.Generator().manual_seed(0)
     sizes = [2 + number % 5 for number in range(NUM_SAMPLES)]
-    return Graphs(torch.randn(sum(sizes), WIDTH, generator=g), sizes, torch.randint(0, NUM_CLASSES, (NUM_SAMPLES,), generator=g))
+    return Graphs(
+        torch.randn(sum(sizes), WIDTH, generator=g), sizes, torch.randint(0, NUM_CLASSES, (NUM_SAMPLES,), generator=g)
+    )
 
 
 @TABLE.loss("graphs", batch=graphs, dtypes=("float32",))
@@ -552,4 +654,10 @@ def of_graphs(m, b):
     return F.cross_entropy(torch.zeros(len(b.y), NUM_CLASSES).index_add(0, which, m(b.x)), b.y)
 
 
-add("nodes of graphs", lambda m, b: F.cross_entropy(m(b.x), b.y.repeat_interleave(torch.tensor(b.sizes))), lambda f: ab.mean_over(f, lambda b: len(b.x)), batch=graphs, dtypes=("float32",))
+add(
+    "nodes of graphs",
+    lambda m, b: F.cross_entropy(m(b.x), b.y.repeat_interleave(torch.tensor(b.sizes))),
+    lambda f: ab.mean_over(f, lambda b: len(b.x)),
+    batch=graphs,
+    dtypes=("float32",),
+)

@@ -37,26 +37,64 @@ def each(m, b):
 
 
 # Losses and counts
-add("accuracy beside the loss", lambda m, b: (lambda out: (out.argmax(1) == b["y"]).float().mean().item() * 0 + F.cross_entropy(out, b["y"]))(pooled(m, b)))
+add(
+    "accuracy beside the loss",
+    lambda m, b: (lambda out: (out.argmax(1) == b["y"]).float().mean().item() * 0 + F.cross_entropy(out, b["y"]))(
+        pooled(m, b)
+    ),
+)
 add("Huber loss", lambda m, b: F.huber_loss(score(m, b), b["target"]))
 add("Gaussian likelihood", lambda m, b: F.gaussian_nll_loss(pooled(m, b)[:, 0], b["target"], pooled(m, b)[:, 1].exp()))
 add("Poisson likelihood", lambda m, b: F.poisson_nll_loss(score(m, b), b["y"].to(b["x"].dtype)))
-add("ordinal regression", lambda m, b: F.binary_cross_entropy_with_logits(pooled(m, b), (b["y"][:, None] > torch.arange(NUM_CLASSES)).to(b["x"].dtype)))
+add(
+    "ordinal regression",
+    lambda m, b: F.binary_cross_entropy_with_logits(
+        pooled(m, b), (b["y"][:, None] > torch.arange(NUM_CLASSES)).to(b["x"].dtype)
+    ),
+)
 add("triplet inside a sample", lambda m, b: F.triplet_margin_loss(m(b["x"])[:, 0], m(b["x"])[:, 1], m(b["x"])[:, 2]))
-add("cosine embedding", lambda m, b: F.cosine_embedding_loss(m(b["x"])[:, 0], m(b["x"])[:, 1], b["multi"][:, 0] * 2 - 1))
+add(
+    "cosine embedding", lambda m, b: F.cosine_embedding_loss(m(b["x"])[:, 0], m(b["x"])[:, 1], b["multi"][:, 0] * 2 - 1)
+)
 add("quantile loss", lambda m, b: (lambda d: torch.maximum(0.9 * d, -0.1 * d).mean())(b["target"] - score(m, b)))
 add("weights times losses, plain mean", lambda m, b: (b["weight"] * each(m, b)).mean())
-add("sum of samples over their own lengths", lambda m, b: ((m(b["x"]).square().mean(-1) * b["mask"]).sum(1) / b["mask"].sum(1)).mean())
+add(
+    "sum of samples over their own lengths",
+    lambda m, b: ((m(b["x"]).square().mean(-1) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
+)
 add("sum over time, mean over samples", lambda m, b: (m(b["x"]).square().mean(-1) * b["mask"]).sum(1).mean())
 add("losses clipped at a constant", lambda m, b: each(m, b).clamp(max=2.0).mean())
 add("gradient-scaled loss", lambda m, b: 128.0 * classify(m, b))
-add("confidence penalty", lambda m, b: classify(m, b) - 0.1 * (lambda q: -(q * q.log()).sum(-1).mean())(pooled(m, b).softmax(-1)))
-add("tokens with z-loss as a second term", lambda m, b: zloss(m, b), lambda f: ab.sum_of(f, ce=ab.tokens(shift=False), z=ab.tokens(shift=False, weight=1e-3)))
+add(
+    "confidence penalty",
+    lambda m, b: classify(m, b) - 0.1 * (lambda q: -(q * q.log()).sum(-1).mean())(pooled(m, b).softmax(-1)),
+)
+add(
+    "tokens with z-loss as a second term",
+    lambda m, b: zloss(m, b),
+    lambda f: ab.sum_of(f, ce=ab.tokens(shift=False), z=ab.tokens(shift=False, weight=1e-3)),
+)
 add("tokens of a copied declaration", tag, lambda f: copy.deepcopy(mean_over_words(f)))
-add("class weights of a copied declaration", lambda m, b: classify(m, b, weight=class_weights(b)), lambda f: copy.deepcopy(ab.mean_over(f, lambda b: CLASS_WEIGHTS[b["y"]].sum())))
-add("LossSum of a copied declaration", lambda m, b: ab.LossSum((each(m, b) * (b["y"] == 0)).sum(), positives(b)), lambda f: copy.deepcopy(ab.mean_over(f, positives)))
-add("counts of a few samples only", lambda m, b: (each(m, b) * (b["y"] == 0)).sum() / positives(b), lambda f: ab.mean_over(f, positives))
-add("packed rows: all tokens count", lambda m, b: m(b["x"]).square().mean(), lambda f: ab.mean_over(f, lambda b: b["x"].shape[0] * b["x"].shape[1]))
+add(
+    "class weights of a copied declaration",
+    lambda m, b: classify(m, b, weight=class_weights(b)),
+    lambda f: copy.deepcopy(ab.mean_over(f, lambda b: CLASS_WEIGHTS[b["y"]].sum())),
+)
+add(
+    "LossSum of a copied declaration",
+    lambda m, b: ab.LossSum((each(m, b) * (b["y"] == 0)).sum(), positives(b)),
+    lambda f: copy.deepcopy(ab.mean_over(f, positives)),
+)
+add(
+    "counts of a few samples only",
+    lambda m, b: (each(m, b) * (b["y"] == 0)).sum() / positives(b),
+    lambda f: ab.mean_over(f, positives),
+)
+add(
+    "packed rows: all tokens count",
+    lambda m, b: m(b["x"]).square().mean(),
+    lambda f: ab.mean_over(f, lambda b: b["x"].shape[0] * b["x"].shape[1]),
+)
 add("labels by a function", tag, lambda f: ab.mean_over_tokens(f, labels=lambda b: b["labels"], shift=False))
 
 
@@ -91,7 +129,11 @@ def constant_for_some(m, b):
 
 
 add("a constant where no sample counts", constant_for_some)
-add("LossSum without a graph where no sample counts", lambda m, b: ab.LossSum(each(m, b)[b["y"] == 0].sum() if positives(b) else torch.zeros(()), positives(b)), lambda f: ab.mean_over(f, positives))
+add(
+    "LossSum without a graph where no sample counts",
+    lambda m, b: ab.LossSum(each(m, b)[b["y"] == 0].sum() if positives(b) else torch.zeros(()), positives(b)),
+    lambda f: ab.mean_over(f, positives),
+)
 
 # Models
 
@@ -176,16 +218,36 @@ class BetaNoise(nn.Module):
         return x * torch.distributions.Gamma(x.exp() + 1.0, torch.ones_like(x)).rsample().clamp(max=4.0)
 
 
-for kind in (Cached, Histogram, SqueezeExcite, ByThreshold, SelfAttention, Fused, Stochastic, StraightThrough, BetaNoise):
+for kind in (
+    Cached,
+    Histogram,
+    SqueezeExcite,
+    ByThreshold,
+    SelfAttention,
+    Fused,
+    Stochastic,
+    StraightThrough,
+    BetaNoise,
+):
     add(f"inside the model: {kind.__name__}", classify, model=lambda kind=kind: Net(middle=kind()))
 
 
 def residual():
-    return nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(LENGTH * WIDTH, 8)), nn.PReLU(), nn.Dropout(0.1), nn.Linear(8, NUM_CLASSES))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(LENGTH * WIDTH, 8)),
+        nn.PReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(8, NUM_CLASSES),
+    )
 
 
 add("weight norm", lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), model=residual)
-add("frozen trunk in evaluation mode", lambda m, b: F.cross_entropy(m[1](m[0].eval()(b["x"])).mean(1), b["y"]), model=lambda: nn.ModuleList([Net(8).requires_grad_(requires_grad=False), nn.Linear(8, NUM_CLASSES)]))
+add(
+    "frozen trunk in evaluation mode",
+    lambda m, b: F.cross_entropy(m[1](m[0].eval()(b["x"])).mean(1), b["y"]),
+    model=lambda: nn.ModuleList([Net(8).requires_grad_(requires_grad=False), nn.Linear(8, NUM_CLASSES)]),
+)
 
 
 class Hooked(Net):
@@ -206,7 +268,12 @@ class Method(Net):
 
 METHOD = Method()
 add("loss that is a method", METHOD.training_step, model=lambda: METHOD, dtypes=("float32",))
-add("queue of earlier steps, joint", lambda m, o: queued(m, o), lambda f: ab.joint(lambda m, b: dict(zip(("query", "key"), two_views(m, b), strict=True)), f), model=lambda: WithQueue())
+add(
+    "queue of earlier steps, joint",
+    lambda m, o: queued(m, o),
+    lambda f: ab.joint(lambda m, b: dict(zip(("query", "key"), two_views(m, b), strict=True)), f),
+    model=lambda: WithQueue(),
+)
 
 
 class WithQueue(Net):
@@ -221,7 +288,12 @@ def queued(m, o):
     return value
 
 
-add("temperature of the model in a joint loss", lambda m, o: contrast(o["query"], o["key"], m.temperature.exp()), lambda f: ab.joint(lambda m, b: dict(zip(("query", "key"), two_views(m, b), strict=True)), f), model=lambda: WithTemperature())
+add(
+    "temperature of the model in a joint loss",
+    lambda m, o: contrast(o["query"], o["key"], m.temperature.exp()),
+    lambda f: ab.joint(lambda m, b: dict(zip(("query", "key"), two_views(m, b), strict=True)), f),
+    model=lambda: WithTemperature(),
+)
 
 
 class WithTemperature(Net):
@@ -237,4 +309,9 @@ def sorted_batch():
 
 
 add("sorted by class", classify, batch=sorted_batch)
-add("sorted by class, with weights", lambda m, b: classify(m, b, weight=class_weights(b)), lambda f: ab.mean_over(f, lambda b: CLASS_WEIGHTS[b["y"]].sum()), batch=sorted_batch)
+add(
+    "sorted by class, with weights",
+    lambda m, b: classify(m, b, weight=class_weights(b)),
+    lambda f: ab.mean_over(f, lambda b: CLASS_WEIGHTS[b["y"]].sum()),
+    batch=sorted_batch,
+)

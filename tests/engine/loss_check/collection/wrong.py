@@ -45,29 +45,55 @@ add(
     ).mean(),
     mean_over_words,
 )
-add("shift forgotten", lambda m, b: F.cross_entropy(m(b["x"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()), mean_over_words)
+add(
+    "shift forgotten",
+    lambda m, b: F.cross_entropy(m(b["x"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()),
+    mean_over_words,
+)
 add("shift that is none", tag, ab.mean_over_tokens)
 add("class weights forgotten", lambda m, b: classify(m, b, weight=class_weights(b)))
 add("class weights forgotten over tokens", lambda m, b: tag(m, b, weight=class_weights(b)), mean_over_words)
 add("class weights and label smoothing", lambda m, b: classify(m, b, weight=class_weights(b), label_smoothing=0.1))
 add("label smoothing and ignored labels", lambda m, b: tag(m, b, label_smoothing=0.1))
 add("mask forgotten", lambda m, b: (m(b["x"]).square().mean(-1) * b["mask"]).sum() / b["mask"].sum())
-add("normalised sample weights", lambda m, b: (b["weight"] * (score(m, b) - b["target"]) ** 2).sum() / b["weight"].sum())
-add("mean over samples as mean over weights", lambda m, b: (b["weight"] * (score(m, b) - b["target"]) ** 2).mean(), lambda f: ab.mean_over(f, lambda b: b["weight"].sum()))
+add(
+    "normalised sample weights", lambda m, b: (b["weight"] * (score(m, b) - b["target"]) ** 2).sum() / b["weight"].sum()
+)
+add(
+    "mean over samples as mean over weights",
+    lambda m, b: (b["weight"] * (score(m, b) - b["target"]) ** 2).mean(),
+    lambda f: ab.mean_over(f, lambda b: b["weight"].sum()),
+)
 add(
     "positive weights, divided by them",
-    lambda m, b: F.binary_cross_entropy_with_logits(pooled(m, b), b["multi"], pos_weight=class_weights(b), reduction="sum") / (1 + (class_weights(b) - 1) * b["multi"]).sum(),
+    lambda m, b: (
+        F.binary_cross_entropy_with_logits(pooled(m, b), b["multi"], pos_weight=class_weights(b), reduction="sum")
+        / (1 + (class_weights(b) - 1) * b["multi"]).sum()
+    ),
 )
 add("focal loss over positives as samples", lambda m, b: focal_sum(m, b) / positives(b).clamp(min=1))
-add("focal loss over clamped positives", lambda m, b: focal_sum(m, b) / positives(b).clamp(min=1), lambda f: ab.mean_over(f, positives))
+add(
+    "focal loss over clamped positives",
+    lambda m, b: focal_sum(m, b) / positives(b).clamp(min=1),
+    lambda f: ab.mean_over(f, positives),
+)
 add("LossSum of a mean", lambda m, b: ab.LossSum(classify(m, b), len(b["y"])), lambda f: f)
 add("LossSum that counts 1", lambda m, b: ab.LossSum(classify(m, b, reduction="sum"), 1), lambda f: f)
 add("two divisors in one number", lambda m, b: classify(m, b) + tag(m, b))
 add("penalty times n", lambda m, b: classify(m, b) + 0.01 * len(b["y"]) * sum(q.square().sum() for q in m.parameters()))
-add("divergence with reduction sum", lambda m, b: F.kl_div(pooled(m, b).log_softmax(-1), b["multi"].softmax(-1), reduction="sum"))
+add(
+    "divergence with reduction sum",
+    lambda m, b: F.kl_div(pooled(m, b).log_softmax(-1), b["multi"].softmax(-1), reduction="sum"),
+)
 add(
     "CTC summed",
-    lambda m, b: F.ctc_loss(m(b["x"]).log_softmax(-1).transpose(0, 1), torch.ones(len(b["y"]), 1, dtype=torch.long), torch.full((len(b["y"]),), LENGTH), torch.ones(len(b["y"]), dtype=torch.long), reduction="sum"),
+    lambda m, b: F.ctc_loss(
+        m(b["x"]).log_softmax(-1).transpose(0, 1),
+        torch.ones(len(b["y"]), 1, dtype=torch.long),
+        torch.full((len(b["y"]),), LENGTH),
+        torch.ones(len(b["y"]), dtype=torch.long),
+        reduction="sum",
+    ),
     model=lambda: Net(NUM_CLASSES + 1),
 )
 add(
@@ -75,7 +101,11 @@ add(
     lambda m, b: {"lm": tag(m, b), "aux": (score(m, b) - b["target"]).square().mean()},
     lambda f: ab.sum_of(f, lm=ab.samples(), aux=ab.samples(weight=0.01)),
 )
-add("copied declaration with other weights", lambda m, b: classify(m, b, weight=class_weights(b)), lambda f: copy.deepcopy(ab.mean_over(f, lambda b: CLASS_WEIGHTS.flip(0)[b["y"]].sum())))
+add(
+    "copied declaration with other weights",
+    lambda m, b: classify(m, b, weight=class_weights(b)),
+    lambda f: copy.deepcopy(ab.mean_over(f, lambda b: CLASS_WEIGHTS.flip(0)[b["y"]].sum())),
+)
 add("root of a mean", lambda m, b: F.mse_loss(score(m, b), b["target"]).sqrt())
 add("divided by its own value", lambda m, b: (lambda v: v / v.detach())(classify(m, b)))
 add("flooding", lambda m, b: (classify(m, b) - 1.41).abs() + 1.41)
@@ -151,16 +181,44 @@ def mmd(m, b):
     return (z[y < 2].mean(0) - z[y >= 2].mean(0)).nan_to_num().square().sum() + 0.01 * z.square().mean()
 
 
-add("divided by the largest loss", lambda m, b: (lambda e: (e / e.detach().max()).mean())(classify(m, b, reduction="none")))
-add("softmax of losses as weights", lambda m, b: (lambda e: (e.detach().softmax(0) * e).sum())(classify(m, b, reduction="none")))
-add("class weights of the batch", lambda m, b: classify(m, b, weight=len(b["y"]) / (1 + torch.bincount(b["y"], minlength=NUM_CLASSES)).to(b["x"].dtype), reduction="sum") / len(b["y"]))
+add(
+    "divided by the largest loss",
+    lambda m, b: (lambda e: (e / e.detach().max()).mean())(classify(m, b, reduction="none")),
+)
+add(
+    "softmax of losses as weights",
+    lambda m, b: (lambda e: (e.detach().softmax(0) * e).sum())(classify(m, b, reduction="none")),
+)
+add(
+    "class weights of the batch",
+    lambda m, b: (
+        classify(
+            m,
+            b,
+            weight=len(b["y"]) / (1 + torch.bincount(b["y"], minlength=NUM_CLASSES)).to(b["x"].dtype),
+            reduction="sum",
+        )
+        / len(b["y"])
+    ),
+)
 add("feature matching", lambda m, b: (m(b["x"]).mean((0, 1)) - b["multi"].mean(0)).square().sum())
-add("whitened advantages", lambda m, b: -((b["target"] - b["target"].mean()) / (b["target"].std() + 1e-6) * pooled(m, b).log_softmax(-1)[:, 0]).mean())
+add(
+    "whitened advantages",
+    lambda m, b: (
+        -((b["target"] - b["target"].mean()) / (b["target"].std() + 1e-6) * pooled(m, b).log_softmax(-1)[:, 0]).mean()
+    ),
+)
 add("correlation", lambda m, b: 1 - torch.corrcoef(torch.stack([score(m, b), b["target"]]))[0, 1])
 add("entropy of the mean", lambda m, b: (lambda q: (q * q.log()).sum())(pooled(m, b).softmax(-1).mean(0)))
 add("column minus row", lambda m, b: (pooled(m, b) - b["target"]).square().mean(), model=lambda: Net(1))
-add("decorrelation", lambda m, b: (torch.cov(pooled(m, b).T, correction=0) - torch.eye(NUM_CLASSES, dtype=b["x"].dtype)).square().sum())
-add("first half against second half", lambda m, b: (lambda s, n: -F.logsigmoid(s[:n] - s[n : 2 * n]).mean())(score(m, b), len(b["y"]) // 2))
+add(
+    "decorrelation",
+    lambda m, b: (torch.cov(pooled(m, b).T, correction=0) - torch.eye(NUM_CLASSES, dtype=b["x"].dtype)).square().sum(),
+)
+add(
+    "first half against second half",
+    lambda m, b: (lambda s, n: -F.logsigmoid(s[:n] - s[n : 2 * n]).mean())(score(m, b), len(b["y"]) // 2),
+)
 add("list-wise ranking", lambda m, b: -(b["target"].softmax(0) * score(m, b).log_softmax(0)).sum())
 
 
@@ -202,7 +260,11 @@ def returned(m, b):
 add("expert balance in an attribute", lambda m, b: classify(m, b) + 0.1 * m.balance, model=Routed)
 add("small expert balance in an attribute", lambda m, b: classify(m, b) + 0.001 * m.balance, model=Routed)
 add("expert balance in a list", lambda m, b: classify(m, b) + 0.1 * sum(m.kept), model=lambda: Routed("list"))
-add("expert balance returned", lambda m, b: (lambda one, other: one + 0.1 * other)(*returned(m, b)), model=lambda: Routed("returned"))
+add(
+    "expert balance returned",
+    lambda m, b: (lambda one, other: one + 0.1 * other)(*returned(m, b)),
+    model=lambda: Routed("returned"),
+)
 add(
     "expert balance as a term of samples",
     lambda m, b: dict(zip(("ce", "balance"), returned(m, b), strict=True)),
@@ -296,7 +358,17 @@ class SoftmaxOverBatch(nn.Module):
         return x * x.softmax(0)
 
 
-for kind in (Capacity, OwnNorm, Quantised, NormalisedGradient, BalancedInBackward, SpreadOfBatch, AttentionOverBatch, ScaledByBatch, SoftmaxOverBatch):
+for kind in (
+    Capacity,
+    OwnNorm,
+    Quantised,
+    NormalisedGradient,
+    BalancedInBackward,
+    SpreadOfBatch,
+    AttentionOverBatch,
+    ScaledByBatch,
+    SoftmaxOverBatch,
+):
     add(f"inside the model: {kind.__name__}", classify, model=lambda kind=kind: Net(middle=kind()))
 
 
@@ -355,14 +427,21 @@ class Variational(nn.Module):
         return self.decode(mean + (log_variance / 2).exp() * torch.randn_like(log_variance))
 
 
-@TABLE.loss("autoencoder with a masked term over samples", model=Variational, declare=lambda f: ab.sum_of(f, rec=ab.samples(), kl=ab.samples(weight=0.1)))
+@TABLE.loss(
+    "autoencoder with a masked term over samples",
+    model=Variational,
+    declare=lambda f: ab.sum_of(f, rec=ab.samples(), kl=ab.samples(weight=0.1)),
+)
 def autoencoder(m, b):
     out = m(b["x"])
     return {"rec": ((out - b["x"]).square().mean(-1) * b["mask"]).sum() / b["mask"].sum(), "kl": m.divergence}
 
 
 # Samples that are combined before the model
-add("inputs standardised over the batch", lambda m, b: F.cross_entropy(m((b["x"] - b["x"].mean(0)) / (b["x"].std(0) + 1e-5)).mean(1), b["y"]))
+add(
+    "inputs standardised over the batch",
+    lambda m, b: F.cross_entropy(m((b["x"] - b["x"].mean(0)) / (b["x"].std(0) + 1e-5)).mean(1), b["y"]),
+)
 add("inputs divided by the batch maximum", lambda m, b: F.cross_entropy(m(b["x"] / b["x"].abs().max()).mean(1), b["y"]))
 
 
