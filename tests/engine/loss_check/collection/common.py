@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN, D103, E731, ARG001
 """What setups of the collection are made of: data, a small network, losses, and the check itself."""
 
 import functools

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN, D101, D102, D103, E501
 """More right setups, as people write them."""
 
 import copy

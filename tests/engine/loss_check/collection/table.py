@@ -13,11 +13,24 @@ from typing import Any
 import torch
 
 import anybatch as ab
-from tests.engine.loss_check.collection import right, right_habits, transformers_models, wrong, wrong_habits
+from tests.engine.loss_check.collection import (
+    right,
+    right_forms,
+    right_habits,
+    right_models,
+    transformers_models,
+    wrong,
+    wrong_habits,
+)
 from tests.engine.loss_check.collection.common import built, check
 
 WRONG: dict[str, Any] = {**wrong.TABLE.setups, **transformers_models.WRONG.setups}
-RIGHT: dict[str, Any] = {**right.TABLE.setups, **transformers_models.RIGHT.setups}
+RIGHT: dict[str, Any] = {
+    **right.TABLE.setups,
+    **right_models.TABLE.setups,
+    **right_forms.TABLE.setups,
+    **transformers_models.RIGHT.setups,
+}
 WRONG_HABITS: dict[str, Any] = wrong_habits.TABLE.setups
 RIGHT_HABITS: dict[str, Any] = right_habits.TABLE.setups
 GROUPS: dict[str, dict[str, Any]] = {

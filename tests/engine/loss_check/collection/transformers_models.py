@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN, D103, E501, PLC0415
 """Setups with small models of transformers and peft, with random weights; nothing is downloaded."""
 
 import functools

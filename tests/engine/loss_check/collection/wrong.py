@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN, D101, D102, D103, E501, PLR2004
 """Wrong setups: pieces of a batch, weighted as declared, do not add up to the gradient of the batch."""
 
 import copy
