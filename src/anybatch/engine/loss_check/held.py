@@ -134,8 +134,8 @@ def _whole_numbers(given: Mapping[str, Any], _: Tensor, uniform: Callable[[], Te
 
 
 def _likeliest(given: Mapping[str, Any], output: Tensor, _: Callable[[], Tensor], __: bool) -> Tensor:  # noqa: FBT001
-    weights, number = given["self"], output.shape[-1]
-    order = weights.argsort(dim=-1, descending=True, stable=True)
+    number = output.shape[-1]
+    order: Tensor = given["self"].argsort(dim=-1, descending=True, stable=True)
     return order[..., torch.arange(number, device=order.device) % order.shape[-1]]
 
 
