@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.errors import AnyBatchWarning, LossError
-from tests.engine.loss_check.collection.common import built, check
+from tests.engine.loss_check.collection.setups import built, check
 from tests.engine.loss_check.collection.table import (
     GROUPS,
     RIGHT_HABITS,

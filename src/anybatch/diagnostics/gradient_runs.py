@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.core.batch import picked
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
 from anybatch.core.loss_kinds import AcrossSamples, LossFunction
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
 from anybatch.diagnostics.coupling import ForwardTraits, find_traits
-from anybatch.engine.accumulation.planned_batch import picked
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.comparison import Verdict, judge

@@ -24,6 +24,7 @@ from anybatch.core.torch_internals import lacking, needed_for
 with needed_for("Telling dropout layers from others"):
     from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
+TorchDispatchMode = dispatch.TorchDispatchMode
 _TRAINABLE = attrgetter("requires_grad")
 _VALUES = operator.methodcaller("values")
 _ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"
@@ -31,9 +32,11 @@ _SEEING_HOOKS = "Seeing hooks that would run in every micro-batch"
 
 __all__ = [
     "DropoutBase",
+    "TorchDispatchMode",
     "TrainableParts",
     "accumulation_hooks",
     "active_dispatch_modes",
+    "arguments_of",
     "gradients",
     "is_compiled",
     "is_in_checkpoint",
@@ -203,6 +206,13 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in taken:
             parameter._backward_hooks = hooks
+
+
+def arguments_of(operation: Any) -> tuple[list[str], dict[str, Any]]:  # noqa: ANN401 (an operation of torch)
+    """Return the names of an operation's arguments, and their defaults: `OpOverload._schema`; none of higher order."""
+    schema = getattr(operation, "_schema", None)
+    arguments = [] if schema is None else schema.arguments
+    return [one.name for one in arguments], {o.name: o.default_value for o in arguments if o.has_default_value()}
 
 
 def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.Variable) -> Sequence[Tensor | None]:  # noqa: ANN401 (torch)

@@ -9,21 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from anybatch.core.batch import Placement, Position, taken
+from anybatch.core.batch import Placement, Position, picked, taken
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import (
-    Batch,
-    copied,
-    count_samples,
-    join_samples,
-    moved_to,
-    read_samples,
-    slice_read,
-    tensors_of,
-)
+from anybatch.core.tree import Batch, copied, count_samples, moved_to, read_samples, slice_read, tensors_of
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
@@ -441,22 +432,6 @@ def _digest(batch: Batch | None) -> tuple[int, ...] | None:
     if batch is None or not count_samples(batch):
         return None
     return tuple(digest(tensor) for tensor in tensors_of(batch))
-
-
-def picked(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0) -> Iterator[Batch]:
-    """Yield some samples of a batch that is in memory, for each list of places.
-
-    Args:
-        batch: the batch as `read_samples` returns it.
-        lists: places of samples; consecutive ones are cut, and others joined, which some classes of batches refuse.
-        first: place of the batch's first sample.
-    """
-    for places in lists:
-        start, stop = places[0] - first, places[-1] - first + 1
-        if list(places) == list(range(places[0], places[-1] + 1)):
-            yield slice_read(batch, start, stop)
-        else:
-            yield join_samples([slice_read(batch, place - first, place - first + 1) for place in places])
 
 
 def _is_effective_batch(batch: object) -> bool:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anybatch.core.batch import picked
 from anybatch.core.loss import Loss, LossSum
 from anybatch.core.loss_kinds import ONE_NUMBER, LossFunction
 from anybatch.core.tree import Batch, count_samples, read_samples
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.planned_batch import PlannedBatch, picked
+from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.inputs import Model
 from anybatch.engine.loss_check.comparison import Verdict, judge
 from anybatch.engine.loss_check.diagnosis import described, diagnose

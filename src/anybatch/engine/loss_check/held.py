@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.engine.torch_internals import TorchDispatchMode, arguments_of
 
 _CONSTANT = 0.37
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
@@ -41,7 +42,7 @@ class HeldDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.is_constant = constant
         self._place = threading.local()  # norms='exact' runs micro-batches in threads
-        self._known: dict[Any, tuple[list[str], bool]] = {}
+        self._known: dict[Any, tuple[list[str], dict[str, Any], bool]] = {}
         self.num_draws = 0
         self.unknown: set[str] = set()
 
@@ -59,10 +60,9 @@ class HeldDraws(TorchDispatchMode):
         """Run an operation, and replace its output if it is drawn at random."""
         given = dict(kwargs or {})
         if function not in self._known:
-            schema = getattr(function, "_schema", None)  # operators of higher order have none
-            known = [] if schema is None else [one.name for one in schema.arguments]
-            self._known[function] = known, torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
-        names, is_random = self._known[function]
+            is_random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+            self._known[function] = *arguments_of(function), is_random
+        names, defaults, is_random = self._known[function]
         if not is_random and not any(name in names for name in _DROPOUT_ARGUMENTS):
             return function(*args, **given)
         fixed: dict[str, object] = dict.fromkeys(_DROPOUT_ARGUMENTS, 0.0)
@@ -76,7 +76,6 @@ class HeldDraws(TorchDispatchMode):
         output = function(*args, **given)
         if not is_random:
             return output
-        defaults = {o.name: o.default_value for o in function._schema.arguments if o.has_default_value()}  # noqa: SLF001
         name = function.name().partition("::")[2].partition(".")[0].rstrip("_")
         return self._replaced(name, output, {**defaults, **dict(zip(names, args, strict=False)), **given})
 

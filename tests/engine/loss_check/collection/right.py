@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import anybatch as ab
-from tests.engine.loss_check.collection.common import (
+from tests.engine.loss_check.collection.setups import (
     CLASS_WEIGHTS,
     Net,
     Table,

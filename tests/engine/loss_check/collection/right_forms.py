@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from tests.engine.loss_check.collection.common import (
+from tests.engine.loss_check.collection.right_models import flat_loss, ids
+from tests.engine.loss_check.collection.setups import (
     LENGTH,
     NUM_CLASSES,
     NUM_SAMPLES,
@@ -21,7 +22,6 @@ from tests.engine.loss_check.collection.common import (
     pooled,
     score,
 )
-from tests.engine.loss_check.collection.right_models import flat_loss, ids
 
 TABLE = Table()
 add = TABLE.add

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from tests.engine.loss_check.collection.common import (
+from tests.engine.loss_check.collection.setups import (
     CLASS_WEIGHTS,
     LENGTH,
     NUM_CLASSES,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.loss_check.collection.common import (
+from tests.engine.loss_check.collection.setups import (
     LENGTH,
     NUM_CLASSES,
     WIDTH,

@@ -22,7 +22,7 @@ from tests.engine.loss_check.collection import (
     wrong,
     wrong_habits,
 )
-from tests.engine.loss_check.collection.common import built, check
+from tests.engine.loss_check.collection.setups import built, check
 
 WRONG: dict[str, Any] = {**wrong.TABLE.setups, **transformers_models.WRONG.setups}
 RIGHT: dict[str, Any] = {

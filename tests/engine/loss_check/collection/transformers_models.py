@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import anybatch as ab
-from tests.engine.loss_check.collection.common import Table, mean_over_words
+from tests.engine.loss_check.collection.setups import Table, mean_over_words
 
 NUM, WIDE, WORDS = 16, 10, 50
 SIZES = {

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.core.batch import picked
 from anybatch.core.loss import declared
 from anybatch.core.tree import map_tensors, read_samples
-from anybatch.engine.accumulation.planned_batch import picked
 from anybatch.engine.inputs import collect_modules
 from anybatch.engine.loss_check.comparison import judge
 from anybatch.engine.loss_check.diagnosis import diagnose
