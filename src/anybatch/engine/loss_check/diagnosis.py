@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,10 +159,10 @@ def _explained(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool) -> Diagno
     value = runs.value
     runs.gradient(pieces)
     value_adds_up = abs(runs.value - value) <= fits * max(abs(value), 1e-12)
-    shares, residual = _fitted(whole, list(filter(None, (_of_piece(runs, piece) for piece in pieces))))
+    parts = list(filter(None, (_of_piece(runs, piece) for piece in pieces)))
     found: Diagnosis | None = None
-    if residual < fits and len(shares) == len(pieces):
-        found = _mean(runs, full, pieces, shares, fits * _CLEARLY)
+    if len(parts) == len(pieces):
+        found = _mean(runs, full, pieces, _Parts(*_flat(whole, parts), fits))
     if in_lockstep:
         return found or _unknown()
     if found is None or found.cause not in ("sum", "mean"):
@@ -223,8 +223,8 @@ def _masked(runs: LossRuns, pieces: Sequence[Piece]) -> Diagnosis | None:
     return None
 
 
-def _fitted(whole: Gradients, parts: Sequence[Gradients]) -> tuple[list[float], float]:
-    """Return the factors with which the parts come closest to the whole, and the relative residual."""
+def _flat(whole: Gradients, parts: Sequence[Gradients]) -> tuple[Tensor, Tensor]:
+    """Return the whole gradient as one vector, and those of the parts as columns."""
     shapes = [next((one for one in column if one is not None), None) for column in zip(whole, *parts, strict=True)]
 
     def flat(gradients: Gradients) -> Tensor:
@@ -233,29 +233,40 @@ def _fitted(whole: Gradients, parts: Sequence[Gradients]) -> tuple[list[float], 
             [(torch.zeros_like(s) if g is None else g).flatten().double() for g, s in rows if s is not None]
         )
 
-    target, table = flat(whole), torch.stack([flat(part) for part in parts], 1)
-    if table.shape[0] <= table.shape[1]:  # as many factors as numbers fit by chance
-        return [], float("inf")
-    factors = torch.linalg.lstsq(table, target[:, None]).solution[:, 0]
-    return factors.tolist(), float((table @ factors - target).norm() / target.norm())
+    return flat(whole), torch.stack([flat(part) for part in parts], 1)
 
 
-def _mean(
-    runs: LossRuns, full: Piece, pieces: Sequence[Piece], shares: Sequence[float], close_to: float
-) -> Diagnosis | None:
-    """Return the items that the loss is a mean over, by the shares of the pieces; None if they are as declared."""
+class _Parts(NamedTuple):
+    """The whole gradient, those of its pieces as columns, and the residual that is rounding."""
+
+    whole: Tensor
+    table: Tensor
+    fits: float
+
+    def add_up(self, factors: Sequence[float], within: float = 10.0) -> bool:
+        """Whether the pieces, with these factors, add up to the whole."""
+        found = self.table @ torch.tensor(factors, dtype=self.table.dtype, device=self.table.device)
+        return float((found - self.whole).norm()) <= within * self.fits * float(self.whole.norm())
+
+    @property
+    def factors(self) -> list[float]:
+        """Factors with which the pieces add up; none if there are no such, or any would fit by chance."""
+        if self.table.shape[0] <= self.table.shape[1]:
+            return []
+        factors: list[float] = torch.linalg.lstsq(self.table, self.whole[:, None]).solution[:, 0].tolist()
+        return factors if self.add_up(factors, within=1.0) else []
+
+
+def _mean(runs: LossRuns, full: Piece, pieces: Sequence[Piece], parts: _Parts) -> Diagnosis | None:
+    """Return the items that the loss is a mean over, by the factors of its pieces; None if they are as declared."""
     loss = runs.parts.loss
     sizes = [piece.num_samples for piece in pieces]
     term = next(name for name, one in loss.kind.terms.items() if one.weight)
-
-    def close(expected: Sequence[float]) -> bool:
-        return all(abs(a - b) < close_to for a, b in zip(shares, expected, strict=True))
-
     counts = [runs.counts(piece)[loss.names.index(term)] for piece in pieces]
     declared = [1.0 if loss.kind.terms[term].is_sum else one / (sum(counts) or 1.0) for one in counts]
-    if not loss.kind.brings_count and close(declared):
+    if not loss.kind.brings_count and parts.add_up(declared):
         return None
-    if close([1.0] * len(pieces)):
+    if parts.add_up([1.0] * len(pieces)):
         if loss.kind.brings_count:
             return Diagnosis("no_count", "its sums add up and its counts do not.", "Return how many items were added.")
         return Diagnosis(
@@ -267,19 +278,24 @@ def _mean(
     for name, each in {**offered, **_weights(full.batch)}.items():
         ends = itertools.accumulate(sizes, initial=0)
         sums = [sum(each[start:stop]) for start, stop in itertools.pairwise(ends)] if len(each) == sum(sizes) else []
-        total = sum(sums)
-        if total and close([one / total for one in sums]):
+        if any(sums) and parts.add_up([one / sum(sums) for one in sums]):
             over, declaration = _declaration(name, term, named=loss.kind.named)
             return Diagnosis("mean", f"it is a mean over {over}.", f"Declare {declaration}.")
+    return _other_mean(term, sizes, parts, named=loss.kind.named) if parts.factors else None
+
+
+def _other_mean(term: str, sizes: Sequence[int], parts: _Parts, *, named: bool) -> Diagnosis:
+    """Return that the loss is a mean over unknown items, or that its divisor is no count."""
+    shares, close_to = parts.factors, parts.fits * _CLEARLY
     shown = ", ".join(f"{share:.3g}" for share in shares[:_SHARES_SHOWN])
     if abs(sum(shares) - 1.0) < close_to and min(shares) > -close_to:
         call = "count=lambda batch: class_weights[batch['label']].sum()"
-        declaration = f"{term}=ab.counted({call})" if loss.kind.named else f"ab.mean_over(loss, {call})"
         return Diagnosis(
             "other_items",
             f"it is a mean over something else (class weights?): pieces of {in_words(sizes)} samples have the shares "
             f"{shown}.",
-            f"Declare {declaration}, with what it is divided by.",
+            f"Declare {f'{term}=ab.counted({call})' if named else f'ab.mean_over(loss, {call})'}, with what it is "
+            "divided by.",
         )
     return Diagnosis(
         "no_count",
