@@ -67,7 +67,7 @@ class StepGuard:
         replaces_parameters: bool,
         roll_call: RollCall | None,
     ) -> None:
-        # A backward of sharded modules reaches those of other engines too, such as the critic behind a generator.
+        # Under FSDP, the backward of one engine also leaves gradients in modules of others, such as a GAN's critic.
         self._reached_by = roll_call if replaces_parameters else None
         self._roots = (model,) if isinstance(model, nn.Module) else tuple(model.values())
         self._modules = None if replaces_parameters else modules

@@ -190,10 +190,10 @@ def _compared(
         return found
     if reason := _why_unrepeatable(runs, found, full, agree):
         return dataclasses.replace(found, kind="undecided", reason=reason)
-    return _told_from_rounding(runs, found)
+    return _rounding_or_not(runs, found)
 
 
-def _told_from_rounding(runs: LossRuns, found: Verdict) -> Verdict:
+def _rounding_or_not(runs: LossRuns, found: Verdict) -> Verdict:
     """Return whether a difference is rounding, by the same comparison in float64."""
     error, place, dtype = found.error, 0, runs.narrowest
     try:

@@ -74,9 +74,9 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
         return Diagnosis(
             "count",
             f"the count of term {name!r} does not add up over samples: {count:g} for {verdict.full.num_samples} "
-            f"samples at once, and {total:g} for pieces of {in_words(verdict.sizes)} together.",
+            f"samples in one piece, and {total:g} for pieces of {in_words(verdict.sizes)} together.",
             "Return a sum over samples, such as the number of targets: len of a dict counts its keys, and clamp(min=1) "
-            "counts what is not there. With counts of 0, return ab.LossSum(total, count) from the loss.",
+            "counts items that do not exist. With counts of 0, return ab.LossSum(total, count) from the loss.",
             name,
         )
     if verdict.is_certain:
@@ -85,7 +85,7 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
         return Diagnosis(
             "encode",
             "the encode function of ab.joint returns other outputs for the same samples in smaller micro-batches.",
-            "Let encode work on each sample by itself, and move what looks across samples (centring, normalising, "
+            "Let encode process each sample independently, and move steps across samples (centring, normalising, "
             "attention between samples) into the loss function.",
         )
     term = _broken_term(runs, verdict)
@@ -125,7 +125,7 @@ def in_words(sizes: Sequence[int]) -> str:
 
 
 def _broken_term(runs: LossRuns, verdict: Verdict) -> str | None:
-    """Return the first term that is broken by itself."""
+    """Return the term that differs most when all others have the weight 0."""
     names = runs.parts.loss.names
     if len(names) == 1:
         return names[0]
@@ -200,7 +200,7 @@ def _begun_small(sentence: str) -> str:
 
 
 def _of_piece(runs: LossRuns, piece: Piece) -> Gradients | None:
-    """Return the gradient of a piece by itself, also where it counts nothing as declared; None if it has none then."""
+    """Return the gradient of one piece, even if it counts nothing as declared; None if that is not finite."""
     if any(runs.counts(piece)) or runs.parts.loss.kind.named:
         return runs.gradient([piece]) if any(runs.counts(piece)) else None
     with suppress(UndecidedError):
@@ -361,7 +361,7 @@ def _first_difference(runs: LossRuns, full: Piece, pieces: Sequence[Piece]) -> D
                 return Diagnosis(
                     "module",
                     f"samples interact inside {name}: its output for one sample depends on the others.",
-                    "Let the module work on each sample by itself, or move what joins samples into the loss: "
+                    "Let the module process each sample independently, or move the step across samples into the loss: "
                     f"{_begun_small(_JOINT)}",
                     where=name.partition(" ")[0],
                 )

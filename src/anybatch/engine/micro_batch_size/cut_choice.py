@@ -187,7 +187,7 @@ def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLe
     chosen = by_length[middle : middle + _NUM_COMPARED]
     if len(chosen) < 2:  # noqa: PLR2004 (one sample sees no other)
         return "there is only one sample"
-    # The layouts have no axis of samples in common, so that what is drawn has to be the same everywhere.
+    # The layouts have no axis of samples in common, so draws must be the same everywhere.
     runs.draws = HeldDraws(constant=True)
     try:
         packed = runs.gradient([Piece(loads[True](chosen), len(chosen))], is_full=True)
