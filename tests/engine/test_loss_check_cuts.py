@@ -172,6 +172,35 @@ def of_boxes(model: nn.Module, batch: Any) -> torch.Tensor:
     return torch.cat(distances).mean()
 
 
+class Augmented(Dataset[dict[str, torch.Tensor]]):
+    """Adds noise from a generator of its own, so that a sample is another one each time it is read."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(5, generator=self.generator, dtype=torch.float64)
+        return {"x": x, "y": torch.tensor(number % 3)}
+
+
+@sees(
+    "declaration: a data set is expected to return the same again",
+    "src/anybatch/engine/loss_check/sample_choice.py",
+    "        if not self.reads_again:\n",
+    "        if True:\n",
+)
+def test_a_data_set_that_changes_is_read_once() -> None:
+    """Samples that differ each time they are read are compared in memory, and a right loss holds."""
+    engine = engine_of(ab.mean_over_samples(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])))
+    (batch,) = ab.batches(Augmented(), effective_batch_size=24, shuffle=False)
+    engine.step(batch)
+    assert HOLDS in engine.decisions["loss"]
+    engine.close()
+
+
 class Sentences(Dataset[torch.Tensor]):
     """Sequences of different lengths."""
 

@@ -210,6 +210,7 @@ class LossCheck:
             pick=planned.pick,
             num_candidates=_LOADED_CANDIDATES if planned.picks_any else _CANDIDATES,
             real_units=units,
+            reads_again=planned.picks_any,
         )
 
     def _shared_source(self, source: SampleSource) -> SampleSource:

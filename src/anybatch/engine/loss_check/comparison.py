@@ -90,6 +90,7 @@ def judge(
     """
     if len(source.places) < 2:  # noqa: PLR2004 (one sample has no pieces)
         return Verdict(kind="undecided", reason="there is one sample only", is_harmless=True)
+    source = source.repeatable()
     chosen = _chosen(runs, source, max_samples)
     verdict = _tried(runs, source, chosen, agree)
     if verdict.is_harmless and len(source.places) > len(chosen[0]):

@@ -1,14 +1,16 @@
 """Which samples of an effective batch tell most about a loss, and what each of them may count as."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from anybatch.core.batch import picked
 from anybatch.core.loss import Loss, tokens, unit_counts
-from anybatch.core.tree import Batch, copied, tensors_of
+from anybatch.core.tree import Batch, copied, read_samples, tensors_of
 
 MAX_SAMPLES = 8
 FEW_SAMPLES = 4
@@ -27,12 +29,25 @@ class SampleSource:
         pick: function (lists of places) -> one micro-batch for each list, on the host.
         num_candidates: most samples that are looked at.
         real_units: places of the step's first micro-batches; empty if the batch is not cut.
+        reads_again: `pick` reads a data set each time.
     """
 
     places: Sequence[int]
     pick: Callable[[Sequence[Sequence[int]]], Iterator[Batch]]
     num_candidates: int
     real_units: Sequence[Sequence[int]] = ()
+    reads_again: bool = False
+
+    def repeatable(self) -> "SampleSource":
+        """Return the source, or samples in memory where a data set returns other values each time it is read."""
+        if not self.reads_again:
+            return self
+        first = self.places[:2]
+        one, other = (list(tensors_of(batch)) for batch in self.pick([first, first]))
+        if len(one) == len(other) and all(map(torch.equal, one, other)):
+            return self
+        batch, number = read_samples(next(self.pick([_spread(self.places, self.num_candidates)])))
+        return SampleSource(range(number), functools.partial(picked, batch), number)
 
 
 def choose(loss: Loss, source: SampleSource, max_samples: int) -> tuple[list[int], list[int]]:
