@@ -118,12 +118,6 @@ def test_each_step_is_compared_with_what_it_has_seen() -> None:
         assert all((error < 1e-12) == is_right for error in optimizer.errors)
 
 
-@sees(
-    "named_by_another_cause",
-    "src/anybatch/diagnostics/causes.py",
-    'code="joint_loss" if one.explanation == "joint" else "loss_declaration"',
-    'code="joint_loss"',
-)
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "codes"), [("text", ["loss_declaration"]), ("digits", [])])
 def test_check_finds_means_of_tokens_in_a_loss_for_a_trainer(task: str, codes: list[str]) -> None:

@@ -98,12 +98,17 @@ class LossError(UserError):
     Attributes:
         term: name of the term that breaks it.
         unit: the items that the term was declared to be a mean over, such as "samples".
+        cause: what the check of the first step has found, such as "sum", "mean", "joint" or "module"; None where the
+            error is not of that check.
     """
 
-    def __init__(self, message: str = "", *, term: str | None = None, unit: str | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, term: str | None = None, unit: str | None = None, cause: str | None = None
+    ) -> None:
         super().__init__(message)
         self.term = term
         self.unit = unit
+        self.cause = cause
 
 
 class ParameterError(UserError):

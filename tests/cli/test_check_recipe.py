@@ -53,6 +53,6 @@ def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
     printed = capsys.readouterr().out
     assert status == Status.NOT_EXACT
-    assert "It adds up over samples and does not average" in printed
+    assert "adds up over samples and does not average" in printed
     assert "verdict: not equal" in printed
     assert picture.exists()

@@ -451,14 +451,14 @@ FAULTS: Mapping[str, Fault] = {
         Subject(Encoder, mean(whitened), gains),
         "loss_declaration",
         "loss",
-        "whitened advantages",
+        "weights or advantages of the batch",
         Subject(Encoder, mean(advantage), gains),
     ),
     "a column against a row": Fault(
         Subject(Encoder, mean(compare_all), vectors),
         "loss_declaration",
         "loss",
-        "give both the same shape",
+        "Give both the same shape",
         Subject(Encoder, mean(compare), vectors),
     ),
     "class weights forgotten": Fault(
@@ -548,7 +548,7 @@ FAULTS: Mapping[str, Fault] = {
         Subject(Encoder, mean(scaled_by_maximum), vectors),
         "couples_samples",
         "inputs of the model",
-        "a constant of the data set",
+        "constants of the data set",
         Subject(Encoder, mean(separate), vectors),
     ),
     "another padding than was declared": Fault(
@@ -567,9 +567,9 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "samples mixed with drawn ones": Fault(
         Subject(Encoder, mean(mixed_up), vectors),
-        "randomness",
-        "",
-        "a part of the batch",
+        "couples_samples",
+        "inputs of the model",
+        "constants of the data set",
         Subject(Encoder, mean(separate), vectors),
     ),
 }

@@ -73,17 +73,10 @@ def checked(subject: Subject) -> CheckReport:
     cases=["an attribute that counts calls"],
 )
 @sees(
-    "check: inputs of the model go unseen",
-    "src/anybatch/diagnostics/causes.py",
-    "(_inputs(runs), _inner_gradients(runs))",
-    "(_inner_gradients(runs),)",
-    cases=["inputs scaled by the batch's maximum"],
-)
-@sees(
     "check: paddings are no candidates",
-    "src/anybatch/engine/loss_check/additivity.py",
-    "candidates(chosen, number) | paddings(chosen, number)",
-    "candidates(chosen, number)",
+    "src/anybatch/engine/loss_check/diagnosis.py",
+    "candidates(full.batch, full.num_samples) | paddings(full.batch, full.num_samples)",
+    "candidates(full.batch, full.num_samples)",
     cases=["another padding than was declared"],
 )
 @sees(
@@ -119,8 +112,8 @@ def test_change_mends(name: str) -> None:
 @sees(
     "check: cuts draw numbers of their own",
     "src/anybatch/diagnostics/gradient_runs.py",
-    "with draws.of(start, min(start + micro_batch_size, self.num_samples)):",
-    "with nullcontext():",
+    "                draws.restart()\n                return function(model, batch)\n",
+    "                return function(model, batch)\n",
 )
 @pytest.mark.parametrize("name", HELD)
 def test_noise_is_held(name: str) -> None:
@@ -187,16 +180,6 @@ HEALTHY = healthy()
     "src/anybatch/diagnostics/gradient_runs.py",
     "factors_of(loss, counts, counts, 1.0)",
     "factors_of(loss, [c * 1.01 for c in counts], counts, 1.0)",
-)
-@sees(
-    "check: randomness is not set aside",
-    "src/anybatch/diagnostics/check.py",
-    """
-    runs.in_evaluation |= {by_name[name] for name in draws}
-""",
-    """
-    by_name.clear()
-""",
 )
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_false_alarm(name: str) -> None:

@@ -213,7 +213,7 @@ def with_noise(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A model, a batch, and a loss as it was declared; `words` are what is said if it is wrong."""
+    """A model, a batch, and a declared loss; `words` are the cause of its error, and a part of the remedy."""
 
     model: MakeModel
     batch: Callable[[], Batch]
@@ -259,17 +259,19 @@ RIGHT: Mapping[str, Declared] = {
     "tokens, computed inside": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(from_inside)),
 }
 
-_JOINT = ("depends on the other samples' outputs", "ab.joint(encode, loss)")
-_TOKENS = ("declare ab.mean_over_tokens(loss, labels='labels', shift=True)",)
-_SUM = ("adds up over samples and does not average", "ab.LossSum(total, count)")
-_WEIGHTS = ("class weights", "declare ab.mean_over(loss, count=")
+_JOINT = ("joint", "ab.joint(encode, loss)")
+_TOKENS = ("mean", "ab.mean_over_tokens(loss, labels='labels', shift=True)")
+_SUM = ("sum", "ab.LossSum(total, count)")
+_WEIGHTS = ("other_items", "ab.mean_over(loss, count=")
 
 WRONG: Mapping[str, Declared] = {
     "tokens as samples": Declared(Tagger, sentences, lambda: ab.mean_over_samples(of_words), _TOKENS),
     "tokens as samples, inside": Declared(Tagger, sentences, lambda: ab.mean_over_samples(from_inside), _TOKENS),
     "contrastive as samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_pairs), _JOINT),
     "contrastive, one call": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_views_contrasted), _JOINT),
-    "contrastive, a matrix": Declared(Matcher, samples, lambda: ab.mean_over_samples(of_matrix), _JOINT),
+    "contrastive, a matrix": Declared(
+        Matcher, samples, lambda: ab.mean_over_samples(of_matrix), ("module", *_JOINT[1:])
+    ),
     "contrastive as samples, inside": Declared(
         lambda: Classifier(kind="contrastive"),
         samples,
@@ -284,50 +286,50 @@ WRONG: Mapping[str, Declared] = {
         Classifier,
         samples,
         lambda: ab.sum_over_samples(of_samples),
-        ("declared as a sum over samples", "It is a mean over samples: declare ab.mean_over_samples(loss)"),
+        ("mean", "ab.mean_over_samples(loss)"),
     ),
     "a column against a row": Declared(
         lambda: Classifier(1),
         samples,
         lambda: ab.mean_over_samples(lambda model, batch: (model(batch["x"]) - batch["x"].sum(1)).square().mean()),
-        ("In sub a tensor of shape (", "which broadcasts to ("),
+        ("broadcast", "In sub a tensor of shape ("),
     ),
     "weights forgotten": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_weights), _WEIGHTS),
     "weights forgotten, inside": Declared(
         lambda: Classifier(kind="weights"), samples, lambda: ab.mean_over_samples(from_inside_of_vectors), _WEIGHTS
     ),
     "shifted tokens as they are": Declared(
-        Tagger, sentences, lambda: ab.mean_over_tokens(of_words, shift=False), ("unmasked targets", *_TOKENS)
+        Tagger, sentences, lambda: ab.mean_over_tokens(of_words, shift=False), _TOKENS
     ),
     "samples as tokens": Declared(
         Tagger,
         sentences,
         lambda: ab.mean_over_tokens(lambda model, batch: of_words_and_values(model, batch)["aux"]),
-        ("It is a mean over samples: declare ab.mean_over_samples(loss)",),
+        ("mean", "ab.mean_over_samples(loss)"),
     ),
     "a term over samples": Declared(
         Tagger,
         sentences,
         lambda: ab.sum_of(of_words_and_values, lm=ab.samples(), aux=ab.samples(weight=0.01)),
-        ("term 'lm'", "declare lm=ab.tokens(labels='labels', shift=True)"),
+        ("mean", "lm=ab.tokens(labels='labels', shift=True)"),
     ),
     "two divisors in one number": Declared(
         Tagger,
         sentences,
         lambda: ab.mean_over_samples(lambda model, batch: sum(of_words_and_values(model, batch).values())),
-        ("several terms", "declare ab.sum_of("),
+        ("unknown", "ab.sum_of("),
     ),
     "a mean for a sum": Declared(
         Classifier,
         samples,
         lambda: lambda model, batch: ab.LossSum(of_samples(model, batch), len(batch["x"])),
-        ("a sum with its count", "What it gives as a sum is a mean over samples"),
+        ("no_count", "ab.LossSum(total, count)"),
     ),
     "a count of something else": Declared(
         Classifier,
         samples,
         lambda: lambda model, batch: ab.LossSum(of_summed(model, batch), 1),
-        ("but the counts beside them do not",),
+        ("no_count", "how many items"),
     ),
 }
 

@@ -4,7 +4,6 @@ Two of the tests reach into the engine for its modules, since a check has to lea
 """
 
 import random
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.errors import AnyBatchError, AnyBatchWarning, LossError
+from anybatch.parallel.local_parts import local_part
 from tests.engine.cases import CLASS_WEIGHTS, NUM_WORDS, Batch, cut, sentences, share_bounds, vectors
 from tests.engine.loss_declarations import (
     HOLDS,
@@ -46,39 +46,35 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 @sees(
     "declaration: everything is rounding",
-    "src/anybatch/engine/loss_check/additivity.py",
-    "WIDE = Tolerance(rounding=1e-4,",
-    "WIDE = Tolerance(rounding=1e4,",
+    "src/anybatch/engine/loss_check/comparison.py",
+    "if found.error <= found.tolerance:",
+    "if found.error >= 0.0:",
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
-    """The error names the likely right declaration, both gradients and how far apart they are; nothing has changed."""
+    """The error names the cause and the likely right declaration; nothing has changed."""
     case = WRONG[name]
     with engine_for(case, DTYPES[dtype]) as engine:
         before = {key: value.clone() for key, value in engine._parts.modules.state_dict().items()}  # noqa: SLF001
         with pytest.raises(LossError) as caught:
             engine.step(batch_of(case, DTYPES[dtype]))
         after = engine._parts.modules.state_dict()  # noqa: SLF001
-    message = str(caught.value)
+    cause, remedy = case.words
 
-    assert [word for word in case.words if word not in message] == [], message
-    assert ("weighted by its share" in message) == (name != "a mean as a sum")
-    assert "as the norm of their difference" in message
-    assert "check_loss=False" in message
+    assert caught.value.cause == cause
+    assert remedy in str(caught.value)
+    assert "check_loss=False" in str(caught.value)
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert engine.num_steps == 0
 
 
 @sees(
     "declaration: pieces count alike",
-    "src/anybatch/engine/loss_check/additivity.py",
-    """
-    counts = [replay.count(one, name) for one in passes]
-""",
-    """
-    counts = [1.0 for _ in passes]
-""",
+    "src/anybatch/engine/loss_check/runs.py",
+    "terms = scaled(loss, output, factors_of(loss, counts, divisors, 1.0, sums))",
+    "terms = scaled(loss, output, factors_of(loss, [1.0] * len(counts), [5.0] * len(counts), 1.0, sums))",
+    cases=["tokens"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RIGHT)
@@ -121,7 +117,7 @@ def test_wrong_declarations_are_caught_in_low_precision(name: str, precision: An
     with engine_for(WRONG[name], dtype, precision=precision) as engine, pytest.raises(LossError) as caught:
         engine.step(batch_of(WRONG[name], dtype))
 
-    assert [word for word in WRONG[name].words if word not in str(caught.value)] == []
+    assert caught.value.cause == WRONG[name].words[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -139,18 +135,18 @@ def test_right_declarations_hold_in_low_precision(name: str, precision: Any) -> 
 
 
 def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
-    """Run on every rank: make a step with a wrong declaration; return the error's class and message."""
+    """Run on every rank: make a step with a wrong declaration; return the error's class and cause."""
     world = ab.World.from_environment()
     case = WRONG[name]
     batch = batch_of(case)
-    weights = [1, 0] if idle else [2, 1]
+    weights = [1, 0] if idle and strategy != "fsdp" else [2, 1]  # in lockstep every rank brings samples
     start, stop = share_bounds(len(next(iter(batch.values()))), weights)[world.rank]
     share = RankShare(cut(batch, start, stop) if stop > start else None)
     with engine_for(case, world=world, strategy=strategy) as engine:
         try:
             engine.step(share)
         except AnyBatchError as error:
-            return type(error).__name__, str(error)
+            return type(error).__name__, str(getattr(error, "cause", ""))
     return "", engine.decisions["loss"]
 
 
@@ -158,14 +154,14 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     "declaration: a rank goes by its own verdict",
     "src/anybatch/engine/loss_check/check.py",
     """
-        self._raise_if_any_rank_refuses(verdicts, is_cut=is_cut)
+        self._take(verdicts, is_cut=is_cut)
 """,
     """
-        self._raise_if_any_rank_refuses(verdicts[self._world.rank :][:1], is_cut=is_cut)
+        self._take(verdicts[self._world.rank :][:1], is_cut=is_cut)
 """,
 )
 @pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize(
     "name", ["tokens as samples", "contrastive as samples", "a sum as a mean", "weights forgotten, inside"]
 )
@@ -175,7 +171,8 @@ def test_ranks_agree(name: str, strategy: str, idle: bool, two_ranks: Ranks) -> 
 
     assert one == other
     assert one[0] == "LossError"
-    assert [word for word in WRONG[name].words if word not in one[1]] == []
+    # In lockstep only as many further runs are made as on every rank, so that some causes stay unknown.
+    assert one[1] in (WRONG[name].words[0], "unknown" if strategy == "fsdp" else "")
 
 
 def steps_on_ranks(strategy: str) -> tuple[str, list[torch.Tensor], str, list[torch.Tensor]]:
@@ -189,11 +186,12 @@ def steps_on_ranks(strategy: str) -> tuple[str, list[torch.Tensor], str, list[to
         with engine_for(case, world=world, strategy=strategy, check_loss=check_loss) as engine:
             for _ in range(2):
                 engine.step(cut(batch, start, stop))
-            found += [engine.decisions.get("loss", ""), list(engine._parts.modules.state_dict().values())]  # noqa: SLF001
+            values = engine._parts.modules.state_dict().values()  # noqa: SLF001
+            found += [engine.decisions.get("loss", ""), [local_part(one).clone() for one in values]]
     return tuple(found)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
 def test_strategies_do_not_notice(strategy: str, two_ranks: Ranks) -> None:
     """On ranks a run ends bit for bit where it ends without the check: no hook fires, no gradient is left."""
     for said, checked, _, unchecked in two_ranks.run(steps_on_ranks, strategy):
@@ -216,61 +214,59 @@ def unmasked(number: int) -> Batch:
     return {**(batch := sentences(number)), "labels": batch["words"].clone()}
 
 
-def test_what_no_batch_could_tell_is_settled_by_a_later_one() -> None:
-    """A mean over tokens declared over samples passes where all samples have equally many targets: it is right."""
+def test_what_the_first_batch_does_not_show_is_found_in_step_four() -> None:
+    """A mean over tokens that is declared over samples is right while all samples have equally many targets."""
     case, heard = WRONG["tokens as samples"], Diagnoses()
     with engine_for(case, observer=heard) as engine:
         engine.step(unmasked(14))
-        engine.step(unmasked(14))
-        assert engine.decisions["loss"] == "as declared, unchecked: all of its samples have equally many targets"
+        assert HOLDS in engine.decisions["loss"]
+        engine.step(sentences())
+        engine.step(sentences())
         assert heard.codes == []
-        with pytest.raises(LossError, match=r"ab\.mean_over_tokens"):
+        with pytest.raises(LossError) as caught:
             engine.step(sentences())
-    assert engine.num_steps == 2
+    assert caught.value.cause == "mean"
+    assert engine.num_steps == 3
 
 
-def test_a_right_declaration_is_settled_by_a_later_batch() -> None:
-    """Samples that all have one label say nothing about class weights; others do, and then the check is over."""
-    case, heard = RIGHT["samples"], Diagnoses()
-    alike = {**vectors(23), "y": torch.ones(23, dtype=torch.long)}
+def test_counts_that_are_all_alike_are_mentioned() -> None:
+    """Where all samples count alike, other declarations fit as well; that is a decision, and no warning."""
+    case, heard = RIGHT["tokens"], Diagnoses()
     with engine_for(case, observer=heard) as engine:
-        engine.step(alike)
-        assert "the same label" in engine.decisions["loss"]
-        engine.step(vectors(23))
-        assert HOLDS in engine.decisions["loss"]
-        engine.step(alike)
-        assert HOLDS in engine.decisions["loss"]
+        for number, batch in enumerate((unmasked(14), unmasked(14), unmasked(14), sentences())):
+            engine.step(batch)
+            assert HOLDS in engine.decisions["loss"]
+            assert ("count alike" in engine.decisions["loss"]) == (number < 3)
     assert heard.codes == []
 
 
 @pytest.mark.parametrize(
     ("loss", "options", "reason"),
     [
-        (mixed_up, {}, "draws random numbers"),
-        (lambda _, batch: batch["x"].mean() * torch.ones((), requires_grad=True), {}, "does not depend"),
-        (lambda model, batch: F.cross_entropy(model(batch["x"]) * 0.0, batch["y"]).abs() * 0, {}, "does not depend"),
+        (lambda _, batch: batch["x"].mean() * torch.ones((), requires_grad=True), {}, "is zero"),
+        (lambda model, batch: F.cross_entropy(model(batch["x"]) * 0.0, batch["y"]).abs() * 0, {}, "is zero"),
     ],
 )
 def test_what_says_nothing_is_a_decision(loss: Callable[..., Any], options: dict[str, Any], reason: str) -> None:
-    """Where chance or a loss without a gradient leaves nothing to compare, that is a decision, and no warning."""
+    """Where a loss without a gradient leaves nothing to compare, that is a decision, and no warning."""
     case, heard = Declared(Classifier, lambda: vectors(23), lambda: ab.mean_over_samples(loss)), Diagnoses()
     with engine_for(case, observer=heard, **options) as engine:
         try:
             engine.step(vectors(23))
         except RuntimeError:  # a loss without a gradient
-            assert "does not depend" in reason
+            assert reason == "is zero"
     assert reason in engine.decisions["loss"]
     assert heard.codes == []
 
 
 @sees(
-    "declaration: what a loss draws itself is drawn anew for each piece",
-    "src/anybatch/engine/loss_check/shared_draws.py",
-    "                    return known.clone()\n",
-    "                    pass\n",
+    "declaration: each piece draws numbers of its own",
+    "src/anybatch/engine/loss_check/held.py",
+    "        self._place.number = 0\n",
+    "        pass\n",
 )
 def test_a_loss_that_draws_is_checked_on_the_same_numbers() -> None:
-    """Noise and dropout in the loss are no obstacle: pieces get the rows that were drawn for the whole."""
+    """Noise and dropout in the loss are no obstacle: every sample gets the same numbers in any piece."""
 
     def diffused(model: nn.Module, batch: Batch) -> torch.Tensor:
         times = torch.rand(len(batch["x"]), 1, dtype=batch["x"].dtype)
@@ -283,10 +279,18 @@ def test_a_loss_that_draws_is_checked_on_the_same_numbers() -> None:
         assert HOLDS in engine.decisions["loss"]
 
 
-def test_one_sample_at_a_time_is_judged_from_three() -> None:
-    """Micro-batches of one sample are put together; those that cannot be are not judged."""
+def test_mixed_samples_are_found_although_chance_mixes_them() -> None:
+    """A permutation is a shift by half during the check, which mixes samples in one piece and not in small ones."""
+    case = Declared(Classifier, samples, lambda: ab.mean_over_samples(mixed_up))
+    with engine_for(case) as engine, pytest.raises(LossError) as caught:
+        engine.step(samples())
+    assert caught.value.cause == "inputs"
+
+
+def test_one_sample_at_a_time_is_judged_from_four() -> None:
+    """Samples come from several micro-batches of one; a batch of a single sample is not judged."""
     case = WRONG["tokens as samples"]
-    with engine_for(case, micro_batch_size=1) as engine, pytest.raises(LossError, match=r"of 1 \+ "):
+    with engine_for(case, micro_batch_size=1) as engine, pytest.raises(LossError, match="4 samples"):
         engine.step(sentences())
     with engine_for(RIGHT["tokens"], micro_batch_size=1) as engine:
         engine.step(cut(sentences(), 0, 1))
@@ -304,34 +308,33 @@ def test_running_out_of_memory_is_no_error() -> None:
             return super().forward(x, y)
 
     case = Declared(Full, lambda: vectors(23), RIGHT["samples"].loss)
-    with engine_for(case) as engine, pytest.warns(AnyBatchWarning, match="cannot be told"):
+    with engine_for(case) as engine, pytest.warns(AnyBatchWarning, match="out of memory"):
         engine.step(vectors(23))
     assert "ran out of memory" in engine.decisions["loss"]
 
 
 @sees(
-    "declaration: it never gives up",
+    "declaration: it looks at every step",
     "src/anybatch/engine/loss_check/check.py",
-    "tries_again = not self._is_settled and self._num_looks < _MOST_STEPS",
-    "tries_again = not self._is_settled",
+    "(step in _AGAIN and step != self._newest)",
+    "(step != self._newest)",
 )
-def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:
-    """Eight batches that cannot tell are enough; from then on the model is called once per micro-batch."""
-    called = array("q")  # which checks do not put back
+def test_it_looks_at_four_steps_and_costs_nothing_in_others() -> None:
+    """Steps 1, 4, 8 and 16 are looked at; in all others the model is called once per micro-batch."""
+    called: list[int] = []
 
     def counting(model: nn.Module, batch: Batch) -> torch.Tensor:
         called.append(1)
         return of_samples(model, batch)
 
-    alike = {**vectors(23), "y": torch.ones(23, dtype=torch.long)}
     calls = []
-    with engine_for(Declared(Classifier, lambda: alike, lambda: ab.mean_over_samples(counting))) as engine:
-        for _ in range(10):
-            del called[:]
-            engine.step(alike)
+    with engine_for(Declared(Classifier, samples, lambda: ab.mean_over_samples(counting))) as engine:
+        for _ in range(17):
+            called.clear()
+            engine.step(samples())
             calls.append(len(called))
-    assert all(number > 3 for number in calls[:8])
-    assert calls[8:] == [3, 3]
+    assert [step for step, number in enumerate(calls, 1) if number > 3] == [1, 4, 8, 16]
+    assert min(calls) == 3
 
 
 def test_the_check_can_be_left_out() -> None:
@@ -379,7 +382,7 @@ def watched_state(engine: ab.Engine, hooked: list[str]) -> list[Any]:
     """Return everything that a check must leave as it was."""
     modules: nn.Module = engine._parts.modules  # noqa: SLF001
     plain = [
-        {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str, type(None)))}
+        {key: value for key, value in vars(module).items() if isinstance(value, (bool, float, str, type(None)))}
         for module in modules.modules()
     ]
     hooks = [[*vars(module)["_forward_hooks"]] for module in modules.modules()]
@@ -401,12 +404,12 @@ def same(one: Any, other: Any) -> bool:
 @sees(
     "declaration: buffers stay as the check has left them",
     "src/anybatch/engine/side_effects.py",
-    "            buffers.restore()\n",
+    "        stack.callback(buffers.restore)\n",
     "",
 )
 @pytest.mark.parametrize("kind", ["holds", "broken", "fails", "interrupted"])
 def test_nothing_is_touched(kind: str) -> None:
-    """Parameters, buffers, attributes, modes, hooks, gradients and random numbers are as before, behind errors too."""
+    """Parameters, buffers, modes, hooks, gradients and random numbers are as before, after errors too."""
     seen: list[list[Any]] = []
     hooked: list[str] = []
     calls: list[int] = []

@@ -14,14 +14,14 @@ from anybatch.engine.torch_internals import (
     TrainableParts,
     accumulation_hooks,
     active_dispatch_modes,
+    gradients,
     is_compiled,
     is_in_checkpoint,
-    module_parts,
     packing_function,
     state_maker,
     tensor_hooks,
     uncompiled,
-    with_parts,
+    widened,
     without_tensor_hooks,
 )
 from anybatch.errors import UnsupportedTorchError
@@ -83,32 +83,52 @@ def test_a_compiled_module_that_hides_is_refused() -> None:
         is_compiled(hidden)
 
 
-def test_a_module_is_made_of_other_parts() -> None:
-    """What is made of a module's attributes has the new parts, no backward hooks, and forward hooks only if asked."""
-    module = nn.Sequential(nn.Linear(2, 2))
-    module.register_forward_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
-    parameters, children = module_parts(module)
-    other = nn.Linear(2, 2)
+class Cached(nn.Module):
+    """Keeps a table of its forward in an attribute, and calls a method through an attribute."""
 
-    for keeps in (True, False):
-        made = object.__new__(nn.Sequential)
-        vars(made).update(with_parts(vars(module), parameters, {"0": other}, keeps_forward_hooks=keeps))
-        values = torch.ones(1, 2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.table: torch.Tensor | None = None
+        self.call = self.encode
 
-        torch.testing.assert_close(made(values), other(values))
-        assert bool(made._forward_hooks) == keeps
-        assert not made._backward_hooks
-    assert children["0"] is module[0]
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones_like(x)
+        found: torch.Tensor = self.inner(x) + self.table
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
 
 
-@pytest.mark.parametrize("missing", ["_parameters", "_backward_hooks", "_forward_hooks"])
-def test_modules_of_another_make_are_refused(missing: str) -> None:
-    """Where a module keeps its parts or hooks elsewhere, the user's hooks would run: that is an error."""
-    state = {name: value for name, value in vars(nn.Linear(1, 1)).items() if name != missing}
+def test_gradients_are_those_of_torch() -> None:
+    """With and without the private name, also of a leaf that the value does not depend on."""
+    x, unused = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
+    for of in (torch.autograd.Variable, object()):
+        (found, none) = gradients(x.square().sum(), [x, unused], of)
+        assert none is None
+        torch.testing.assert_close(found, 2 * x.detach())
 
-    with pytest.raises(UnsupportedTorchError, match="check of the loss"):
-        with_parts(state, {}, {}, keeps_forward_hooks=False)
+
+def test_wider_copies_are_modules_of_their_own() -> None:
+    """They compute the same in float64, also recurrent layers; parameters and attributes of the originals stay."""
+    torch.manual_seed(0)
+    cached, recurrent = Cached(), nn.LSTM(2, 2)
+    for module in (cached, recurrent):
+        before = list(module.parameters())
+        wide, copy_of = widened(module, torch.float64)
+        x = torch.randn(3, 2)
+        expected, found = module(x), wide(x.double())
+        one, other = (value if isinstance(value, torch.Tensor) else value[0] for value in (expected, found))
+
+        assert other.dtype is torch.float64
+        torch.testing.assert_close(other.float(), one)
+        assert all(a is b and a.dtype is torch.float32 for a, b in zip(before, module.parameters(), strict=True))
+        assert copy_of(before[0]) is next(wide.parameters())
+        assert copy_of(module) is wide
+    assert cached.table is not None
+    assert cached.table.dtype is torch.float32
 
 
 def test_state_of_torch_s_optimizers_can_be_made_beforehand() -> None:
@@ -144,7 +164,6 @@ def test_packing_a_sequence_is_seen_by_modes() -> None:
         (is_in_checkpoint, "exact"),
         (active_dispatch_modes, "exact"),
         (packing_function, "per_sample"),
-        (module_parts, "check of the loss"),
     ],
 )
 def test_what_torch_lacks_is_refused(ask: Callable[[Any], object], purpose: str) -> None:

@@ -112,9 +112,9 @@ def test_sums_belong_to_the_batch_whatever_a_micro_batch_counts(name: str) -> No
 
 @sees(
     "a piece that counts nothing adds nothing to the check",
-    "src/anybatch/engine/loss_check/additivity.py",
-    "return [share if one.is_finite(name) else 0.0 for one in passes]",
-    "return [share if count else 0.0 for count in counts]",
+    "src/anybatch/engine/loss_check/runs.py",
+    "if name in loss.kind.terms and _adds_up(loss, name, one)]",
+    "if False]",
 )
 def test_a_right_sum_is_not_refused_where_a_piece_counts_nothing() -> None:
     """The check cuts a micro-batch whose first sample alone has positive anchors, and finds the declaration right."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
-from anybatch.core.tree import Batch
+from anybatch.core.tree import Batch, join_samples, slice_read
 from anybatch.errors import DataError
 
 T = TypeVar("T")
@@ -134,3 +134,19 @@ class EffectiveBatch(Protocol):
             later_units: how later batches will be cut, so that workers can load ahead; None: they load none of these.
         """
         ...
+
+
+def picked(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0) -> Iterator[Batch]:
+    """Yield some samples of a batch that is in memory, for each list of places.
+
+    Args:
+        batch: the batch as `read_samples` returns it.
+        lists: places of samples; consecutive ones are cut, and others joined, which some classes of batches refuse.
+        first: place of the batch's first sample.
+    """
+    for places in lists:
+        start, stop = places[0] - first, places[-1] - first + 1
+        if list(places) == list(range(places[0], places[-1] + 1)):
+            yield slice_read(batch, start, stop)
+        else:
+            yield join_samples([slice_read(batch, place - first, place - first + 1) for place in places])

@@ -195,9 +195,11 @@ class CountedBefore:
         """See `LossKind`."""
         # With a tolerance, because a count may be a sum of weights, which is rounded.
         if abs(returned - declared) > 1e-6 * declared and not self.terms[name].is_sum:
+            counted = f"or count in the data set or collate, and declare {name}=ab.counted(lambda batch: ...)"
+            other = counted if self.named else "or pass the bare function"
             message = (
                 f"the loss function returned LossSum with count={returned} for term {name!r}, but the declaration "
-                f"counts {declared:g} in the same micro-batch. Make the two agree, or pass the bare function."
+                f"counts {declared:g} in the same micro-batch. Make the two agree, {other}."
             )
             raise LossError(message, term=name, unit=self.terms[name].items.name)
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from anybatch.core.comparison import relative_error
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.diagnostics.check_report import CheckFinding
 from anybatch.diagnostics.gradient_runs import GradientRuns
-from anybatch.engine.loss_check.messages import broken, explained
-from anybatch.engine.loss_check.recorded_model import UndecidedError
+from anybatch.engine.loss_check.diagnosis import described
+
+_CODES = {"joint": "joint_loss", "encode": "joint_loss", "inputs": "couples_samples", "module": "couples_samples"}
+"""Codes of findings, by the cause of a diagnosis; "loss_declaration" for all others."""
 
 
 def find_causes(
@@ -37,11 +38,7 @@ def find_causes(
         if in_both_modes:
             yield _coupling(in_both_modes)
             return  # whether the loss adds up over samples cannot be decided behind a model that joins them
-        losses = _losses(runs)
-        yield from losses
-        found += len(losses)
-        others = (_state(runs, tolerance), *(() if found else (_inputs(runs), _inner_gradients(runs))))
-        for finding in others:
+        for finding in (_loss(runs), _state(runs, tolerance)):
             if finding is not None:
                 yield finding
                 found += 1
@@ -94,25 +91,19 @@ def _coupling(names: Sequence[str]) -> CheckFinding:
     )
 
 
-def _losses(runs: GradientRuns) -> list[CheckFinding]:
-    """Check the declaration of the loss, term by term, as the engine's first step does."""
-    if runs.loss.kind.encode is not None:  # a loss of the whole batch has no pieces
-        return []
-    try:
-        found = runs.findings()
-    except UndecidedError:
-        return []
-    named = runs.loss.kind.named
-    return [
-        CheckFinding(
-            code="joint_loss" if one.explanation == "joint" else "loss_declaration",
-            where=name,
-            says=broken(runs.loss, name, one),
-            change=explained(name, one, named=named),
-        )
-        for name, one in found.items()
-        if one.explanation
-    ]
+def _loss(runs: GradientRuns) -> CheckFinding | None:
+    """Check the declaration of the loss as the engine's first step does."""
+    found = runs.diagnosis()
+    if found is None:
+        return None
+    verdict, diagnosis = found
+    inner = _inner_gradients(runs) if diagnosis.cause in ("unknown", "joint") else None
+    return inner or CheckFinding(
+        code=_CODES.get(diagnosis.cause, "loss_declaration"),
+        where=diagnosis.where or diagnosis.term or "",
+        says=described(runs.loss, verdict, diagnosis),
+        change=diagnosis.remedy,
+    )
 
 
 def _state(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
@@ -130,34 +121,6 @@ def _state(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
             "another model than the one before."
         ),
         change="update it once per optimizer step, outside of the forward; or keep the module in evaluation mode.",
-    )
-
-
-def _inputs(runs: GradientRuns) -> CheckFinding | None:
-    """Return that the model is given something else for the same samples when others are not there."""
-    number = max(1, runs.num_samples // 3)
-    try:
-        whole, part = runs.given_to_model(0, runs.num_samples), runs.given_to_model(0, number)
-    except (RuntimeError, ValueError, TypeError):  # the loss function does not run on fewer samples
-        return None
-    pairs = [
-        (one[:number], other)
-        for one, other in zip(whole, part, strict=False)
-        if one.dim() and one.shape[0] == runs.num_samples and other.shape == (number, *one.shape[1:])
-    ]
-    if not any(one.is_floating_point() and not torch.allclose(one, other, rtol=1e-4) for one, other in pairs):
-        return None
-    return CheckFinding(
-        code="couples_samples",
-        where="inputs of the model",
-        says=(
-            "what the loss function gives the model for a sample depends on the other samples of the micro-batch: it "
-            "is scaled or shifted by something of the batch, such as its maximum or its mean."
-        ),
-        change=(
-            "use a constant of the data set, or something of each sample by itself; or compute it for the effective "
-            "batch beforehand, in ab.batches(collate=anybatch.data.OverEffectiveBatch(collate))."
-        ),
     )
 
 

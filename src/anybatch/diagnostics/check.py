@@ -14,12 +14,12 @@ from anybatch.diagnostics.causes import find_causes
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs
 from anybatch.engine.inputs import Model
-from anybatch.engine.loss_check.shared_draws import SharedDraws
+from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
 
 FEWEST_SAMPLES = 4
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check(
@@ -80,12 +80,19 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     # A type that is not listed, such as float8, has the widest tolerance.
     tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
     findings = []
-    if (randomness := _set_randomness_aside(runs, traits.random_modules, tolerance)) is not None:
+    if (randomness := _held_randomness(runs, traits.random_modules, tolerance)) is not None:
         findings.append(randomness)
     # 1 and two ragged cuts: an even cut hides faults that divide by the number of micro-batches.
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
     splits = tuple(_measure(runs, size, tolerance) for size in sizes)
     failing = [split for split in splits if split.verdict == "not equal"]
+    if failing and runs.draws is not None:  # samples may be on another axis than the first, or drawn for in a loop
+        varied, runs.draws = runs.draws, HeldDraws(constant=True)
+        constant = tuple(_measure(runs, size, tolerance) for size in sizes)
+        if any(split.verdict == "not equal" for split in constant):
+            runs.draws = varied
+        else:
+            splits, failing = constant, []
     if failing and not any(finding.breaks_equality for finding in findings):
         # A cut that runs explains more than one that raises, and a larger error is easier to attribute.
         worst = max(failing, key=lambda split: (split.failure is None, split.error))
@@ -129,55 +136,36 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
     return SplitResult(sizes=sizes, error=error, errors=errors, verdict=verdict_of(error, tolerance))
 
 
-def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: float) -> CheckFinding | None:
-    """Put the modules that draw random numbers into evaluation mode, if the gradient depends on what they draw."""
-    # The same gradient from another seed: what is drawn, if anything, does not matter.
+def _held_randomness(runs: GradientRuns, draws: Sequence[str], tolerance: float) -> CheckFinding | None:
+    """Hold random numbers, if the gradient depends on them: every sample gets the same, in any cut."""
+    # The same gradient from another seed: the random numbers, if any, do not matter.
     if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None
-    by_name = dict(runs.modules.named_modules())
-    before = set(runs.in_evaluation)
-    runs.in_evaluation |= {by_name[name] for name in draws}
-    without_draws = set(runs.in_evaluation)
-    difference = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
     where = draws[0] if draws else ""
-    number = f"{len(draws)} module{'s' * (len(draws) > 1)}"
-    if difference <= tolerance:
+    number = f"{len(draws)} module{'s' * (len(draws) > 1)} (first {where!r})"
+    source = f"{number} draw" if len(draws) > 1 else f"{number} draws" if draws else "the loss function draws"
+    runs.draws = HeldDraws()
+    difference = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
+    if difference > tolerance:
+        runs.draws = None
         return CheckFinding(
             code="randomness",
             where=where,
             says=(
-                f"{number} draw random numbers (first {where!r}) and were set aside: another cut draws other numbers "
-                "from the same distribution, which is no fault."
+                f"{source} random numbers that cannot be held (of numpy or Python), so two runs of the same batch "
+                f"differ by {difference:.1e} and cuts cannot be compared."
             ),
-            change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any cut.",
-            breaks_equality=False,
+            change="make the draws a part of the batch, or leave them out, and check again.",
         )
-    source = (
-        f"{repr(where) if where else 'the model'} draws" if draws else "the loss function, or a module's forward, draws"
-    )
-    if runs.loss.kind.encode is None:  # one that is has its own function run twice, for other samples
-        runs.in_evaluation, runs.shared_draws = before, SharedDraws()
-        runs.whole()  # draws what is held from here on
-        if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
-            return CheckFinding(
-                code="randomness",
-                where=where,
-                says=(
-                    f"{source} random numbers, which were held: in any cut each sample has those that it has in the "
-                    "un-split batch. Another cut would draw others from the same distribution, which is no fault."
-                ),
-                change="",
-                breaks_equality=False,
-            )
-        runs.in_evaluation, runs.shared_draws = without_draws, None
     return CheckFinding(
         code="randomness",
         where=where,
         says=(
-            f"{source} random numbers in a way that cannot be held (a permutation, numpy, a generator of its own), so "
-            f"two runs of the same batch differ by {difference:.1e} and cuts cannot be compared."
+            f"{source} random numbers, which were held: every sample gets the same ones in any cut. Another cut would "
+            "draw others from the same distribution, which is not a fault."
         ),
-        change="make the draws a part of the batch, or leave them out meanwhile, and check again.",
+        change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any cut.",
+        breaks_equality=False,
     )
 
 

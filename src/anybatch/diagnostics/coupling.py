@@ -35,16 +35,16 @@ def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int)
         num_samples: samples in the batch; best a number that no other axis in the model has.
     """
     names = {module: name for name, module in modules.named_modules()}
-    states: dict[nn.Module, torch.Tensor] = {}
+    states: dict[nn.Module, bytes] = {}
     drew: list[nn.Module] = []
     dtypes: list[torch.dtype] = []
 
     def before(module: nn.Module, _args: object) -> None:
-        states[module] = torch.default_generator.get_state()
+        states[module] = _state()
 
     def after(module: nn.Module, _args: object, output: object) -> None:
         # A generator that has moved is the only sign of a draw that works for every module.
-        if not torch.equal(states[module], torch.default_generator.get_state()):
+        if states[module] != _state():
             drew.append(module)
         # A module may return something that is no batch.
         with contextlib.suppress(TypeError):
@@ -62,6 +62,11 @@ def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int)
         coupling_modules=tuple(tried_couplings(modules, run, num_samples)),
         narrowest_dtype=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
     )
+
+
+def _state() -> bytes:
+    # As bytes: inside of `vmap`, tensors cannot be compared.
+    return bytes(torch.default_generator.get_state().tolist())
 
 
 def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:

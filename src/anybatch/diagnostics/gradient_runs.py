@@ -2,30 +2,37 @@
 
 import copy
 import dataclasses
-import itertools
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from anybatch.core.batch import picked
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
-from anybatch.core.tree import Batch, copied, count_samples, map_tensors, slice_samples, tensors_of
+from anybatch.core.loss_kinds import AcrossSamples, LossFunction
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
 from anybatch.diagnostics.coupling import ForwardTraits, find_traits
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
-from anybatch.engine.loss_check.additivity import TermFinding, checked_samples, findings
-from anybatch.engine.loss_check.shared_draws import SharedDraws
+from anybatch.engine.loss_check.comparison import Verdict, judge
+from anybatch.engine.loss_check.diagnosis import Diagnosis, diagnose
+from anybatch.engine.loss_check.held import HeldDraws
+from anybatch.engine.loss_check.runs import LossParts, LossRuns
+from anybatch.engine.loss_check.sample_choice import SampleSource
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
 
-FEWEST_LOOKED_AT = 4
+_PARTS = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has."""
 
 
 @dataclass(slots=True)
@@ -39,7 +46,7 @@ class GradientRuns:
         seed: of whatever is drawn.
         norms: the policy about BatchNorm, as the engine takes it.
         in_evaluation: modules that run in evaluation mode for now, because their behaviour in training was set aside.
-        shared_draws: what torch draws is drawn once for the whole batch, and cuts get the rows of their samples.
+        draws: torch's random numbers are those meanwhile, the same for every sample; None: as they come.
     """
 
     model: Model
@@ -48,7 +55,7 @@ class GradientRuns:
     seed: int = 0
     norms: Policy | PolicyName | None = None
     in_evaluation: set[nn.Module] = field(default_factory=set)
-    shared_draws: SharedDraws | None = None
+    draws: HeldDraws | None = None
 
     @property
     def modules(self) -> nn.Module:
@@ -72,18 +79,17 @@ class GradientRuns:
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
-        draws = nullcontext() if self.shared_draws is None else self.shared_draws.of(0, self.num_samples)
-        with self._untouched(self.seed if seed is None else seed), draws:
+        with self._untouched(self.seed if seed is None else seed), self._held():
             return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
         """Return the gradient that the engine adds up over micro-batches."""
-        with self._untouched(self.seed):
+        with self._untouched(self.seed), self._held():
             engine = Engine(
                 self.model,
                 # `gradients` makes no update; an optimizer without state keeps the copies as they are.
                 lambda named: torch.optim.SGD(named, lr=0.0),
-                self.loss if self.shared_draws is None else self._with_draws(self.shared_draws, micro_batch_size),
+                self.loss if self.draws is None else self._with_draws(self.draws),
                 micro_batch_size=micro_batch_size,
                 norms=self.norms or "keep",
                 check_loss=False,
@@ -95,37 +101,48 @@ class GradientRuns:
             finally:
                 engine.close()
 
-    def _with_draws(self, draws: SharedDraws, micro_batch_size: int) -> Loss:
-        """Return the loss whose calls, one for each micro-batch in order, draw what was drawn for their samples."""
-        starts = itertools.count(0, micro_batch_size)
+    def _held(self) -> AbstractContextManager[object]:
+        if self.draws is None:
+            return nullcontext()
+        self.draws.restart()
+        return self.draws
 
-        def function(model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
-            start = next(starts)
-            with draws.of(start, min(start + micro_batch_size, self.num_samples)):
-                return self.loss.function(model, batch)
+    def _with_draws(self, draws: HeldDraws) -> Loss:
+        """Return the loss of which every call draws the same numbers."""
 
-        return dataclasses.replace(self.loss, function=function)
+        def repeated(function: LossFunction) -> LossFunction:
+            def call(model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
+                draws.restart()
+                return function(model, batch)
 
-    def findings(self) -> dict[str, TermFinding]:
-        """Check the loss's declaration as the engine's first step does; return the findings by term.
+            return call
 
-        The engine looks at a few samples; where these show nothing, others are looked at, up to the end of the batch.
+        loss = dataclasses.replace(self.loss, function=repeated(self.loss.function))
+        if not isinstance(loss.kind, AcrossSamples):
+            return loss
+        return dataclasses.replace(loss, kind=dataclasses.replace(loss.kind, encode=repeated(loss.kind.encode)))
 
-        Raises:
-            UndecidedError: nothing can be said.
+    def diagnosis(self) -> tuple[Verdict, Diagnosis] | None:
+        """Check the declaration of the loss on a few samples, as the engine's first step does; None if it is right.
+
+        BatchNorm is left out, as there.
         """
-        starts = range(0, self.num_samples - FEWEST_LOOKED_AT + 1, FEWEST_LOOKED_AT)
-        found: dict[str, TermFinding] = {}
-        for start in starts:
-            with self._untouched(self.seed) as generators:
-                batch = slice_samples(self.batch, start, self.num_samples)
-                checked, _ = checked_samples(
-                    self.loss, self.model, batch, autocast=nullcontext, is_low=False, generators=generators
-                )
-                found = findings(checked)
-            if any(one.explanation for one in found.values()):
-                break
-        return found
+        own = trainable(self.modules)
+        parts = LossParts(
+            loss=self.loss,
+            model=self.model,
+            modules=self.modules,
+            device=torch.device("cpu"),
+            autocast=nullcontext,
+            call=lambda function, batch: function(self.model, batch),
+            leaves=lambda: own,
+        )
+        batch, number = read_samples(self.batch)
+        source = SampleSource(range(number), functools.partial(picked, batch), number)
+        with self._untouched(self.seed) as generators:
+            runs = LossRuns(parts, generators)
+            verdict = judge(runs, source)
+            return (verdict, diagnose(runs, verdict)) if verdict.kind == "broken" else None
 
     def forward_traits(self) -> ForwardTraits:
         """Observe every module in one forward of the whole batch."""
@@ -157,26 +174,6 @@ class GradientRuns:
                 return None
             return [name for name, value in _kept_by_modules(self.modules) if _differs(value, before.get(name))]
 
-    def given_to_model(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Return the rows, of samples `start` to `stop`, that the loss function gives the model in its first call.
-
-        A micro-batch of these samples is given to the loss function; the whole batch is if they are all.
-        """
-        seen: list[list[torch.Tensor]] = []
-        outermost = [self.model] if isinstance(self.model, nn.Module) else list(self.model.values())
-
-        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append([one.detach().clone() for one in tensors_of([*args, *kwargs.values()])])
-
-        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in outermost]
-        try:
-            with self._untouched(self.seed):
-                self._output(slice_samples(copied(self.batch), start, stop))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return seen[0] if seen else []
-
     def differentiates_parameters(self) -> bool:
         """Whether the loss function takes gradients with respect to parameters, which are sums over its samples."""
         fired: list[None] = []
@@ -205,17 +202,29 @@ class GradientRuns:
     def _untouched(self, seed: int) -> Iterator[SeededGenerators]:
         """Seed, set modules to evaluation mode, and put buffers, modes and random numbers back."""
         functions = self.loss.functions.values()
+        owners = [*self.modules.modules(), *(one for one in functions if not isinstance(one, FunctionType))]
+        # The modules and callable objects are copies, so that no other thread changes what they keep.
+        kept = [(vars(one), set(vars(one)), _attributes(one)) for one in owners if hasattr(one, "__dict__")]
         with without_side_effects(self.modules, torch.device("cpu"), functions=functions) as draws:
             draws.seed(seed)
             for module in self.in_evaluation:
                 # The attribute, since `eval()` would reach the children too.
                 module.training = False
-            yield draws
+            try:
+                yield draws
+            finally:
+                for attributes, names, values in kept:
+                    for name in attributes.keys() - names:
+                        del attributes[name]
+                    attributes.update(values)
 
     def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
         """Return the loss function's output for a batch as a whole."""
         encode = self.loss.kind.encode
-        return self.loss.function(self.model, batch if encode is None else encode(self.model, batch))
+        given = batch if encode is None else encode(self.model, batch)
+        if self.draws is not None:  # each call of the two draws the same numbers, as in micro-batches
+            self.draws.restart()
+        return self.loss.function(self.model, given)
 
     def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
         """Return the loss of the whole batch, as declared."""
@@ -258,10 +267,18 @@ def _kept_by_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the buffers of modules, and what they keep in attributes, by name and as they are now."""
     yield from ((name, buffer.clone()) for name, buffer in modules.named_buffers())
     for place, module in modules.named_modules():
-        for name, value in vars(module).items():
+        for name, value in _attributes(module).items():
             if not name.startswith("_") and name != "training":
-                kept = value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-                yield (f"{place}.{name}" if place else name), kept
+                yield (f"{place}.{name}" if place else name), value
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """Return what an object keeps in attributes, copied where that is a tensor or a container."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for name, value in vars(owner).items()
+        if name not in _PARTS and isinstance(value, torch.Tensor | int | float | str | list | dict | set | deque | None)
+    }
 
 
 def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (whatever modules keep)

@@ -259,8 +259,9 @@ def _loss_check(shared: _Shared) -> LossCheck:
         arguments.world,
         decisions=shared.decisions,
         notifier=shared.notifier,
+        strategy=arguments.strategy,
+        prepared=shared.model.prepared,
         enabled=arguments.spec.check_loss,
-        lockstep=arguments.strategy.capabilities.lockstep,
     )
 
 
@@ -358,7 +359,15 @@ def _step_runner(
         context,
         model.guard,
         buffers=buffers,
-        watch=StateWatch(modules, buffers.names, notifier, world.size, keyed=arguments.spec.rng is not None),
+        watch=StateWatch(
+            modules,
+            buffers.names,
+            notifier,
+            world.size,
+            keyed=arguments.spec.rng is not None,
+            # The second function of such a loss runs once per step and may keep a queue.
+            watches_state=arguments.loss.kind.encode is None,
+        ),
         world=world,
         retry=retry,
         notifier=notifier,
@@ -443,7 +452,7 @@ def _trial_parts(
         clear=arguments.strategy.clear_gradients,
         optimizer_is_new=not updater.target.optimizer.state,
         precision=arguments.spec.precision,
-        cut_run=partial(check.cut_run, context.autocast),
+        loss_runs=partial(check.runs, context.autocast),
     )
 
 

@@ -1,18 +1,19 @@
 """Running a model once more than the user asked for, and leaving no trace of it."""
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Self
 
 import torch
 from torch import nn
 
-from anybatch.core.buffers import BufferValues
+from anybatch.core.buffers import BufferKeeper
 from anybatch.data.random_state import preserved_random_state, seed_generators
-from anybatch.engine.reached_state import ReachedState
 from anybatch.engine.rng.generators import UnitRandomness
 
 _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
@@ -33,9 +34,9 @@ def in_trial_run() -> bool:
         return F.cross_entropy(logits, batch["y"])
     ```
 
-    What modules keep in attributes goes back by itself, and so does what the loss and the functions that it calls keep
-    in objects, closures, global variables and classes of the user's own, with the contents of lists, dicts and sets and
-    the values of tensors. This is for what lies elsewhere: files, prints, iterators, objects of other packages.
+    Buffers of modules and the global random generators are restored after a trial run. Nothing else is: attributes,
+    lists, counters and files keep the changes of a trial run, since other threads and signal handlers may change them
+    in the meantime.
     """
     return _IS_TRIAL.get()
 
@@ -54,20 +55,18 @@ def trial_run() -> Iterator[None]:
 def without_side_effects(
     modules: nn.Module, device: torch.device, *, functions: Iterable[object] = (), as_compiled: bool = False
 ) -> Iterator["SeededGenerators"]:
-    """Put buffers, hooks, attributes, modes and random numbers back as they were, also behind an error.
+    """Restore buffers and random generators at the end, also after an error. Objects of Python stay as they are.
 
-    So do the variables that functions write to, see `ReachedState`, with the values of tensors and the contents of
-    lists, dicts and sets in them. Parameters are taken to be left alone. Warnings are not shown: the step itself runs
-    the same code a moment later.
+    Parameters are expected not to change. Warnings are not shown: the step itself runs the same code a moment later.
 
     Args:
-        modules: what is run.
-        device: where.
-        functions: what else is run: functions, methods or callable objects of the user's.
-        as_compiled: run compiled modules as they are; otherwise they run as they were written.
+        modules: the modules that run.
+        device: their device.
+        functions: functions of the user's, whose buffers are restored too, see `modules_of`.
+        as_compiled: run compiled modules as they are; otherwise they run uncompiled.
     """
-    reached = ReachedState(functions, modules)
-    buffers = BufferValues(nn.ModuleList(reached.modules))
+    buffers = BufferKeeper(nn.ModuleList([modules, *modules_of(functions)]))
+    buffers.keep()
     generators = SeededGenerators(device)
     with ExitStack() as stack:
         stack.enter_context(trial_run())
@@ -77,11 +76,28 @@ def without_side_effects(
         ):  # nothing is compiled without it, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(generators)
-        try:
-            yield generators
-        finally:
-            reached.restore()
-            buffers.restore()
+        stack.callback(buffers.restore)
+        yield generators
+
+
+def modules_of(functions: Iterable[object]) -> list[nn.Module]:
+    """Return the modules that functions refer to: a teacher in a closure, a global variable, or an attribute.
+
+    Args:
+        functions: functions, methods, partial functions or callable objects.
+    """
+    found: dict[nn.Module, None] = {}
+    for function in functions:
+        inner = getattr(function, "func", getattr(function, "__func__", function))
+        values = [function, getattr(function, "__self__", None), *getattr(function, "args", ())]
+        if isinstance(inner, FunctionType):
+            with suppress(ValueError):  # a variable that is not assigned yet
+                known = inspect.getclosurevars(inner)
+                values += [*known.nonlocals.values(), *known.globals.values()]
+        else:
+            values += vars(inner).values() if hasattr(inner, "__dict__") else ()
+        found.update((value, None) for value in values if isinstance(value, nn.Module))
+    return list(found)
 
 
 class SeededGenerators:

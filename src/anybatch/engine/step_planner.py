@@ -105,7 +105,7 @@ class StepPlanner:
 
     def after_step(self, plan: BatchPlan) -> None:
         """Say what is to be said once a step has run by this plan."""
-        self._check.warn_of_untold()
+        self._check.warn_if_undecided()
         self._cut_notice.after_step(plan)
 
     def plan(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
@@ -155,7 +155,7 @@ class StepPlanner:
             self._has_begun = True
             self._on_first_batch(planned, step)
         if check_loss and self._check.is_due(step):
-            planned = self._check.check_declaration(planned, self._autocast, step)
+            self._check.check_declaration(planned, self._autocast, step)
         return planned
 
     def _seed_of_own(self) -> int:

@@ -7,10 +7,11 @@ The last argument of a function is where the name is looked for, so that a test 
 
 import itertools
 import operator
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from anybatch.core.torch_internals import lacking, needed_for
 with needed_for("Telling dropout layers from others"):
     from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
+TorchDispatchMode = dispatch.TorchDispatchMode
 _TRAINABLE = attrgetter("requires_grad")
 _VALUES = operator.methodcaller("values")
 _ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"
@@ -31,23 +33,22 @@ _SEEING_HOOKS = "Seeing hooks that would run in every micro-batch"
 
 __all__ = [
     "DropoutBase",
+    "TorchDispatchMode",
     "TrainableParts",
     "accumulation_hooks",
     "active_dispatch_modes",
+    "arguments_of",
     "chained_schedulers",
+    "gradients",
     "is_compiled",
     "is_in_checkpoint",
-    "module_parts",
     "packing_function",
     "state_maker",
     "tensor_hooks",
     "uncompiled",
-    "with_parts",
+    "widened",
     "without_tensor_hooks",
 ]
-
-_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
@@ -102,18 +103,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
             raise lacking(purpose, missing) from missing
         return module
     return found
-
-
-def module_parts(module: nn.Module) -> tuple[Mapping[str, nn.Parameter | None], Mapping[str, nn.Module | None]]:
-    """Return a module's own parameters and its children by name, those that are None too.
-
-    `Module._parameters` and `_modules`, since the public iterators leave out what is None or comes twice.
-
-    Raises:
-        UnsupportedTorchError: modules keep them elsewhere.
-    """
-    with needed_for("The check of the loss"):
-        return module._parameters, module._modules
 
 
 class TrainableParts:
@@ -221,32 +210,92 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
-def with_parts(
-    state: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter | None],
-    children: Mapping[str, nn.Module | None],
-    *,
-    keeps_forward_hooks: bool,
-) -> dict[str, Any]:
-    """Return the attributes of a module made from another one's: other parts, not compiled, no backward hooks.
+def arguments_of(operation: Any) -> tuple[list[str], dict[str, Any]]:  # noqa: ANN401 (an operation of torch)
+    """Return the names of an operation's arguments, and their defaults: `OpOverload._schema`; none of higher order."""
+    schema = getattr(operation, "_schema", None)
+    arguments = [] if schema is None else schema.arguments
+    return [one.name for one in arguments], {o.name: o.default_value for o in arguments if o.has_default_value()}
+
+
+def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.Variable) -> Sequence[Tensor | None]:  # noqa: ANN401 (torch)
+    """Return `torch.autograd.grad(value, leaves, allow_unused=True)`, with function modes on during the backward.
+
+    `Variable._execution_engine`. Function modes handle `torch.autograd.grad` itself and are off meanwhile, so a
+    checkpointed block would run again without them, as it does where the name is missing.
+    """
+    engine = getattr(of, "_execution_engine", None)
+    if engine is None:
+        return torch.autograd.grad(value, leaves, allow_unused=True)
+    keep_graph = create_graph = False
+    found: Sequence[Tensor | None] = engine.run_backward(
+        (value,),
+        (torch.ones_like(value),),
+        keep_graph,
+        create_graph,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Any], Any]]:
+    """Return shallow copies of modules whose parameters and buffers have another floating-point type.
+
+    A copy has the same class, attributes and hooks, and parameters, buffers and children of its own. What its forward
+    assigns to an attribute stays in the copy; lists and dicts are shared. `Parameter.data` is not used: to change its
+    type drops the gradient accumulator, and with it the hooks of DDP.
 
     Args:
-        state: `vars` of the other module.
-        parameters: by name, those that are None too.
-        children: by name, those that are None too.
-        keeps_forward_hooks: its hooks around the forward stay.
+        modules: the modules; compiled ones are copied as they were before.
+        dtype: the type of the copies.
+
+    Returns:
+        The copy, and a function that returns the copy of a module, parameter, method or partial function in there, and
+        anything else as it is.
 
     Raises:
-        UnsupportedTorchError: modules keep their hooks elsewhere, so that the user's would run.
+        UnsupportedTorchError: modules keep their parts elsewhere.
     """
-    dropped = _BACKWARD_HOOKS if keeps_forward_hooks else (*_BACKWARD_HOOKS, *_FORWARD_HOOKS)
-    unknown = [name for name in ("_parameters", "_modules", *dropped) if name not in state]
-    if unknown:
-        purpose = "The check of the loss"
-        raise lacking(purpose, KeyError(unknown[0]))
-    made = {**state, "_parameters": dict(parameters), "_modules": dict(children), "_compiled_call_impl": None}
-    made.update({name: OrderedDict() for name in dropped})
-    return made
+    copies = _Copies(dtype)
+    with needed_for("The check of the loss"):
+        originals = [module for module in modules.modules() if uncompiled(module) is module]
+        copies.known.update({id(module): object.__new__(type(module)) for module in originals})
+        for module in originals:
+            made = {key: copies.of(one) if isinstance(one, MethodType) else one for key, one in vars(module).items()}
+            for name in ("_parameters", "_buffers", "_modules"):
+                made[name] = {key: copies.of(part) for key, part in made[name].items()}
+            vars(copies.known[id(module)]).update(made, _compiled_call_impl=None)
+        for module in originals:
+            if isinstance(module, nn.RNNBase):  # it keeps its parameters in a second list
+                copy = copies.of(module)
+                vars(copy)["_flat_weights"] = [getattr(copy, name) for name in module._flat_weights_names]
+    return copies.of(modules), copies.of
+
+
+class _Copies:
+    """Copies of modules and tensors, by the identity of the originals."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.known: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:  # noqa: ANN401 (whatever a module keeps)
+        """Return the copy of a module, tensor, method or partial function, and anything else as it is."""
+        if isinstance(value, nn.Module):
+            return self.known.get(id(uncompiled(value)), value)
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and id(value) not in self.known:
+                wide = value.detach().to(self._dtype, copy=True)
+                is_parameter = isinstance(value, nn.Parameter)
+                self.known[id(value)] = nn.Parameter(wide, value.requires_grad) if is_parameter else wide
+            return self.known.get(id(value), value)
+        if isinstance(value, MethodType):
+            owner = self.of(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            return partial(self.of(value.func), *map(self.of, value.args), **value.keywords)
+        return value
 
 
 def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:

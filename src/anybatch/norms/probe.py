@@ -78,7 +78,10 @@ def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: 
             if any(_is_inside(other, name) for other in found):
                 continue
             module = modules.get_submodule(name)
-            change = _coupling(module, seen[module], num_samples)
+            try:
+                change = _coupling(module, seen[module], num_samples)
+            except RuntimeError:  # seen inside of `torch.func.vmap`, outside of which its inputs cannot be used
+                continue
             if change:
                 found[name] = change
     return found

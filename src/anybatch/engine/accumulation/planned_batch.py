@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from anybatch.core.batch import Placement, Position, taken
+from anybatch.core.batch import Placement, Position, picked, taken
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
@@ -44,7 +44,8 @@ class PlannedBatch(NamedTuple):
         seed: first word of every random key.
         end: where the data stands after a step on it.
         micro_batches: the data of each unit of this rank, on the host; loaded as they are asked for.
-        load: function (consecutive units) -> their samples as one micro-batch, loaded once more.
+        pick: function (lists of places in the plan) -> a micro-batch for each list, on the host, loaded once more.
+        picks_any: `pick` takes places of other ranks too.
     """
 
     plan: BatchPlan
@@ -53,7 +54,8 @@ class PlannedBatch(NamedTuple):
     seed: int
     end: Position
     micro_batches: Iterator[Batch]
-    load: Callable[[Sequence[Unit]], Batch]
+    pick: Callable[[Sequence[Sequence[int]]], Iterator[Batch]]
+    picks_any: bool
 
 
 class CountedBatch(NamedTuple):
@@ -102,7 +104,8 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
         seed=batch.seed,
         end=batch.end,
         micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
-        load=lambda chosen: next(batch.feed([plan.positions(_joined(chosen))])),
+        pick=lambda lists: batch.feed(lists if plan.order is None else [taken(plan.order, one) for one in lists]),
+        picks_any=True,
     )
 
 
@@ -353,10 +356,6 @@ def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[B
         yield moved
 
 
-def _joined(units: Sequence[Unit]) -> Unit:
-    return dataclasses.replace(units[0], stop=units[-1].stop)
-
-
 def is_effective_batch(batch: object) -> bool:
     """Whether a batch finds and loads its samples itself, and is not the share of a rank."""
     # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
@@ -417,5 +416,6 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
-        load=lambda chosen: slice_read(batch, chosen[0].start - first, chosen[-1].stop - first),
+        pick=functools.partial(picked, batch, first=first),
+        picks_any=False,
     )

@@ -41,16 +41,24 @@ class StateWatch:
         notifier: gives the warning.
         num_ranks: ranks, whose states drift apart.
         keyed: torch's random numbers are keyed, so that others are to be spoken of.
+        watches_state: look for state; otherwise for random numbers only.
     """
 
     def __init__(
-        self, modules: nn.Module, chosen: Collection[str], notifier: Notifier, num_ranks: int, *, keyed: bool
+        self,
+        modules: nn.Module,
+        chosen: Collection[str],
+        notifier: Notifier,
+        num_ranks: int,
+        *,
+        keyed: bool,
+        watches_state: bool,
     ) -> None:
         self._modules = modules
         self._chosen = chosen
         self._notifier = notifier
         self._num_ranks = num_ranks
-        self._steps_left = _NUM_STEPS
+        self._steps_left = _NUM_STEPS if watches_state else 0
         self._draws_left = _NUM_STEPS if keyed else 0
         self._changed: set[str] = set()
 
@@ -59,7 +67,8 @@ class StateWatch:
         if not (self._steps_left or self._changed or self._draws_left):
             return _NOTHING
         num_micro_batches = sum(map(len, plan.shares))
-        watched = self._watched(num_micro_batches) if num_micro_batches > 1 else _NOTHING
+        is_watched = num_micro_batches > 1 and (self._steps_left or self._changed)
+        watched = self._watched(num_micro_batches) if is_watched else _NOTHING
         return self._draws_watched(watched) if self._draws_left else watched
 
     @contextmanager

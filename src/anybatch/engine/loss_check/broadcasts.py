@@ -34,7 +34,9 @@ class BroadcastWatch(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401 (the same)
         """Run the function, and look at the shapes that it is given."""
         given = dict(kwargs or {})
-        shapes = [tuple(one.shape) for one in _tensors((*args, *given.values()))]
+        # Labels are compared with each other on purpose.
+        tensors = (one for one in _tensors((*args, *given.values())) if one.is_floating_point())
+        shapes = [tuple(one.shape) for one in tensors]
         if not self.found and self._column in shapes and self._row in shapes:
             square = (*self._row, *self._row)
             name = getattr(func, "__name__", str(func)).strip("_")

@@ -1,66 +1,54 @@
-"""The declaration of a loss is checked on the first step: on which samples, what ranks agree on, what is reported.
-
-How a loss is looked at is in `additivity.py`.
-"""
+"""When the declaration of a loss is checked, on which samples, the verdict of all ranks, and the report of it."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from anybatch.core.dtypes import is_low_precision
+from anybatch.core.batch import picked
 from anybatch.core.loss import Loss, LossSum
 from anybatch.core.loss_kinds import ONE_NUMBER, LossFunction
-from anybatch.core.tree import Batch, count_samples, map_tensors
+from anybatch.core.tree import Batch, count_samples, read_samples
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.inputs import Model
-from anybatch.engine.loss_check.additivity import checked_samples, findings
-from anybatch.engine.loss_check.by_cuts import (
-    CURES,
-    CutRun,
-    RealCuts,
-    difference_of_cuts,
-    difference_of_rows,
-    real_cuts,
-    refused_cuts,
-    refused_rows,
-)
-from anybatch.engine.loss_check.messages import broken, explained
-from anybatch.engine.loss_check.recorded_model import HarmlessError, UndecidedError
-from anybatch.engine.loss_check.replay import WrongCountError
-from anybatch.engine.loss_check.sample_choice import joined
+from anybatch.engine.loss_check.comparison import Verdict, judge
+from anybatch.engine.loss_check.diagnosis import described, diagnose
+from anybatch.engine.loss_check.runs import LossParts, LossRuns
+from anybatch.engine.loss_check.sample_choice import FEW_SAMPLES, MAX_SAMPLES, SampleSource, choose
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.errors import LossError
+from anybatch.parallel.strategy import Prepared, Strategy, Turn, caller_of
 from anybatch.parallel.world import World
 
-_MOST_STEPS = 8
-"""Number of first steps in each of which a check that could not tell is tried again."""
+_AGAIN = frozenset({3, 7, 15})
+"""Steps, counted from 0, in which the check is repeated: other batches may show more."""
+_CANDIDATES, _LOADED_CANDIDATES = 64, 16
 _TAKEN = "taken as a mean over samples, because the check of the first step has found that it is one"
+_HOLDS = "as declared: the check of the first step has found that it holds"
+_ALIKE = ", on samples that all count alike"
 _OTHERWISE = "If this is a false alarm, Engine(check_loss=False) leaves the check out."
+_MOST_LETTERS = 200
+_NOT_LAST = Turn(first=False, last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckVerdict:
-    """The verdict of one rank: "holds", "broken", "unsettled", "inconclusive", or "idle" without a sample to look at.
+class _RankVerdict(NamedTuple):
+    """A rank's verdict; pickled. `message` is an error's, `cause`, `term` and `where` are its fields."""
 
-    Attributes:
-        kind: which; "unsettled": what was declared is right on these samples, and so would other declarations be.
-        words: what is wrong, a whole message; or why nothing more can be said, a clause.
-        is_scalar: whether the loss function returned one number.
-        term: name of the term that is not what it was declared to be; None where nothing is broken.
-    """
-
-    kind: Literal["holds", "broken", "unsettled", "inconclusive", "idle"]
-    words: str = ""
+    kind: str
+    reason: str = ""
+    is_harmless: bool = False
+    fits_others: bool = False
     is_scalar: bool = False
+    message: str = ""
+    cause: str | None = None
     term: str | None = None
 
 
@@ -81,24 +69,24 @@ class BareLoss:
 
 
 class LossCheck:
-    """Compares a loss with its declaration on the first step, while nothing can be said, and at times later on.
+    """Compares a loss with its declaration in the first step, and again in steps 4, 8 and 16.
 
-    It looks again in steps 4, 8, 16, 32 and so on, since what tells may not be in the first batches (a mask that varies
-    later). A look takes a forward of at most eight samples; where that cannot tell, forward and backward of two
-    micro-batches, by themselves and together.
+    Each rank checks samples of its own share, and all take the same verdict. In lockstep all ranks run the same
+    samples, and agree on every number that decides whether another run follows.
 
     Args:
         loss: as it was declared, or bare.
-        model: what the loss function is called with.
+        model: the argument of the loss function.
         modules: everything that may change in a forward.
         world: the ranks.
+        strategy: the strategy, and the model that it has prepared.
+        prepared: the same.
         decisions: the verdict is added to them.
-        notifier: reports what the user should know.
-        enabled: whether to check at all. A bare function that returns one number is refused then.
-        lockstep: every rank must run the model equally often; all of them check one rank's samples then.
+        notifier: reports the verdict to the user.
+        enabled: whether to check. Without, a bare function that returns one number is refused.
 
     Attributes:
-        loss: what the loop calls: the declared loss, or the bare function that may turn out to be a mean.
+        loss: the loss that the loop calls: the declared one, or the bare function that may turn out to be a mean.
     """
 
     def __init__(
@@ -108,10 +96,11 @@ class LossCheck:
         modules: nn.Module,
         world: World,
         *,
+        strategy: Strategy,
+        prepared: Prepared,
         decisions: Decisions,
         notifier: Notifier,
         enabled: bool,
-        lockstep: bool,
     ) -> None:
         self._declared = loss
         self._bare = BareLoss(loss.function) if loss.kind.brings_count and enabled else None
@@ -119,15 +108,17 @@ class LossCheck:
         self._model = model
         self._modules = modules
         self._world = world
+        self._strategy = strategy
+        self._prepared = prepared
+        self._lockstep = strategy.capabilities.lockstep
         self._decisions = decisions
         self._notifier = notifier
-        self._lockstep = lockstep
         self._enabled = enabled
         # Changed where all ranks come to one verdict, and only there: a rank may have failed before it got so far.
-        self._num_looks = 0
         self._newest: int | None = None
         self._is_settled = False
-        self._untold = ""
+        self._has_warned = False
+        self._undecided = ""
 
     def provisional(self, context: LoopContext) -> LoopContext:
         """Return a context to try sizes with, before the check: a bare function's number is taken as a mean."""
@@ -137,34 +128,30 @@ class LossCheck:
         return dataclasses.replace(context, loss=loss)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the batch of a step, counted from 0, is to be looked at: the same on all ranks."""
-        if not self._enabled:
-            return False
-        tries_again = not self._is_settled and self._num_looks < _MOST_STEPS
-        # The 1st, 4th, 8th, 16th and so on; not the 2nd, which tools measure as the first that is like all others.
-        return tries_again or ((step + 1) & step == 0 and step not in (1, self._newest))
+        """Return whether the batch of a step, counted from 0, is checked: the same on all ranks."""
+        return self._enabled and (self._newest is None or (step in _AGAIN and step != self._newest))
 
-    def warn_of_untold(self) -> None:
-        """Warn that the loss could not be checked, once its step has run: an error of the user's is said by itself."""
-        if self._untold:
+    def warn_if_undecided(self) -> None:
+        """Warn once that the loss could not be checked, after its step has run: an error of the user's comes first."""
+        if self._undecided and not self._has_warned:
+            self._has_warned = True
             self._notifier.warn(
                 "loss_not_checked",
-                f"whether the loss is what it was declared to be cannot be told: {self._untold}. It is taken as "
-                "declared. Compare one batch by hand with ab.check(model, loss, batch); if it holds, "
-                f"Engine(check_loss=False) says that you know. {CURES}",
+                f"the loss could not be compared with its declaration: {self._undecided}. It is taken as declared. "
+                "Compare one batch with ab.check(model, loss, batch); pass Engine(check_loss=False) to silence this.",
             )
-            self._untold = ""
+        self._undecided = ""
 
     def resume(self, decisions: Mapping[str, str]) -> None:
-        """Take what was found before a resume: a function that was a mean over samples then is one now."""
+        """Take the finding of before a resume: a function that was a mean over samples then is one now."""
         if self._bare is not None and decisions.get("loss") == _TAKEN:
             self._bare.is_mean = True
             self._is_settled = True
 
     def check_declaration(
         self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]], step: int
-    ) -> PlannedBatch:
-        """Look at the loss on some samples of this rank's first micro-batches; return the batch, nothing used up.
+    ) -> None:
+        """Check the loss on a few samples of the effective batch, of which nothing is used up.
 
         Args:
             planned: the effective batch.
@@ -173,233 +160,151 @@ class LossCheck:
 
         Raises:
             LossError: on every rank: the loss is not what was declared, or is one number and not declared at all.
-            RankFailedError: another rank could not load its samples.
+            RankFailedError: another rank failed.
         """
-        # One sample cannot be cut, so a few single ones are joined.
-        num_needed = 1 if not planned.units or planned.units[0].num_samples > 1 else 3
-        loaded: list[Batch] = []
-
-        def load() -> CheckVerdict | None:
-            loaded.extend(itertools.islice(planned.micro_batches, num_needed))
-            return None if self._lockstep else self._verdict(_few_samples(loaded), autocast)
-
-        verdicts: Sequence[Any] = self._world.run_on_all_ranks(load)
-        if self._lockstep:
-            # The same samples on every rank: then all of them run the model equally often, whatever is found.
-            chosen = self._world.gather_objects(_few_samples(loaded))
-            of_one_rank = next((few for few in chosen if few.batch is not None), chosen[0])
-            verdicts = self._world.run_on_all_ranks(lambda: self._verdict(of_one_rank, autocast))
+        source = self._source(planned)
+        if self._lockstep and not planned.picks_any:
+            source = self._shared_source(source)
+        most = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
+        max_samples = min(MAX_SAMPLES, max(FEW_SAMPLES, most))
+        verdicts = self._world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
         is_cut = sum(map(len, planned.plan.shares)) > 1
-        if is_cut and _is_open(verdicts):
-            verdicts = self._by_cuts(planned, loaded, autocast, verdicts)
-        self._num_looks, self._newest, self._untold = self._num_looks + 1, step, ""
-        self._raise_if_any_rank_refuses(verdicts, is_cut=is_cut)
-        return planned._replace(micro_batches=itertools.chain(loaded, planned.micro_batches))
+        self._newest, self._undecided = step, ""
+        self._take(verdicts, is_cut=is_cut)
 
-    def _by_cuts(
-        self,
-        planned: PlannedBatch,
-        loaded: list[Batch],
-        autocast: Callable[[], AbstractContextManager[object]],
-        before: Sequence[CheckVerdict],
-    ) -> Sequence[CheckVerdict]:
-        """Let real micro-batches tell what pieces of one could not; without a verdict the one before stands."""
-
-        def cut() -> RealCuts | None:
-            loaded.extend(itertools.islice(planned.micro_batches, max(0, 2 - len(loaded))))
-            return None if self._declared.kind.encode is not None else real_cuts(planned, loaded)
-
-        own = before[self._world.rank]
-        found = self._world.run_on_all_ranks(
-            lambda: cut() if self._lockstep else self._cut_verdict(cut(), autocast, own)
-        )
-        if not self._lockstep:
-            return found
-        of_one_rank = next((one for one in found if one is not None), None)
-        return self._world.run_on_all_ranks(lambda: self._cut_verdict(of_one_rank, autocast, own))
-
-    def _raise_if_any_rank_refuses(self, verdicts: Sequence[CheckVerdict], *, is_cut: bool) -> None:
-        """Come to one verdict from those of all ranks, the same on each."""
-        bare = self._bare is not None and any(one.is_scalar for one in verdicts)
-        broken = next((one for one in verdicts if one.kind == "broken"), None)
-        if broken is not None:
-            message = f"{ONE_NUMBER} Checked on the first step: {broken.words}" if bare else broken.words
-            # Of a bare function no items were declared, so there are none to name.
-            unit = None if bare or broken.term is None else self._declared.kind.terms[broken.term].items.name
-            raise LossError(message, term=broken.term, unit=unit)
-        if any(one.kind == "holds" for one in verdicts):
-            if self._is_settled:
-                return
-            self._is_settled = True
-            holds = "as declared: the check of the first step has found that it holds"
-            self._decisions.add("loss", _TAKEN if bare else holds)
-            if bare and self._bare is not None:
-                self._bare.is_mean = True
-                self._notifier.diagnosis("loss_taken_as_mean_over_samples", f"the loss is {_TAKEN}.")
-            return
-        if self._is_settled:
-            return
-        unsettled = next((one.words for one in verdicts if one.kind == "unsettled"), None)
-        open_ones = (one.words for one in verdicts if one.kind == "inconclusive")
-        reason = unsettled or next(open_ones, "no rank has a sample to look at")
-        if bare:
-            message = f"{ONE_NUMBER} (The check of the first step cannot tell: {reason}.)"
-            raise LossError(message)
-        self._decisions.add("loss", f"as declared, unchecked: {reason}")
-        if is_cut and _is_open(verdicts):
-            self._untold = reason
-
-    def _verdict(self, few: "_FewSamples", autocast: Callable[[], AbstractContextManager[object]]) -> CheckVerdict:
-        """Judge from a few samples."""
-        if few.batch is None:
-            return CheckVerdict("inconclusive", few.reason) if few.reason else CheckVerdict("idle")
-        try:
-            functions = self._declared.functions.values()
-            with without_side_effects(self._modules, self._world.device, functions=functions) as generators:
-                self._leave_other_ranks_alone()
-                return self._judged(few.batch, autocast, generators)
-        except UndecidedError as error:
-            return _undecided(error)
-        except torch.OutOfMemoryError:
-            pass
-        except Exception as error:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
-            return CheckVerdict("inconclusive", f"it cannot be looked at ({type(error).__name__})")
-        return self._out_of_memory()
-
-    def _out_of_memory(self) -> CheckVerdict:
-        if self._world.device.type == "cuda":  # outside of the handler: the failed frames hold no memory any more
-            torch.cuda.empty_cache()
-        return CheckVerdict("inconclusive", "it ran out of memory")
-
-    def _leave_other_ranks_alone(self) -> None:
-        """Let no SyncBatchNorm wait for other ranks, which may not look at any sample. Undone afterwards."""
-        for module in self._modules.modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                module.training = False
-
-    def _cut_verdict(
-        self, cuts: RealCuts | None, autocast: Callable[[], AbstractContextManager[object]], before: CheckVerdict
-    ) -> CheckVerdict:
-        """Judge by real micro-batches; a difference is a fault if it is beyond doubt, and otherwise no proof."""
-        if before.kind not in ("inconclusive", "idle"):
-            return before
-        if cuts is None:  # nothing that could be cut: one sample, or the outputs of the whole batch
-            is_one = before.kind == "inconclusive" and self._declared.kind.encode is None
-            return CheckVerdict("unsettled", before.words) if is_one else before
-        try:
-            error, run = self._cut_error(cuts, autocast)
-        except HarmlessError as failed:
-            return CheckVerdict("unsettled", str(failed))
-        except torch.OutOfMemoryError:
-            return self._out_of_memory()
-        except Exception:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
-            return before
-        kind: Literal["holds", "broken", "inconclusive"] = "holds"
-        words = ""
-        if error >= run.beyond_doubt and cuts.are_real:
-            kind, words = "broken", f"{refused_cuts(error, cuts)} {_OTHERWISE}"
-        elif error > run.rounding:
-            apart = f"gradients of micro-batches, added up, are {error:.1e} from that of all in one"
-            kind, words = "inconclusive", f"{before.words}; {apart}"
-        return CheckVerdict(kind, words, is_scalar=before.is_scalar or self._bare is not None)
-
-    def _cut_error(
-        self, cuts: RealCuts, autocast: Callable[[], AbstractContextManager[object]]
-    ) -> tuple[float, CutRun]:
-        functions = self._declared.functions.values()
-        with without_side_effects(self._modules, self._world.device, functions=functions) as generators:
-            self._leave_other_ranks_alone()
-            run = self.cut_run(autocast, generators)
-            return difference_of_cuts(run, cuts), run
-
-    def cut_run(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> CutRun:
-        """Return what runs the loss for gradients of micro-batches to be compared.
+    def runs(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> LossRuns:
+        """Return what runs the loss on pieces, for their gradients to be compared.
 
         Args:
             autocast: makes the autocast context of a forward.
             generators: those that a model or a loss may draw from.
         """
-        loss = self._declared
-        if self._bare is not None:  # one number is taken as a mean over samples, which is what is asked here
-            loss = dataclasses.replace(loss, function=BareLoss(loss.function, is_mean=True))
-        return CutRun(
-            loss=loss,
+        names, parameters = list(self._prepared.parameters), list(self._prepared.parameters.values())
+        leaves_of = (self._lockstep and self._prepared.gradient_leaves) or (lambda: parameters)
+        parts = LossParts(
+            loss=self._declared,
             model=self._model,
             modules=self._modules,
-            autocast=autocast,
-            generators=generators,
             device=self._world.device,
-            is_low=self._is_low(autocast),
-        )
-
-    def _is_low(self, autocast: Callable[[], AbstractContextManager[object]]) -> bool:
-        # The precision is known as a context alone; inside of it torch says whether it is a low one.
-        with autocast():
-            enabled = torch.is_autocast_enabled(self._world.device.type)
-        return enabled or any(map(is_low_precision, self._modules.parameters()))
-
-    def _judged(
-        self, whole: Batch, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators
-    ) -> CheckVerdict:
-        if self._declared.kind.encode is not None:
-            return self._judged_rows(whole, self.cut_run(autocast, generators))
-        checked, doubtful = checked_samples(
-            self._declared,
-            self._model,
-            map_tensors(whole, lambda tensor: tensor.to(self._world.device)),
             autocast=autocast,
-            is_low=self._is_low(autocast),
-            generators=generators,
+            # Without the strategy's wrapper, whose forward would prepare a reduction.
+            call=self._call_in_lockstep if self._lockstep else caller_of(self._model),
+            leaves=lambda: dict(zip(names, leaves_of(), strict=True)),
+            gather=self._prepared.layout.gather,
+            can_widen=not self._lockstep,
         )
-        found = findings(checked)
-        is_scalar = any(one.is_scalar for one in found.values())
-        for name, one in found.items():
-            if one.explanation:
-                loss = self._declared
-                words = f"{broken(loss, name, one)} {explained(name, one, named=loss.kind.named)} {_OTHERWISE}"
-                return CheckVerdict("broken", words, is_scalar=is_scalar, term=name)
-        for name, one in found.items():
-            if doubtful[name] and not one.adds_up:
-                return CheckVerdict("unsettled", doubtful[name], is_scalar=is_scalar)
-        return CheckVerdict("holds", is_scalar=is_scalar)
+        return LossRuns(parts, generators)
 
-    def _judged_rows(self, micro_batch: Batch, run: CutRun) -> CheckVerdict:
-        """Judge the encode function of a loss across samples, which is never cut itself."""
-        error = difference_of_rows(run, micro_batch)
-        if error <= run.rounding:
-            return CheckVerdict("holds")
-        if error >= run.beyond_doubt:
-            return CheckVerdict("broken", f"{refused_rows(error)} {_OTHERWISE}")
-        return CheckVerdict("inconclusive", f"rows of encode differ by {error:.1e} in smaller micro-batches")
+    def _call_in_lockstep(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+        with self._strategy.micro_batch(_NOT_LAST):
+            return self._prepared.call(function, batch)
 
+    def _source(self, planned: PlannedBatch) -> SampleSource:
+        """Return the samples that this rank checks: its share; in lockstep the whole effective batch, if it can be."""
+        share = planned.units
+        if self._lockstep and planned.picks_any:
+            share = tuple(itertools.chain.from_iterable(planned.plan.shares))
+        units = [range(unit.start, unit.stop) for unit in share if unit.weight]
+        return SampleSource(
+            places=list(itertools.chain.from_iterable(units)),
+            pick=planned.pick,
+            num_candidates=_LOADED_CANDIDATES if planned.picks_any else _CANDIDATES,
+            real_units=units,
+            reads_again=planned.picks_any,
+        )
 
-def _undecided(error: UndecidedError) -> CheckVerdict:
-    if isinstance(error, WrongCountError):
-        return CheckVerdict("broken", str(error))
-    return CheckVerdict("unsettled" if isinstance(error, HarmlessError) else "inconclusive", str(error))
+    def _shared_source(self, source: SampleSource) -> SampleSource:
+        """Return samples of one rank, the same on all ranks, where each rank brings its own."""
 
+        def few() -> Batch:
+            if len(source.places) < 2:  # noqa: PLR2004 (they are to be cut)
+                return None
+            try:
+                return next(source.pick([choose(self._declared, source, MAX_SAMPLES)[0]]))
+            except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in order)
+                return next(source.pick([source.places[:MAX_SAMPLES]]))
 
-def _is_open(verdicts: Sequence[CheckVerdict]) -> bool:
-    """Whether some rank could not tell, and none could."""
-    kinds = {one.kind for one in verdicts}
-    return "inconclusive" in kinds and not kinds & {"holds", "broken", "unsettled"}
+        found = next((one for one in self._world.run_on_all_ranks(few) if one is not None), None)
+        batch, number = (None, 0) if found is None else read_samples(found)
+        return SampleSource(range(number), functools.partial(picked, batch), _CANDIDATES)
 
+    def _verdict(
+        self, source: SampleSource, autocast: Callable[[], AbstractContextManager[object]], max_samples: int
+    ) -> _RankVerdict:
+        agree = self._largest if self._lockstep else (lambda number: number)
+        functions = self._declared.functions.values()
+        # A layer that waits for other ranks would wait for ever: these may not run any sample.
+        synchronised = [m for m in self._modules.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
+        for module in synchronised:
+            module.training = False
+        try:
+            with without_side_effects(self._modules, self._world.device, functions=functions) as generators:
+                runs = self.runs(autocast, generators)
+                return self._described(runs, judge(runs, source, max_samples=max_samples, agree=agree))
+        except torch.OutOfMemoryError:
+            pass
+        except Exception as error:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
+            return _RankVerdict("undecided", f"{type(error).__name__}: {error}"[:_MOST_LETTERS])
+        finally:
+            for module in synchronised:
+                module.training = True
+            if self._lockstep:  # sharded modules may be left gathered
+                self._strategy.clear_gradients()
+        if self._world.device.type == "cuda":  # outside of the handler: the failed frames hold no memory any more
+            torch.cuda.empty_cache()
+        return _RankVerdict("undecided", "it ran out of memory")
 
-@dataclass(frozen=True, slots=True)
-class _FewSamples:
-    """A micro-batch of at least two samples; or None and why there is none, empty for a rank without samples."""
+    def _largest(self, number: float) -> float:
+        largest: float = max(self._world.gather_objects(number))
+        return largest
 
-    batch: Batch | None
-    reason: str = ""
+    def _described(self, runs: LossRuns, verdict: Verdict) -> _RankVerdict:
+        made = _RankVerdict(
+            verdict.kind,
+            verdict.reason,
+            is_harmless=verdict.is_harmless,
+            fits_others=verdict.fits_others,
+            is_scalar=runs.returned_number,
+        )
+        if verdict.kind != "broken":
+            return made
+        found = diagnose(runs, verdict, in_lockstep=self._lockstep)
+        message = described(self._declared, verdict, found)
+        if found.cause != "form":
+            message = f"{message} {found.remedy} {_OTHERWISE}"
+        return made._replace(message=message, cause=found.cause, term=found.term)
 
+    def _take(self, verdicts: Sequence[_RankVerdict], *, is_cut: bool) -> None:
+        """Come to one verdict from those of all ranks, the same on each."""
+        is_number = self._bare is not None and any(one.is_scalar for one in verdicts)
+        broken = next((one for one in verdicts if one.kind == "broken"), None)
+        if broken is not None:
+            message = broken.message
+            if is_number and broken.cause != "form":
+                message = f"{ONE_NUMBER} Checked on the first step: {message}"
+            # Of a bare function no items were declared, so there are none to name.
+            unit = None if is_number or broken.term is None else self._declared.kind.terms[broken.term].items.name
+            raise LossError(message, term=broken.term, unit=unit, cause=broken.cause)
+        holding = [one for one in verdicts if one.kind == "holds"]
+        undecided = next((one for one in verdicts if one.kind == "undecided" and not one.is_harmless), None)
+        if undecided is None and holding:
+            self._hold(is_number=is_number, is_alike=all(one.fits_others for one in holding))
+            return
+        if self._is_settled:
+            return
+        reason = next((one.reason for one in verdicts if one is undecided), verdicts[0].reason)
+        if is_number:
+            message = f"{ONE_NUMBER} (The check of the first step cannot tell: {reason}.)"
+            raise LossError(message)
+        self._decisions.add("loss", f"as declared, unchecked: {reason}")
+        if is_cut and undecided is not None:
+            self._undecided = reason
 
-def _few_samples(loaded: Sequence[Batch]) -> _FewSamples:
-    if not loaded:
-        return _FewSamples(None)
-    try:
-        whole = loaded[0] if len(loaded) == 1 else joined(loaded)
-        if whole is not None and count_samples(whole) > 1:  # one sample cannot be cut
-            return _FewSamples(whole)
-    except Exception as error:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
-        return _FewSamples(None, f"it cannot be looked at ({type(error).__name__})")
-    return _FewSamples(None, "a micro-batch has one sample only")
+    def _hold(self, *, is_number: bool, is_alike: bool) -> None:
+        if self._is_settled:
+            return
+        self._is_settled = not is_alike
+        self._decisions.add("loss", _TAKEN if is_number else _HOLDS + _ALIKE * is_alike)
+        if is_number and self._bare is not None:
+            self._bare.is_mean = True
+            self._notifier.diagnosis("loss_taken_as_mean_over_samples", f"the loss is {_TAKEN}.")

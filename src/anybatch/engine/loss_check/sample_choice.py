@@ -1,44 +1,126 @@
-"""Which samples of a micro-batch can tell one declaration of a loss from another."""
+"""Which samples of an effective batch tell most about a loss, and what each of them may count as."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from anybatch.core.batch import picked
 from anybatch.core.loss import Loss, tokens, unit_counts
-from anybatch.core.loss_kinds import SAMPLES
-from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
+from anybatch.core.tree import Batch, copied, read_samples, tensors_of
 
-_NUMBERS = (7, 5, 6, 8, 4, 3, 2)
-"""How many samples are looked at: few, since they cost a forward; a number that no other axis has, if possible."""
-_MOST_WINDOWS = 4
+MAX_SAMPLES = 8
+FEW_SAMPLES = 4
+"""With at most this many samples the first split decides: others detect less."""
 _IGNORED = -100
 _MOST_PADDINGS = 3
+_WEIGHT_OF_COUNTS = 3.0
 
 
-def choose_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, int, dict[str, str]]:
-    """Return a few samples, how many, and by term why they can not tell its declaration from others, if they cannot."""
-    elsewhere = {size for tensor in tensors_of(batch) for size in tensor.shape[1:]}
-    # False sorts before True, and sorting is stable: numbers that are no other length first, by preference.
-    possible = sorted((one for one in _NUMBERS if one <= num_samples), key=lambda number: number in elsewhere)
-    windows = ((start, n) for n in possible for start in range(0, num_samples - n + 1, n)[:_MOST_WINDOWS])
-    found: tuple[Batch, int, dict[str, str]] | None = None
-    for start, number in windows:
-        chosen = slice_samples(batch, start, start + number)
-        doubtful = doubts(loss, chosen, number)
-        if found is None or not any(doubtful.values()):
-            found = chosen, number, doubtful
-        if not any(doubtful.values()):
-            break
-    assert found is not None, "there are two samples at least"
-    return found
+@dataclass(frozen=True, slots=True)
+class SampleSource:
+    """Samples to choose from.
+
+    Attributes:
+        places: of all of them, in the order in which micro-batches hold them.
+        pick: function (lists of places) -> one micro-batch for each list, on the host.
+        num_candidates: most samples that are looked at.
+        real_units: places of the step's first micro-batches; empty if the batch is not cut.
+        reads_again: `pick` reads a data set each time.
+    """
+
+    places: Sequence[int]
+    pick: Callable[[Sequence[Sequence[int]]], Iterator[Batch]]
+    num_candidates: int
+    real_units: Sequence[Sequence[int]] = ()
+    reads_again: bool = False
+
+    def repeatable(self) -> "SampleSource":
+        """Return the source, or samples in memory where a data set returns other values each time it is read."""
+        if not self.reads_again:
+            return self
+        first = self.places[:2]
+        one, other = (list(tensors_of(batch)) for batch in self.pick([first, first]))
+        if len(one) == len(other) and all(map(torch.equal, one, other)):
+            return self
+        batch, number = read_samples(next(self.pick([_spread(self.places, self.num_candidates)])))
+        return SampleSource(range(number), functools.partial(picked, batch), number)
 
 
-def sample_counts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, list[float]]:
-    """Return what each sample counts for each term."""
-    # One sample at a time, since a count function returns one number for all that it is given.
-    rows = [unit_counts(loss, slice_samples(batch, number, number + 1), 1) for number in range(num_samples)]
-    return {name: [row[place] for row in rows] for place, name in enumerate(loss.names)}
+def choose(loss: Loss, source: SampleSource, max_samples: int) -> tuple[list[int], list[int]]:
+    """Return the places of samples that differ as much as possible; and the same with similar ones side by side.
+
+    A sample is described by its counts and, for each tensor, the mean, the numbers of -100s and zeros, and the size.
+    Farthest-point selection begins with the two lowest counts, and adds the sample that is farthest from all chosen
+    ones. The second order is that of the first principal component: its pieces differ most from each other.
+    """
+    places = _spread(source.places, source.num_candidates)
+    rows = [_described(loss, batch) for batch in source.pick([[place] for place in places])]
+    width = max(map(len, rows))
+    table = torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64).nan_to_num()
+    table = (table - table.mean(0)) / table.std(0, unbiased=False).clamp(min=1e-12)
+    table[:, : len(loss.names)] *= _WEIGHT_OF_COUNTS
+    num_first = 2 if max_samples > FEW_SAMPLES else 1
+    chosen = sorted(range(len(rows)), key=lambda number: (rows[number][0], number))[:num_first]
+    distances = torch.stack([(table - table[number]).norm(dim=1) for number in chosen]).amin(0)
+    while len(chosen) < min(max_samples, len(rows)):
+        distances[chosen] = -1.0
+        chosen.append(int(distances.argmax()))
+        distances = torch.minimum(distances, (table - table[chosen[-1]]).norm(dim=1))
+    centred = table[chosen] - table[chosen].mean(0)
+    order = (centred @ torch.linalg.svd(centred, full_matrices=False).Vh[0]).argsort(stable=True).tolist()
+    found = [places[number] for number in chosen]
+    return found, [found[number] for number in order]
+
+
+def splits(
+    chosen: Sequence[int], alike: Sequence[int], source: SampleSource
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """Yield places and the sizes of their pieces: with single samples, then even sizes, pairs, and real micro-batches.
+
+    Many small pieces show more threshold effects: a margin, the hardest samples, a capacity.
+    """
+    number, own = len(chosen), list(chosen)
+    yield own, _sizes(number, 1, 1, 1, 2)
+    if number >= FEW_SAMPLES:
+        yield own, _sizes(number, 2, 2)
+        yield list(alike), _sizes(number, 2, 4)
+    in_order = list(source.places[: number // 2 * 2])
+    for group in (2, 4):
+        if len(in_order) > group:
+            yield in_order, (group, len(in_order) - group)
+    if len(source.real_units) > 1:
+        units = source.real_units[:2]
+        yield list(itertools.chain.from_iterable(units)), tuple(map(len, units))
+
+
+def _sizes(number: int, *first: int) -> tuple[int, ...]:
+    """Return these sizes as far as they fit, then the remainder."""
+    sizes = list(first)
+    while sum(sizes) >= number:
+        sizes.pop()
+    return (*sizes, number - sum(sizes))
+
+
+def _spread(places: Sequence[int], most: int) -> list[int]:
+    """Return at most so many places, evenly spread."""
+    if len(places) <= most:
+        return list(places)
+    return [places[round(number * (len(places) - 1) / (most - 1))] for number in range(most)]
+
+
+def _described(loss: Loss, sample: Batch) -> list[float]:
+    row = [float(count) for count in unit_counts(loss, copied(sample), 1)]
+    for tensor in tensors_of(sample):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex() or not tensor.numel():
+            row += [0.0] * 4
+            continue
+        ignored, zeros = int((tensor == _IGNORED).sum()), int((tensor == 0).sum())
+        row += [float(tensor.double().mean()), float(ignored), float(zeros), float(tensor.numel())]
+    return row
 
 
 def candidates(batch: Batch, num_samples: int) -> dict[str, list[float]]:
@@ -70,36 +152,6 @@ def paddings(batch: Batch, num_samples: int) -> dict[str, list[float]]:
                 counts = [float(each(row)) for row in labels.split(1)]
                 found[f"labels={name}, ignore_index={value}, shift={shift}"] = counts
     return found
-
-
-def doubts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, str]:
-    """Return, by term, why these samples cannot tell what its value is a mean over; empty where they can."""
-    counts = sample_counts(loss, batch, num_samples)
-    labelled = (counted for name, counted in candidates(batch, num_samples).items() if name.startswith("labels="))
-    targets = list(labelled)
-    classes = [one for _, one in _integers(batch) if one.dim() == 1]
-    found = {}
-    for name, own in counts.items():
-        items = loss.kind.terms[name].items
-        found[name] = ""
-        if sum(map(bool, own)) < 2:  # noqa: PLR2004 (one sample cannot be cut)
-            found[name] = "fewer than two of its samples count anything"
-        elif items is not SAMPLES and len(set(own)) == 1:
-            found[name] = f"all of its samples count the same, {own[0]:g}"
-        elif items is SAMPLES and any(len(set(counted)) == 1 for counted in targets):
-            found[name] = "all of its samples have equally many targets"
-        elif items is SAMPLES and classes and all(bool((one == one[0]).all()) for one in classes):
-            found[name] = "all of its samples have the same label"
-    return found
-
-
-def joined(batches: Sequence[Batch]) -> Batch | None:
-    """Return micro-batches as one, or None where they cannot be joined (padded to different lengths, say)."""
-    columns = list(zip(*(list(tensors_of(batch)) for batch in batches), strict=True))
-    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
-        return None
-    whole = iter([torch.cat(column) if column[0].dim() else column[0] for column in columns])
-    return map_tensors(batches[0], lambda _: next(whole))
 
 
 def _targets(batch: Batch) -> dict[str, torch.Tensor]:

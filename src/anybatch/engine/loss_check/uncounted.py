@@ -49,7 +49,10 @@ class UncountedSums:
         self._autocast = autocast
         self._lockstep = lockstep
         self._places = {
-            name: place for place, (name, term) in enumerate(loss.kind.terms.items()) if term.items is COUNTED
+            # By name: a declaration that was copied or unpickled has items of its own.
+            name: place
+            for place, (name, term) in enumerate(loss.kind.terms.items())
+            if term.items.name == COUNTED.name
         }
         self._adds: dict[str, bool] = {}
 

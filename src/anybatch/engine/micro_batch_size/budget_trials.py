@@ -14,7 +14,7 @@ from anybatch.core.batch import lengths_of
 from anybatch.core.token_budget import SampleLengths, TokenBudget
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.loss_check.by_cuts import CutRun
+from anybatch.engine.loss_check.runs import LossRuns
 from anybatch.engine.micro_batch_size.cut_choice import (
     Load,
     Way,
@@ -45,7 +45,7 @@ class TrialParts:
         clear: clears gradients.
         optimizer_is_new: the optimizer has no state yet.
         precision: name of the precision, for sizes to be known by.
-        cut_run: function (generators) -> what runs the loss for gradients to be compared.
+        loss_runs: function (generators) -> runs of the loss, for gradients to be compared.
     """
 
     context: LoopContext
@@ -54,7 +54,7 @@ class TrialParts:
     clear: Callable[[], None]
     optimizer_is_new: bool
     precision: str
-    cut_run: Callable[[SeededGenerators], CutRun]
+    loss_runs: Callable[[SeededGenerators], LossRuns]
 
     @property
     def num_parameters(self) -> int:
@@ -187,7 +187,7 @@ class BudgetTrials:
             for packed in (False, True)
         }
         loads = {packed: layout.load for packed, layout in layouts.items()}
-        reason = why_not_packed(self._trial.cut_run(generators), loads, lengths)
+        reason = why_not_packed(self._trial.loss_runs(generators), loads, lengths)
         if not reason:
             return self._timed(layouts, known)
         found = self._timed({False: layouts[False]}, known)

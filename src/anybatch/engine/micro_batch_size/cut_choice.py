@@ -7,21 +7,19 @@ no straight line in its tokens.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut, even_parts
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch, copied
-from anybatch.engine.loss_check.by_cuts import CutRun, RealCuts, difference_of_cuts
-from anybatch.engine.loss_check.recorded_model import UndecidedError
+from anybatch.engine.loss_check.held import HeldDraws
+from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
 from anybatch.engine.micro_batch_size.token_costs import Runs, TokenCosts, tokens_of
 
 _TIMES = 3  # the middle one counts: large micro-batches take longer in most steps than in the best one
@@ -30,6 +28,8 @@ _MOST_TIMED = 8
 _MOST_HALVINGS = 6
 _WORTH_A_SMALLER_CAP = 0.98  # of the time of a step: what is less may be chance, and smaller micro-batches are more
 _NUM_COMPARED = 4
+_DIFFERS = 1e-3  # in float32, between two layouts, whose sums are rounded in another order
+_LOW = 30.0  # so many times as much in bf16 and fp16
 
 Load = Callable[[Sequence[int]], Batch]
 """From positions in the effective batch to these samples, collated."""
@@ -174,11 +174,11 @@ def seconds_of_steps(
     return seconds(), failed
 
 
-def why_not_packed(run: CutRun, loads: Mapping[bool, Load], lengths: SampleLengths) -> str:
+def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLengths) -> str:
     """Return why packed samples do not have the gradient that they have by themselves; nothing if they have.
 
     Args:
-        run: runs the loss.
+        runs: runs the loss.
         loads: loads samples padded (False), and packed (True).
         lengths: of the samples of the effective batch.
     """
@@ -187,36 +187,17 @@ def why_not_packed(run: CutRun, loads: Mapping[bool, Load], lengths: SampleLengt
     chosen = by_length[middle : middle + _NUM_COMPARED]
     if len(chosen) < 2:  # noqa: PLR2004 (one sample sees no other)
         return "there is only one sample"
-    cuts = RealCuts(
-        pieces=tuple(loads[False]([place]) for place in chosen),
-        sizes=(1,) * len(chosen),
-        whole=loads[True](chosen),
-        are_real=False,
-    )
+    # The layouts have no axis of samples in common, so draws must be the same everywhere.
+    runs.draws = HeldDraws(constant=True)
     try:
-        with _all_in_evaluation_mode(run.modules):
-            difference = difference_of_cuts(run, cuts)
-    except UndecidedError as error:
-        return f"whether the model keeps packed samples apart cannot be told: {error}"
+        packed = runs.gradient([Piece(loads[True](chosen), len(chosen))], is_full=True)
+        error, _ = difference(packed, runs.gradient([Piece(loads[False]([place]), 1) for place in chosen]))
+    except UndecidedError as failed:
+        return f"the gradient of packed samples cannot be compared: {failed}"
     except torch.OutOfMemoryError:
         return "a few packed samples run out of memory"
-    except Exception as error:  # noqa: BLE001 (what runs padded need not run packed)
-        return f"the model does not take packed samples ({type(error).__name__}: {error})"
-    if difference > run.rounding:
-        return (
-            f"the model lets packed samples see each other: their gradient is {difference:.1e} from that by themselves"
-        )
+    except Exception as failed:  # noqa: BLE001 (what runs padded need not run packed)
+        return f"the model does not take packed samples ({type(failed).__name__}: {failed})"
+    if error > _DIFFERS * (_LOW if runs.narrowest.itemsize < torch.float32.itemsize else 1.0):
+        return f"the model lets packed samples see each other: their gradient is {error:.1e} from that by themselves"
     return ""
-
-
-@contextmanager
-def _all_in_evaluation_mode(modules: nn.Module) -> Iterator[None]:
-    """Put all of a model into evaluation mode meanwhile: attention may draw dropout of its own."""
-    training = [one for one in modules.modules() if one.training]
-    for one in training:
-        one.training = False
-    try:
-        yield
-    finally:
-        for one in training:
-            one.training = True

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.batch import LaterUnits, Position, Positions
@@ -19,7 +18,6 @@ from anybatch.core.tree import Batch, slice_samples, tensors_of
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.check import BareLoss
-from anybatch.engine.reached_state import ReachedState
 from anybatch.engine.side_effects import trial_run
 from anybatch.engine.spec import Hardware
 from anybatch.errors import PlanError
@@ -120,11 +118,7 @@ class StepTracer:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(without_garbage_collection())
             warnings.simplefilter("ignore")  # the real run shows them
-            # The twin is a copy, functions are not: what they write to would be left with tensors without data.
-            model = self._spec.trained.model
-            modules = nn.ModuleList([model] if isinstance(model, nn.Module) else model.values())
-            reached = ReachedState(declared(self._spec.trained.loss).functions.values(), modules)
-            stack.callback(reached.restore)
+            # The twin is a copy of the model and of callable objects; functions are not copied, and can ask.
             stack.enter_context(trial_run())
             self._twin_run = _TwinRun(self._spec, self._mode, world)
             stack.callback(self._twin_run.ledger.forget)

@@ -1,0 +1,258 @@
+"""The check itself: the gradient of a few samples in one piece against the sum over uneven pieces of them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from anybatch.core.loss_kinds import SAMPLES
+from anybatch.engine.loss_check.held import HeldDraws
+from anybatch.engine.loss_check.runs import (
+    Gradients,
+    LossRuns,
+    NotFiniteError,
+    NothingToCompareError,
+    Piece,
+    UndecidedError,
+    difference,
+)
+from anybatch.engine.loss_check.sample_choice import FEW_SAMPLES, MAX_SAMPLES, SampleSource, choose, splits
+from anybatch.errors import LossError
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+"""Differences up to here are rounding. Above, wider numbers decide."""
+_WIDE_TOLERANCES = {torch.float64: 1e-5, torch.float32: 3e-4}
+"""Not smaller: some models compute parts in float32 whatever the type of their parameters."""
+_DEFINITE = 30.0
+"""Without wider numbers, differences above so many tolerances are no rounding."""
+_COUNT_TOLERANCE = 1e-5
+_MOST_LETTERS = 100
+
+Agree = Callable[[float], float]
+_Orders = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of the check.
+
+    Attributes:
+        kind: "holds", "broken" or "undecided".
+        reason: why it is undecided, or a caveat, a clause.
+        is_harmless: undecided, and for a reason that is no sign of a fault.
+        fits_others: it holds, and on these samples other declarations would too: all of them count alike.
+        error: relative difference of the parameter that differs most.
+        tolerance: of a difference that is rounding.
+        parameter: the name of that parameter.
+        pieces: the samples in one piece, then in several.
+        counts: what did not add up, of a count that is not additive: the term, the count of all, the sum of counts.
+    """
+
+    kind: Literal["holds", "broken", "undecided"]
+    reason: str = ""
+    is_harmless: bool = False
+    fits_others: bool = False
+    error: float = 0.0
+    tolerance: float = 0.0
+    parameter: str = ""
+    pieces: tuple[Piece, ...] = ()
+    counts: tuple[str, float, float] | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is broken for another reason than a difference of gradients."""
+        return self.kind == "broken" and (self.counts is not None or bool(self.reason))
+
+    @property
+    def full(self) -> Piece:
+        """The samples in one piece."""
+        return self.pieces[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each piece."""
+        return tuple(piece.num_samples for piece in self.pieces[1:])
+
+
+def judge(
+    runs: LossRuns, source: SampleSource, *, max_samples: int = MAX_SAMPLES, agree: Agree = lambda number: number
+) -> Verdict:
+    """Return whether pieces of some samples, weighted as declared, add up to the gradient of all of them.
+
+    Args:
+        runs: runs the loss.
+        source: the samples.
+        max_samples: most samples of a run.
+        agree: function (number) -> the largest of all ranks, where ranks run in lockstep: how many runs follow depends
+            on it.
+    """
+    if len(source.places) < 2:  # noqa: PLR2004 (one sample has no pieces)
+        return Verdict(kind="undecided", reason="there is one sample only", is_harmless=True)
+    source = source.repeatable()
+    chosen = _chosen(runs, source, max_samples)
+    verdict = _tried(runs, source, chosen, agree)
+    if verdict.is_harmless and len(source.places) > len(chosen[0]):
+        # A hinge loss has a gradient of zero for most samples.
+        verdict = _tried(runs, source, _chosen(runs, source, 4 * max_samples), agree)
+    if verdict.kind != "holds" and not verdict.is_harmless and agree(float(runs.draws.num_draws)):
+        # Samples may be on another axis than the first, or draw in a loop.
+        varied, runs.draws = runs.draws, HeldDraws(constant=True)
+        constant = _tried(runs, source, chosen, agree)
+        if constant.kind != "undecided" or verdict.kind == "undecided":
+            return constant
+        runs.draws = varied
+    return verdict
+
+
+def _chosen(runs: LossRuns, source: SampleSource, max_samples: int) -> _Orders:
+    try:
+        chosen = choose(runs.parts.loss, source, max_samples)
+        next(source.pick([chosen[0][::-1]]))
+    except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in another order)
+        first = list(source.places[:max_samples])
+        return first, first
+    return chosen
+
+
+def _tried(runs: LossRuns, source: SampleSource, orders: _Orders, agree: Agree) -> Verdict:
+    """Try splits until one decides: it holds with pieces of one sample, or differs without any."""
+    even: list[Verdict] = []
+    single: Verdict | None = None
+    failure = Verdict(kind="undecided", reason="no split could be run")
+    for places, sizes in splits(*orders, source):
+        if len(even) > 1:
+            break
+        verdict, is_final = _attempted(runs, source, places, sizes, agree)
+        has_single = 1 in sizes
+        if is_final or verdict.kind == ("holds" if has_single else "broken"):
+            return verdict
+        if verdict.kind == "undecided":
+            failure = verdict
+        elif not has_single:
+            even.append(verdict)
+        elif len(orders[0]) < FEW_SAMPLES:
+            return verdict
+        else:
+            single = verdict
+    if single is None or not even:
+        return even[0] if even else single or failure
+    reason = (
+        f"pieces of one sample differ by {single.error:.1e} from all {single.full.num_samples}, and pieces of even "
+        "sizes agree (samples in pairs or groups, or a threshold?)"
+    )
+    return dataclasses.replace(single, kind="undecided", reason=reason)
+
+
+def _attempted(
+    runs: LossRuns, source: SampleSource, places: Sequence[int], sizes: Sequence[int], agree: Agree
+) -> tuple[Verdict, bool]:
+    """Compare one split; also return whether other splits could not tell more."""
+    try:
+        verdict = _compared(runs, source, places, sizes, agree)
+    except torch.OutOfMemoryError:
+        return Verdict(kind="undecided", reason="it ran out of memory"), True
+    except NothingToCompareError as error:
+        return Verdict(kind="undecided", reason=str(error), is_harmless=True), True
+    except UndecidedError as error:
+        return Verdict(kind="undecided", reason=str(error)), False
+    except Exception as error:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
+        line = next(iter(str(error).splitlines()), "")[:_MOST_LETTERS]
+        return Verdict(kind="undecided", reason=f"{type(error).__name__}: {line}"), False
+    return verdict, verdict.kind == "undecided" or verdict.is_certain
+
+
+def _compared(
+    runs: LossRuns, source: SampleSource, places: Sequence[int], sizes: Sequence[int], agree: Agree
+) -> Verdict:
+    """Compare one split with the samples in one piece."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    cut = [list(places), *(list(places[start : start + size]) for start, size in zip(starts, sizes, strict=True))]
+    pieces = tuple(map(Piece, source.pick(cut), map(len, cut)))
+    try:
+        if (verdict := _counted(runs, pieces)) is not None:
+            return verdict
+        full = runs.gradient(pieces[:1], is_full=True)
+    except LossError as failure:  # the step raises it too, except where it does not wait for a count on a device
+        return Verdict(kind="broken", reason=str(failure), pieces=pieces)
+    except NotFiniteError as failure:
+        raise NothingToCompareError(str(failure)) from failure
+    error, place = difference(full, runs.gradient(pieces[1:]))
+    found = Verdict(
+        kind="holds",
+        fits_others=_counts_alike(runs, pieces),
+        error=agree(error),
+        tolerance=TOLERANCES.get(runs.narrowest, max(TOLERANCES.values())),
+        parameter=runs.names[place],
+        pieces=pieces,
+    )
+    if found.error <= found.tolerance:
+        return found
+    if reason := _why_unrepeatable(runs, found, full, agree):
+        return dataclasses.replace(found, kind="undecided", reason=reason)
+    return _rounding_or_not(runs, found)
+
+
+def _rounding_or_not(runs: LossRuns, found: Verdict) -> Verdict:
+    """Return whether a difference is rounding, by the same comparison in float64."""
+    error, place, dtype = found.error, 0, runs.narrowest
+    try:
+        if dtype is not torch.float64:
+            with runs.widened() as dtype:
+                full = runs.gradient(found.pieces[:1], is_full=True)
+                error, place = difference(full, runs.gradient(found.pieces[1:]))
+                found = dataclasses.replace(found, parameter=runs.names[place])
+    except NotFiniteError:
+        raise
+    except Exception:  # noqa: BLE001 (not every model runs in float64)
+        if found.error > found.tolerance * _DEFINITE:
+            return dataclasses.replace(found, kind="broken")
+        reason = f"pieces differ by {found.error:.1e}, which is close to rounding, and the model has no run in float64"
+        return dataclasses.replace(found, kind="undecided", reason=reason)
+    tolerance = _WIDE_TOLERANCES[dtype]
+    if error <= tolerance:
+        return dataclasses.replace(found, reason="the difference is rounding")
+    return dataclasses.replace(found, kind="broken", error=error, tolerance=tolerance)
+
+
+def _counted(runs: LossRuns, pieces: Sequence[Piece]) -> Verdict | None:
+    """Return that a count does not add up over samples: `len` of a dict, or `clamp(min=1)`; None if all do."""
+    whole, *parts = map(runs.counts, pieces)
+    for name, count, column in zip(runs.parts.loss.names, whole, zip(*parts, strict=True), strict=True):
+        if abs(sum(column) - count) > _COUNT_TOLERANCE * max(count, sum(column)):
+            return Verdict(kind="broken", pieces=tuple(pieces), counts=(name, count, sum(column)))
+    return None
+
+
+def _counts_alike(runs: LossRuns, pieces: Sequence[Piece]) -> bool:
+    """Whether all samples count the same for a term that does not count samples, so that other counts fit as well."""
+    loss = runs.parts.loss
+    if loss.kind.brings_count or loss.kind.encode is not None:
+        return False
+    of_samples = [[count / piece.num_samples for count in runs.counts(piece)] for piece in pieces]
+    terms = list(loss.kind.terms.values())
+    return any(
+        term.items.name != SAMPLES.name and len(set(column)) == 1
+        for term, column in zip(terms, zip(*of_samples, strict=True), strict=True)
+    )
+
+
+def _why_unrepeatable(runs: LossRuns, found: Verdict, full: Gradients, agree: Agree) -> str:
+    """Return why two runs of the same samples differ, a clause; empty if they agree."""
+    if runs.draws.unknown:
+        return f"torch draws random numbers that cannot be held ({', '.join(sorted(runs.draws.unknown))})"
+    repeated = agree(difference(full, runs.gradient(found.pieces[:1]))[0])
+    if repeated > found.tolerance:
+        return (
+            f"two runs of the same samples differ by {repeated:.1e}: the loss or the model keeps numbers in Python "
+            "that it updates and computes with"
+        )
+    runs.seed = 1
+    try:
+        reseeded = agree(difference(full, runs.gradient(found.pieces[:1]))[0])
+    finally:
+        runs.seed = 0
+    if reseeded > found.tolerance:
+        return "the loss or the model draws random numbers from Python or numpy, which cannot be held"
+    return ""

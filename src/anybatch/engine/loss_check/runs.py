@@ -1,0 +1,336 @@
+"""Runs of the user's model and loss on a few samples, each from the same state, for their gradients to be compared."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.buffers import BufferKeeper
+from anybatch.core.loss import Loss, LossSum, factors_of, scaled, unit_counts
+from anybatch.core.loss_kinds import COUNTED, AcrossSamples, LossFunction
+from anybatch.core.tree import Batch, copied, join_samples, map_tensors
+from anybatch.engine.inputs import Model
+from anybatch.engine.loss_check.held import HeldDraws, HeldNorms
+from anybatch.engine.side_effects import SeededGenerators, modules_of
+from anybatch.engine.torch_internals import gradients, widened
+
+_MOST_WIDENED = 2**28
+"""Most numbers in parameters of which copies in float64 are made."""
+_FLOOR = 1e-2
+"""A parameter's gradient is compared with at least this part of the whole gradient: it may be rounding alone."""
+
+Gradients = list[Tensor | None]
+Call = Callable[[LossFunction, Batch], Any]
+
+
+class UndecidedError(Exception):
+    """The samples cannot be compared; the message is the reason, a clause."""
+
+
+class NotFiniteError(UndecidedError):
+    """A gradient is NaN or infinite."""
+
+
+class NothingToCompareError(UndecidedError):
+    """These samples say nothing about the loss, which is no sign of a fault."""
+
+
+class Piece(NamedTuple):
+    """Samples that run together: the batch, on the host, and their number."""
+
+    batch: Batch
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossParts:
+    """The loss and everything that it runs with.
+
+    Attributes:
+        loss: the declaration. A bare function that returns one number is taken as a mean over samples.
+        model: the argument of the loss function.
+        modules: everything that trains.
+        device: of the model.
+        autocast: makes the context of a forward.
+        call: runs a function with the model.
+        leaves: function () -> the tensors whose gradients are compared, by name.
+        gather: returns a tensor in one piece.
+        can_widen: whether the parameters may be replaced by wider copies.
+    """
+
+    loss: Loss
+    model: Model
+    modules: nn.Module
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[object]]
+    call: Call
+    leaves: Callable[[], Mapping[str, Tensor]]
+    gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    can_widen: bool = True
+
+
+class LossRuns:
+    """Runs the user's loss on pieces, and returns gradients of the parameters.
+
+    Buffers and generators are as before in each run, and draws and batch statistics are held. `autograd.grad` leaves
+    `.grad`, accumulation hooks and DDP alone. Used inside of `without_side_effects`, which undoes the rest.
+
+    Args:
+        parts: the loss, and what it runs with.
+        generators: those that a model or a loss may draw from.
+
+    Attributes:
+        parts: the same, or wider copies meanwhile.
+        draws: the random numbers.
+        value: the loss of the last run.
+        returned_number: whether the loss function has returned one number.
+        num_samples: samples that were run forward and backward.
+        seed: of the generators of python, numpy and torch.
+    """
+
+    def __init__(self, parts: LossParts, generators: SeededGenerators) -> None:
+        self.parts = parts
+        self.draws, self._norms = HeldDraws(), HeldNorms()
+        self.value, self.returned_number = 0.0, False
+        self.num_samples = self.seed = 0
+        self._generators = generators
+        self._buffers = [_kept(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
+        self._wide: torch.dtype | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the gradients."""
+        return list(self.parts.leaves())
+
+    @property
+    def narrowest(self) -> torch.dtype:
+        """The floating-point type with the least precision that takes part, autocast included."""
+        dtypes = {one.dtype for one in self.parts.leaves().values() if one.is_floating_point()}
+        with self.parts.autocast():
+            if torch.is_autocast_enabled(self.parts.device.type):
+                dtypes.add(torch.get_autocast_dtype(self.parts.device.type))
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+    @contextlib.contextmanager
+    def widened(self) -> Iterator[torch.dtype]:
+        """Run on copies in float64 meanwhile; very large models in bf16 or fp16 run in float32.
+
+        The copies are shallow: what a forward keeps in an attribute is gone with them, and parameters stay the user's.
+
+        Raises:
+            UndecidedError: there are no such copies.
+        """
+        num_numbers = sum(one.numel() for one in self.parts.leaves().values())
+        dtype = torch.float64 if num_numbers <= _MOST_WIDENED else torch.float32
+        if not self.parts.can_widen or torch.finfo(self.narrowest).eps <= torch.finfo(dtype).eps:
+            message = "there are no copies of more precision"
+            raise UndecidedError(message)
+        before, buffers, default = self.parts, self._buffers, torch.get_default_dtype()
+        self.parts = _widened(before, dtype)
+        self._wide, self._buffers = dtype, [*buffers, _kept(self.parts.modules)]
+        torch.set_default_dtype(dtype)
+        try:
+            yield dtype
+        finally:
+            torch.set_default_dtype(default)
+            self.parts, self._buffers, self._wide = before, buffers, None
+
+    def counts(self, piece: Piece) -> tuple[float, ...]:
+        """Return what a piece counts for each term."""
+        return unit_counts(self.parts.loss, copied(piece.batch), piece.num_samples)
+
+    def gradient(self, pieces: Sequence[Piece], *, is_full: bool = False) -> Gradients:
+        """Return the sum of the pieces' gradients, weighted as the engine weights micro-batches.
+
+        The plain loop: `sum(count / total * autograd.grad(loss(piece), parameters) for piece in pieces)`.
+
+        Args:
+            pieces: of the samples, in order.
+            is_full: the statistics of BatchNorm are those of this run, also in later ones.
+
+        Raises:
+            UndecidedError: there is nothing to compare, or a gradient is not finite.
+            Exception: what the model or the loss raises.
+        """
+        counts = [self.counts(piece) for piece in pieces]
+        divisors = [sum(column) for column in zip(*counts, strict=True)]
+        if not any(divisors):
+            message = "these samples count nothing"
+            raise NothingToCompareError(message)
+        self.value = total_count = 0.0
+        if is_full:
+            self._norms.reset()
+        if self.parts.loss.kind.encode is not None:
+            return self._run(pieces, self._joint_value)[0]
+        total: Gradients = []
+        for piece, count in zip(pieces, counts, strict=True):
+            value_of = partial(self._value_of_one, counts=count, divisors=divisors)
+            found, number = self._run([piece], value_of)
+            total_count += number
+            total = list(map(_added, total, found)) if total else found
+        # A function that brings its count is divided by all of them at the end.
+        return [None if one is None else one / total_count for one in total] if total_count else total
+
+    def value_of(self, piece: Piece) -> Tensor:
+        """Return the loss of a piece, with its graph: for second derivatives. Draws and BatchNorm are held."""
+        counts = self.counts(piece)
+        self._begin()
+        with torch.enable_grad(), self._norms, self.draws, self.parts.autocast():
+            return self._value(self._output(piece), counts, counts)[0]
+
+    def plain_gradient(self, piece: Piece) -> Gradients:
+        """Return the gradient of what the loss function returned, whatever the piece counts."""
+
+        def value(outputs: Sequence[Any]) -> tuple[Tensor, float]:
+            output = outputs[0].total if isinstance(outputs[0], LossSum) else outputs[0]
+            return output.sum(), 0.0
+
+        return self._run([piece], value)[0]
+
+    def _begin(self) -> None:
+        for buffers in self._buffers:
+            buffers.restore()
+        self._generators.seed(self.seed)
+
+    def _run(
+        self, pieces: Sequence[Piece], value_of: Callable[[list[Any]], tuple[Tensor, float]]
+    ) -> tuple[Gradients, float]:
+        self.num_samples += sum(piece.num_samples for piece in pieces)
+        self._begin()
+        # Around the backward too: a checkpointed block runs again there.
+        with torch.enable_grad(), self._norms, self.draws:
+            with self.parts.autocast():
+                outputs = [self._output(piece) for piece in pieces]
+                value, count = value_of(outputs)
+            del outputs
+            leaves = list(self.parts.leaves().values())
+            self.value += float(value.detach())
+            if not value.requires_grad:
+                return [None] * len(leaves), count
+            found = gradients(value, leaves)
+        wide: Gradients = [None if one is None else _wide(self.parts.gather(one.detach())) for one in found]
+        if not all(bool(torch.isfinite(one).all()) for one in wide if one is not None):
+            message = "a gradient is not finite"
+            raise NotFiniteError(message)
+        return wide, count
+
+    def _output(self, piece: Piece) -> Any:  # noqa: ANN401 (whatever the user's function returns)
+        self.draws.restart()
+        batch = map_tensors(copied(piece.batch), self._moved)
+        loss = self.parts.loss
+        return self.parts.call(loss.kind.encode or loss.function, batch)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        dtype = self._wide if tensor.is_floating_point() else None
+        return tensor.to(self.parts.device, dtype)
+
+    def _joint_value(self, outputs: list[Any]) -> tuple[Tensor, float]:
+        self.draws.restart()
+        value = self.parts.call(self.parts.loss.function, join_samples(outputs))
+        return value, 0.0
+
+    def _value_of_one(
+        self, outputs: list[Any], *, counts: Sequence[float], divisors: Sequence[float]
+    ) -> tuple[Tensor, float]:
+        return self._value(outputs[0], counts, divisors)
+
+    def _value(self, output: Any, counts: Sequence[float], divisors: Sequence[float]) -> tuple[Tensor, float]:  # noqa: ANN401
+        """Return the contribution of a piece as the step computes it, and the count that came with it, if one did."""
+        loss = self.parts.loss
+        self.returned_number |= isinstance(output, Tensor) and not output.dim()
+        if loss.kind.brings_count:
+            if isinstance(output, Tensor) and not output.dim():
+                return output * (counts[0] / divisors[0]), 0.0
+            if not isinstance(output, (Tensor, LossSum)):
+                scaled(loss, output, factors_of(loss, counts, divisors, 1.0))  # raises
+            is_sum = isinstance(output, LossSum)
+            return (output.total, float(output.count)) if is_sum else (output.sum(), float(output.numel()))
+        output = _with_counts_read(output)
+        values = output if loss.kind.named and isinstance(output, Mapping) else {loss.names[0]: output}
+        sums = [name for name, one in values.items() if name in loss.kind.terms and _adds_up(loss, name, one)]
+        terms = scaled(loss, output, factors_of(loss, counts, divisors, 1.0, sums))
+        if not terms:
+            return torch.zeros(()), 0.0
+        return torch.stack([one.to(terms[0].dtype) for one in terms]).sum(), 0.0
+
+
+def difference(full: Gradients, other: Gradients) -> tuple[float, int]:
+    """Return the largest relative difference of a parameter's gradient, and the place of that parameter.
+
+    Raises:
+        NothingToCompareError: both gradients are zero.
+    """
+    norms = [0.0 if one is None else float(torch.linalg.vector_norm(one)) for one in full]
+    others = [0.0 if one is None else float(torch.linalg.vector_norm(one)) for one in other]
+    floor = _FLOOR * max(math.hypot(*norms), math.hypot(*others))
+    if not floor:
+        message = "the gradient of these samples is zero"
+        raise NothingToCompareError(message)
+    worst, place = 0.0, 0
+    for number, (a, b, norm) in enumerate(zip(full, other, norms, strict=True)):
+        gap = others[number] if a is None else norm if b is None else float(torch.linalg.vector_norm(a - b))
+        if gap / max(norm, floor) > worst:
+            worst, place = gap / max(norm, floor), number
+    return worst, place
+
+
+def _kept(modules: nn.Module) -> BufferKeeper:
+    keeper = BufferKeeper(modules)
+    keeper.keep()
+    return keeper
+
+
+def _adds_up(loss: Loss, name: str, value: object) -> bool:
+    """Whether a term returned a finite sum, which belongs to the batch even where a piece counts nothing."""
+    # By name: a declaration that was copied or unpickled has items of its own.
+    if loss.kind.terms[name].items.name != COUNTED.name:
+        return False
+    total = value.total if isinstance(value, LossSum) else value
+    is_sum = isinstance(value, LossSum) or (isinstance(value, Tensor) and value.dim() > 0)
+    return is_sum and isinstance(total, Tensor) and bool(torch.isfinite(total).all())
+
+
+def _with_counts_read(output: Any) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
+    """Return what a loss returned with its counts on the host: the step itself does not wait for the device."""
+    if isinstance(output, Mapping):
+        return {name: _with_counts_read(value) for name, value in output.items()}
+    return LossSum(output.total, float(output.count)) if isinstance(output, LossSum) else output
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+    return dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)
+
+
+def _widened(parts: LossParts, dtype: torch.dtype) -> LossParts:
+    """Return the parts with copies of modules, parameters and buffers of another type."""
+    named = parts.leaves()
+    modules, copy_of = widened(parts.modules, dtype)
+    model = (
+        copy_of(parts.model) if isinstance(parts.model, nn.Module) else {k: copy_of(v) for k, v in parts.model.items()}
+    )
+    loss = replace(parts.loss, function=copy_of(parts.loss.function))
+    if isinstance(loss.kind, AcrossSamples):
+        loss = replace(loss, kind=replace(loss.kind, encode=copy_of(loss.kind.encode)))
+    leaves = {name: copy_of(tensor) for name, tensor in named.items()}
+    return replace(
+        parts,
+        loss=loss,
+        model=model,
+        modules=modules,
+        autocast=nullcontext,
+        call=lambda function, batch: function(model, batch),
+        leaves=lambda: leaves,
+    )

@@ -1,0 +1,127 @@
+"""The check of the loss on the collection of setups: every wrong one is found, and no right one is called broken."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning, LossError
+from tests.engine.loss_check.collection.setups import built, check
+from tests.engine.loss_check.collection.table import (
+    GROUPS,
+    RIGHT_HABITS,
+    UNDECIDED,
+    WRONG,
+    WRONG_HABITS,
+    expected,
+    is_there,
+)
+from tests.ranks_fixture import Ranks
+
+QUICK = [(group, name) for group in ("wrong, habits", "right, habits") for name in list(GROUPS[group])[::4]]
+ALL = [(group, name) for group in GROUPS for name in GROUPS[group]]
+
+
+def verdicts(group: str, name: str) -> list[tuple[str, str]]:
+    """Return the verdict and the reason in each number type."""
+    setup = GROUPS[group][name]
+    if not is_there(setup):
+        pytest.skip(f"needs the package {setup.needs}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of models of transformers that are made small
+        found = [check(setup, dtype)[0] for dtype in setup.dtypes]
+    return [(one.kind, one.reason) for one in found]
+
+
+@pytest.mark.parametrize(("group", "name"), QUICK)
+def test_some_setups_get_their_verdict(group: str, name: str) -> None:
+    """A fourth of the new setups, in each number type."""
+    assert {kind for kind, _ in verdicts(group, name)} == {expected(group, name)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "name"), ALL)
+def test_all_setups_get_their_verdict(group: str, name: str) -> None:
+    """Wrong ones are broken and right ones hold, in each number type; a few are undecided, with the reason."""
+    for kind, reason in verdicts(group, name):
+        assert kind == expected(group, name), reason
+        assert UNDECIDED.get(name, "") in reason
+
+
+def test_few_are_undecided() -> None:
+    """At most 3% of the setups may stay undecided."""
+    assert len(UNDECIDED) <= 0.03 * sum(map(len, GROUPS.values()))
+
+
+ON_RANKS = {
+    "wrong": [*list(WRONG_HABITS)[:8], "inside the model: Capacity", "expert balance in an attribute", "InfoNCE"],
+    "right": ["Huber loss", "tokens of a copied declaration", "counts of a few samples only", "sorted by class"],
+}
+
+
+def outcomes_on_rank(strategy: str) -> dict[str, str]:
+    """Run on every rank: make the first step of each setup, and return what came of it."""
+    found = {}
+    for name in (name for names in ON_RANKS.values() for name in names):
+        setup = {**WRONG, **WRONG_HABITS, **RIGHT_HABITS}[name]
+        model, loss, batch = built(setup, "float64")
+        world = ab.World.from_environment()
+        half = len(batch["y"]) // world.size
+        share = {key: value[world.rank * half : (world.rank + 1) * half] for key, value in batch.items()}
+        engine = ab.Engine(
+            model,
+            lambda named: torch.optim.SGD([one for _, one in named], lr=0.1),
+            loss,
+            micro_batch_size=4,
+            strategy=strategy,
+            world=world,
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", AnyBatchWarning)
+                engine.step(share)
+            found[name] = engine.decisions["loss"]
+        except LossError as error:
+            found[name] = f"broken: {error.cause}"
+        finally:
+            engine.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all_reduce", "fsdp"])
+def test_ranks_take_one_verdict(strategy: str, two_ranks: Ranks) -> None:
+    """On two ranks, sharded or not, both ranks report the same, and it is what one rank reports."""
+    one, other = two_ranks.run(outcomes_on_rank, strategy)
+    assert one == other
+    assert {name for name, said in one.items() if said.startswith("broken")} == set(ON_RANKS["wrong"])
+    assert all("it holds" in one[name] for name in ON_RANKS["right"])
+
+
+def test_a_float64_run_leaves_no_table_in_the_model() -> None:
+    """A model that keeps a table of its first forward trains in float32 after a check that ran in float64."""
+
+    class Positions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(6, 3)
+            self.table: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if ab.in_trial_run() and x.dtype is torch.float32:  # rounding that float64 does not have
+                x = x + 1e-3 * torch.arange(len(x))[:, None]
+            if self.table is None or self.table.dtype is not x.dtype:
+                self.table = torch.ones(6, dtype=x.dtype)
+            found: torch.Tensor = self.inner(x + self.table)
+            return found
+
+    model, g = Positions(), torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(16, 6, generator=g), "y": torch.randint(0, 3, (16,), generator=g)}
+    loss = ab.mean_over_samples(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
+    with ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=8, world=ab.World()) as engine:
+        engine.step(batch)
+        assert "it holds" in engine.decisions["loss"]
+    assert model.table.dtype is torch.float32
