@@ -190,6 +190,21 @@ def test_no_false_alarm(name: str) -> None:
     assert not any(finding.breaks_equality for finding in report.findings)
 
 
+def test_a_loss_with_parameters_is_held_too() -> None:
+    """A loss that is a module stays one where random numbers are held, so that its parameters are compared."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+            return self.scale * F.cross_entropy(F.dropout(model(batch["x"])), batch["label"])
+
+    report = check(Encoder(lambda: nn.Dropout(0.2)), ab.mean_over_samples(Scaled()), vectors())
+    assert report.equal, str(report)
+
+
 def test_many_are_healthy() -> None:
     """At least fifty right combinations are tried."""
     assert len(HEALTHY) >= 50

@@ -111,6 +111,10 @@ class GradientRuns:
         """Return the loss of which every call draws the same numbers."""
 
         def repeated(function: LossFunction) -> LossFunction:
+            if isinstance(function, nn.Module):  # its parameters train, so it stays a module; it is a copy
+                function.register_forward_pre_hook(lambda *_: draws.restart())
+                return function
+
             def call(model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
                 draws.restart()
                 return function(model, batch)
