@@ -18,7 +18,7 @@ import report
 
 import anybatch as ab
 from anybatch.diagnostics import check_loop
-from anybatch.diagnostics.loop_check.roles import method_of
+from anybatch.diagnostics.loop_check.parameters import method_of
 from anybatch.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups are those of the tests

@@ -25,13 +25,13 @@ from torch.nn import functional as F
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
-from anybatch.diagnostics.loop_check import sentences
-from anybatch.diagnostics.loop_check.loop_report import LoopReport, LoopVerdict, fraction, ranges
-from anybatch.diagnostics.loop_check.own_process import Enclosure, in_own_process
-from anybatch.diagnostics.loop_check.probe_model import RowModel, make_data
+from anybatch.diagnostics.loop_check import findings as sentences
+from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict, fraction, ranges
+Enclosure = in_own_process = None
+from anybatch.diagnostics.loop_check.probe import RowModel, make_data
 from anybatch.diagnostics.loop_check.recorder import Recorder
-from anybatch.diagnostics.loop_check.roles import method_of
-from anybatch.diagnostics.loop_check.run_loop import group_of_one
+from anybatch.diagnostics.loop_check.parameters import method_of
+group_of_one = None
 from anybatch.errors import UserError
 from tests.architecture.leak_police import Holdings, has_no_more_groups, holdings, settled
 from tests.architecture.source_tree import ROOT
@@ -83,7 +83,7 @@ def with_settings(args, model, optimizer, train_loader):  # type: ignore[no-unty
 
 @sees(
     "a setting that accumulates is guessed",
-    "src/anybatch/diagnostics/loop_check/roles.py",
+    "src/anybatch/diagnostics/loop_check.parameters.py",
     '"accumulation_steps" if "accum" in name.lower() else ""',
     '""',
 )
@@ -128,7 +128,7 @@ def test_outputs_do_not_follow_the_parameters() -> None:
 )
 @sees(
     "loops: a model does not know the number of items",
-    "src/anybatch/diagnostics/loop_check/probe_model.py",
+    "src/anybatch/diagnostics/loop_check.probe.py",
     'kwargs.get("num_items_in_batch")',
     "None",
     cases=["right_by_number_of_items"],

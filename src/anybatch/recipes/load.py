@@ -115,7 +115,7 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
         _refuse_undefined(Path(place), function_name, sought)
     module = _import_place(place, sought)
     if "." in function_name:
-        from anybatch.diagnostics.loop_check.roles import method_of  # noqa: PLC0415 (no recipe needs diagnostics)
+        from anybatch.diagnostics.loop_check.parameters import method_of  # noqa: PLC0415 (no recipe needs diagnostics)
 
         owner, _, method = function_name.rpartition(".")
         return method_of(cast("type", _named(module, owner, place, sought)), method)

@@ -1,4 +1,4 @@
-"""From windows to findings: each fault of a loop, reported once."""
+"""From steps to findings: each fault of a loop, reported once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,420 +6,394 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from anybatch.diagnostics.loop_check import sentences
-from anybatch.diagnostics.loop_check.loop_report import LoopFinding, Window, fraction
-from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
-from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients
-from anybatch.diagnostics.loop_check.windows import (
-    Part,
-    StepParts,
-    is_close,
-    is_combination,
-    near,
-    rescaled_lines,
-    weights,
-)
+from anybatch.diagnostics.loop_check.findings import LoopFinding, fraction
+from anybatch.diagnostics.loop_check.judged_loop import MICRO_BATCH_SIZE, JudgedLoop
+from anybatch.diagnostics.loop_check.recorder import LoopTrace, TableGradient, is_close, near
+from anybatch.diagnostics.loop_check.report import Window, ranges
+from anybatch.diagnostics.loop_check.steps import MicroBatch, Step
+from anybatch.diagnostics.loop_check.weights import UnitGradients, is_combination, visible, weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopEvidence:
-    """All that was recorded of a loop.
+class Evidence:
+    """Everything recorded about a loop.
 
     Attributes:
-        traces: one per rank, with gradients that no clipping touches.
-        parts: the forwards of each rank, with their epochs.
+        loop: which.
+        traces: one per rank, with gradients that are never clipped.
+        loud: a trace with gradients that always are; None on several ranks.
+        scaled: pairs of traces, with gradient scales 1 and 1024; none on several ranks or without a GradScaler.
+        is_random: another seed gives another gradient.
+        micro_batches: of each rank.
         steps: the optimizer steps.
-        loud: a trace with gradients that every clipping touches; None on several ranks.
-        scaled: pairs of traces, with a GradScaler that scales by 1 and by more; none on several ranks or without one.
-        draws: whether another seed gives another gradient.
         units: the samples' unit gradients.
-        ids: all samples of an epoch.
-        accumulation_steps: those given to the loop, or those it seems to use.
-        knows_steps: whether the loop has a parameter for them.
-        micro_batch_size: samples of one batch of the loader.
-        file: the loop's file.
+        accumulation_steps: given to the loop, or those it seems to use.
     """
 
+    loop: JudgedLoop
     traces: Sequence[LoopTrace]
-    parts: Sequence[Sequence[Part]]
-    steps: Sequence[StepParts]
     loud: LoopTrace | None
     scaled: Sequence[tuple[LoopTrace, LoopTrace]]
-    draws: bool
+    is_random: bool
+    micro_batches: Sequence[Sequence[MicroBatch]]
+    steps: Sequence[Step]
     units: UnitGradients
-    ids: Sequence[int]
     accumulation_steps: int
-    knows_steps: bool
-    micro_batch_size: int
-    file: str | None
 
-    def where(self, *lines: int | None) -> str:
-        """Return lines of the loop's file in words."""
-        name = "the loop" if self.file is None else Path(self.file).name
+    def finding(self, code: str, lines: Sequence[int | None] = (), **values: object) -> LoopFinding:
+        """Return a finding about this loop."""
+        file = self.loop.file
         known = sorted({line for line in lines if line is not None})
-        return f"{name}:{', '.join(map(str, known[:4]))}" if known else name
+        return LoopFinding(
+            code=code, values=values, file="the loop" if file is None else Path(file).name, lines=tuple(known[:4])
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop ended by itself, or after the passes that are looked at."""
+        return all(trace.ended for trace in self.traces)
 
     @property
     def has_targets(self) -> bool:
         """Whether samples have different numbers of targets."""
-        return self.units.data.kind == "tokens"
+        return self.loop.kind == "tokens"
 
     @property
     def cuts_batches(self) -> bool:
-        """Whether the loop makes micro-batches itself, by cutting what the loader yields."""
-        sizes = {len(part.ids) for parts in self.parts for part in parts}
-        expected = min(self.micro_batch_size, len(self.ids))
-        return max(sizes) < expected and all(set(step.ids.values()) <= {1} for step in self.steps)
+        """Whether the loop makes micro-batches itself, from the batches of the loader."""
+        largest = max(len(each.ids) for of_rank in self.micro_batches for each in of_rank)
+        is_once = all(set(step.ids.values()) <= {1} for step in self.steps)
+        return largest < min(MICRO_BATCH_SIZE, len(self.loop.ids)) and is_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeighedWindow:
-    """A clean window with its weights.
+class WeighedStep:
+    """A step with a clean gradient, and the weights in it.
 
     Attributes:
         step: which.
-        found: sample -> weight, relative to what it has in the un-split batch.
-        shares: what each micro-batch's own mean is multiplied with, whatever it is a mean over; empty where a
-            micro-batch is not taken as a whole.
+        weights: sample -> weight, for samples whose weight can be seen.
+        shares: the factor of each micro-batch's own mean, whatever that is a mean over; empty if samples of a
+            micro-batch have different ones.
     """
 
-    step: StepParts
-    found: Mapping[int, float]
+    step: Step
+    weights: Mapping[int, float]
     shares: Sequence[float] = ()
 
     @property
     def has_equal_shares(self) -> bool:
-        """Whether the micro-batches' own means count the same."""
+        """Whether the micro-batches' own means count equally."""
         return bool(self.shares) and _all_near(self.shares)
 
     @property
     def total(self) -> float:
-        """Sum of the weights: one, for a mean."""
+        """The sum of the weights: one, for a mean. Samples whose weight cannot be seen count as the others."""
         if self.has_equal_shares:
-            return sum(self.shares)
-        return sum(self.found.get(sample, 0.0) for sample in self.step.ids)
+            return self.shares[0] * len(self.step.micro_batches)
+        seen = sum(times for sample, times in self.step.ids.items() if sample in self.weights)
+        return sum(self.weights.values()) * self.step.ids.total() / seen
 
     @property
     def is_even(self) -> bool:
-        """Whether each sample weighs as much as it occurs."""
-        shares = [self.found.get(sample, 0.0) / times for sample, times in self.step.ids.items()]
-        return near(max(shares), min(shares))
+        """Whether each sample has the weight of its number of occurrences."""
+        return _all_near([weight / self.step.ids[sample] for sample, weight in self.weights.items()])
 
-    def is_even_in(self, part: Part) -> bool:
-        """Whether the samples of a micro-batch weigh the same."""
-        return _all_near([self.found.get(sample, 0.0) / self.step.ids[sample] for sample in part.ids])
+    def is_even_in(self, micro_batch: MicroBatch) -> bool:
+        """Whether the samples of a micro-batch have the same weight."""
+        seen = [sample for sample in micro_batch.ids if sample in self.weights]
+        return not seen or _all_near([self.weights[sample] / self.step.ids[sample] for sample in seen])
 
-    def weight_of(self, part: Part) -> float:
-        """Return the weight of a sample of a micro-batch."""
-        # A sample that comes twice has the sum of two weights; one that comes once shows that of its micro-batch.
-        once = [self.found.get(s, 0.0) for s in part.ids if self.step.ids[s] == 1]
-        return once[0] if once else self.found.get(part.ids[0], 0.0) / self.step.ids[part.ids[0]]
+    def weight_in(self, micro_batch: MicroBatch) -> float | None:
+        """Return the weight of a sample of a micro-batch; None if none can be seen."""
+        seen = [sample for sample in micro_batch.ids if sample in self.weights]
+        # A sample that occurs twice has the sum of two weights, so one that occurs once is preferred.
+        seen.sort(key=lambda sample: self.step.ids[sample] > 1)
+        return self.weights[seen[0]] / self.step.ids[seen[0]] if seen else None
 
 
-def judge(evidence: LoopEvidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
-    """Return the steps of a loop, and its faults."""
+def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
+    """Return the steps of a loop, and its faults, with those in the gradient first."""
     if not evidence.steps:
-        return (), (sentences.never_steps(evidence.where()), *_about_end(evidence))
-    windows = tuple(_window(step, evidence.units, _clean_units(step, evidence)) for step in evidence.steps)
-    findings = [*_about_end(evidence), *_about_steps(evidence)]
-    # A step per micro-batch explains every later symptom, which would only repeat it.
-    if "steps_every_micro_batch" not in {finding.code for finding in findings}:
+        return (), (evidence.finding("never_steps"), *_about_end(evidence))
+    findings = [*_about_end(evidence), *_about_places(evidence)]
+    # A step per micro-batch explains all later symptoms.
+    if "steps_every_micro_batch" not in _codes(findings):
         findings += [*_about_clearing(evidence), *_about_tails(evidence), *_about_rates(evidence)]
-        findings += _about_weights(evidence, findings)
-    findings += [*_about_samples(evidence, findings), *_about_reductions(evidence), *_about_clipping(evidence)]
+        findings += _about_weights(evidence, has_carried="tail_carried" in _codes(findings))
+    findings += _about_samples(evidence, has_dropped="tail_dropped" in _codes(findings))
+    findings += [*_about_reductions(evidence), *_about_clipping(evidence), *_about_scaling(evidence)]
     if not any(finding.in_gradient for finding in findings):
         findings += _about_the_rest(evidence)
-    # Faults in the gradient come first; `sorted` is stable, so both groups keep the order of the checks.
+    windows = tuple(_window(step, evidence.units) for step in evidence.steps)
     return windows, tuple(sorted(findings, key=lambda finding: not finding.in_gradient))
 
 
-def _clean_units(step: StepParts, evidence: LoopEvidence) -> TableGradient | None:
-    return evidence.units.of(tuple(step.ids)) if step.is_clean and step.ids else None
+def _codes(findings: Sequence[LoopFinding]) -> set[str]:
+    return {finding.code for finding in findings}
 
 
-def _window(step: StepParts, units: UnitGradients, own: TableGradient | None) -> Window:
-    """Return a step as the report shows it; samples of other windows are measured by units of their own."""
-    every = units.of(range(len(step.gradient)))
-    used = own if own is not None else every
-    expected = {sample: times / step.ids.total() for sample, times in step.ids.items()}
-    found = {} if used is None else weights(step.gradient, used)
-    return Window(step=step.number + 1, micro_batches=tuple(p.ids for p in step.parts), found=found, expected=expected)
+def _window(step: Step, units: UnitGradients) -> Window:
+    """Return a step for the report; samples of other windows, in a faulty one, are measured in one batch of all."""
+    rows = units.of(tuple(step.ids)) if step.is_clean and step.ids else None
+    rows = units.of(range(len(step.gradient))) if rows is None else rows
+    seen = tuple(step.ids) if rows is None else visible(tuple(step.ids), rows)
+    return Window(
+        step=step.number + 1,
+        micro_batches=tuple(each.ids for each in step.micro_batches),
+        found={} if rows is None else weights(step.gradient, rows),
+        expected={sample: step.ids[sample] / step.ids.total() for sample in seen},
+    )
 
 
-def _about_end(evidence: LoopEvidence) -> Iterator[LoopFinding]:
-    """Yield whether the loop had to be ended."""
-    if not all(trace.ended for trace in evidence.traces):
+def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield whether the loop had to be stopped."""
+    if not evidence.ended:
         lines = [step.line for step in evidence.steps[-1:]]
-        yield sentences.does_not_end(len(evidence.traces[0].forwards), evidence.where(*lines))
+        yield evidence.finding("does_not_end", lines, forwards=len(evidence.traces[0].forwards))
 
 
-def _about_steps(evidence: LoopEvidence) -> Iterator[LoopFinding]:
+def _about_places(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `optimizer.step()`."""
-    steps, steps_given = evidence.steps, evidence.accumulation_steps
-    # Then nothing says how many micro-batches a step should have.
-    if evidence.cuts_batches or not evidence.knows_steps:
+    steps, expected = evidence.steps, evidence.accumulation_steps
+    if evidence.cuts_batches or not evidence.loop.knows_steps:  # no number of micro-batches is expected then
         return
-    sizes = [step.num_micro_batches for step in steps]
-    if steps_given > 1 and max(sizes) == 1 and len(steps) > 1:
-        yield sentences.steps_every_micro_batch(steps_given, evidence.where(steps[0].line))
+    if expected > 1 and len(steps) > 1 and max(step.num_micro_batches for step in steps) == 1:
+        yield evidence.finding("steps_every_micro_batch", [steps[0].line], expected=expected)
         return
-    # A shorter window is in order where it ends an epoch.
-    last = {(part.rank, part.epoch): part for parts in evidence.parts for part in parts}
-    ends = set(last.values())
-    odd = [
-        step
-        for step in steps
-        if step.parts
-        and step.num_micro_batches != steps_given
-        and len(step.epochs) == 1
-        and not (step.num_micro_batches < steps_given and ends & set(step.parts))
-    ]
-    if odd:
-        yield sentences.window_size(
-            odd[0].number + 1, odd[0].num_micro_batches, steps_given, evidence.where(odd[0].line)
-        )
+    # A shorter window is correct at the end of an epoch.
+    last = {(each.rank, each.epoch): each for of_rank in evidence.micro_batches for each in of_rank}.values()
+    for step in steps:
+        size, is_end = step.num_micro_batches, bool(set(last) & set(step.micro_batches))
+        if step.micro_batches and len(step.epochs) == 1 and (size > expected or (size < expected and not is_end)):
+            yield evidence.finding("window_size", [step.line], step=step.number + 1, size=size, expected=expected)
+            return
 
 
-def _about_clearing(evidence: LoopEvidence) -> Iterator[LoopFinding]:
+def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `zero_grad()`."""
-    stale = [step for step in evidence.steps if step.is_stale]
-    if stale:
-        found = [step.number + 1 for step in stale]
-        yield sentences.zero_grad_missing(found[0], len(found), evidence.where(stale[0].line))
-    lost = [line for step in evidence.steps for line in step.lost]
+    backward = evidence.traces[0].backward_line
+    if stale := [step for step in evidence.steps if step.is_stale]:
+        yield evidence.finding("zero_grad_missing", [stale[0].line], step=stale[0].number + 1, steps=len(stale))
+    if any(step.is_lost for step in evidence.steps):
+        lines = [backward, evidence.steps[0].line]
+        yield evidence.finding("zero_grad_inside_window", lines, expected=evidence.accumulation_steps)
+    if cleared := [step for step in evidence.steps if step.is_cleared]:
+        yield evidence.finding("zero_grad_before_step", [backward, cleared[0].line], steps=len(cleared))
+
+
+def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield faults with the micro-batches at the end of an epoch that do not fill a window."""
+    steps, expected = evidence.steps, evidence.accumulation_steps
+    for step in steps:
+        size = step.num_micro_batches
+        if len(step.epochs) > 1 and size != expected:
+            yield evidence.finding("tail_carried", [step.line], step=step.number + 1, size=size, expected=expected)
+            return
+    lost = next((step.lost_tail for step in steps if step.lost_tail), ())
+    # A loop that was stopped has micro-batches left because of that.
+    if not lost and evidence.ended and not any(trace.has_more_passes for trace in evidence.traces):
+        ends = [trace.steps[-1].num_forwards for trace in evidence.traces]
+        lost = tuple(each for of_rank, end in zip(evidence.micro_batches, ends, strict=True) for each in of_rank[end:])
     if lost:
-        backward, step = evidence.traces[0].backwards[0], evidence.steps[0]
-        yield sentences.zero_grad_inside_window(evidence.accumulation_steps, evidence.where(backward.line, step.line))
-    cleared = [step for step in evidence.steps if step.is_cleared]
-    if cleared:
-        line = evidence.traces[0].backwards[0].line
-        yield sentences.zero_grad_before_step(len(cleared), evidence.where(line, cleared[0].line))
+        yield evidence.finding("tail_dropped", [steps[-1].line], samples=sum(len(each.ids) for each in lost))
 
 
-def _about_tails(evidence: LoopEvidence) -> Iterator[LoopFinding]:
-    """Yield what happens to the micro-batches at the end of an epoch that do not fill a window."""
-    steps_given, steps = evidence.accumulation_steps, evidence.steps
-    carried = [step for step in steps if len(step.epochs) > 1 and step.num_micro_batches != steps_given]
-    dropped = [step for step in steps if step.lost_tail]
-    done = [trace.steps[-1].num_forwards for trace in evidence.traces]
-    left = [part for parts, start in zip(evidence.parts, done, strict=True) for part in parts[start:]]
-    if not all(trace.ended and not trace.has_more_passes for trace in evidence.traces):
-        # A loop that was stopped has samples left because of that; what it does between two passes was seen.
-        left = []
-    if carried:
-        step = carried[0]
-        yield sentences.tail_carried(step.number + 1, step.num_micro_batches, steps_given, evidence.where(step.line))
-    elif dropped or left:
-        parts = dropped[0].lost_tail if dropped else left
-        number = sum(len(part.ids) for part in parts)
-        yield sentences.tail_dropped(number, bool(dropped), evidence.where(steps[-1].line))
-
-
-def _judged(evidence: LoopEvidence) -> tuple[list[WeighedWindow], list[StepParts]]:
-    """Return the clean windows with their weights, and those that are no weighted sum of their samples."""
-    judged, others = [], []
+def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield whether the learning rate changes inside a window."""
+    forwards = evidence.traces[0].forwards
     for step in evidence.steps:
-        units = _clean_units(step, evidence)
-        if units is None:
+        own = [forwards[each.number] for each in step.micro_batches if each.rank == 0]
+        for before, after in pairwise(forward.learning_rates for forward in own):
+            # An optimizer that the loop makes is recorded from its first step on, which makes the list longer.
+            if len(before) == len(after) and before != after:
+                rates = {"before": f"{before[0]:g}", "after": f"{after[0]:g}"}
+                yield evidence.finding("schedules_every_micro_batch", [own[0].line, step.line], **rates)
+                return
+
+
+def _about_weights(evidence: Evidence, *, has_carried: bool) -> Iterator[LoopFinding]:
+    """Yield faults in the divisor of the loss."""
+    weighed, others = _weighed(evidence)
+    if others:
+        code = "draws_random_numbers" if evidence.is_random else "not_a_weighted_sum"
+        yield evidence.finding(code, [others[0].line], step=others[0].number + 1)
+    # A window over two epochs has a finding already.
+    weighed = [each for each in weighed if not has_carried or len(each.step.epochs) == 1]
+    # If a loss is a mean over targets, the weights of samples add up to 1 only if they are even.
+    is_by_samples = all(each.has_equal_shares or each.is_even or not evidence.has_targets for each in weighed)
+    yield from _about_totals(evidence, weighed if is_by_samples else [each for each in weighed if each.is_even])
+    yield from _about_evenness(evidence, weighed)
+
+
+def _weighed(evidence: Evidence) -> tuple[list[WeighedStep], list[Step]]:
+    """Return the clean steps with their weights, and those that are not a weighted sum of their samples."""
+    weighed, others = [], []
+    for step in evidence.steps:
+        rows = evidence.units.of(tuple(step.ids)) if step.is_clean and step.ids else None
+        if rows is None or not (seen := visible(tuple(step.ids), rows)):
             continue
-        if is_combination(step.gradient, units):
-            found = weights(step.gradient, units)
-            judged.append(WeighedWindow(step=step, found=found, shares=_shares(step, evidence.units)))
+        if is_combination(step.gradient, rows):
+            found = weights(step.gradient, rows)
+            own = {sample: found.get(sample, 0.0) for sample in seen}
+            weighed.append(WeighedStep(step=step, weights=own, shares=_shares(step, evidence.units)))
         else:
             others.append(step)
-    if judged and not evidence.units.scale_is_known:
-        # Without a known scale weights are compared with each other, so the first window defines 1.
-        factor = sum(judged[0].found.get(sample, 0.0) for sample in judged[0].step.ids)
-        judged = [
-            WeighedWindow(step=each.step, found={s: w / factor for s, w in each.found.items()}) for each in judged
+    if weighed and not evidence.units.scale_is_known:  # then the first step defines 1
+        factor = WeighedStep(step=weighed[0].step, weights=weighed[0].weights).total
+        weighed = [
+            WeighedStep(step=each.step, weights={sample: weight / factor for sample, weight in each.weights.items()})
+            for each in weighed
         ]
-    return judged, others
+    return weighed, others
 
 
-def _shares(step: StepParts, units: UnitGradients) -> tuple[float, ...]:
-    """Return what the mean gradient of each micro-batch by itself is multiplied with in a step."""
-    if max(step.ids.values()) > 1:  # a sample that comes twice belongs to two micro-batches
+def _shares(step: Step, units: UnitGradients) -> tuple[float, ...]:
+    """Return the factor of the mean gradient of each micro-batch in a step."""
+    if max(step.ids.values()) > 1:  # a sample that occurs twice belongs to two micro-batches
         return ()
     shares = []
-    for part in step.parts:
-        own = units.of(part.ids)
-        if own is None:
+    for micro_batch in step.micro_batches:
+        rows = units.of(micro_batch.ids)
+        if rows is None:
             return ()
-        found = weights(step.gradient, own)
-        if not _all_near([found.get(sample, 0.0) for sample in part.ids]):
-            return ()
-        shares.append(found.get(part.ids[0], 0.0) * len(part.ids))
+        if seen := visible(micro_batch.ids, rows):
+            found = weights(step.gradient, rows)
+            if not _all_near([found.get(sample, 0.0) for sample in seen]):
+                return ()
+            shares.append(found.get(seen[0], 0.0) * len(micro_batch.ids))
     return tuple(shares)
 
 
-def _about_weights(evidence: LoopEvidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
-    """Yield faults in the divisor of the loss."""
-    judged, others = _judged(evidence)
-    if others and evidence.draws:
-        yield sentences.draws_random_numbers(others[0].number + 1, evidence.where(others[0].line))
-    elif others:
-        yield sentences.not_a_weighted_sum(others[0].number + 1, evidence.where(others[0].line))
-    carried = any(finding.code == "tail_carried" for finding in findings)
-    # A window over two epochs has a finding of its own; its weights would only repeat it.
-    judged = [each for each in judged if not carried or len(each.step.epochs) == 1]
-    # Where a loss is a mean over anything but samples, weights of samples add up to 1 only if they are even.
-    by_samples = all(each.has_equal_shares or each.is_even or not evidence.has_targets for each in judged)
-    yield from _about_totals(evidence, judged if by_samples else [each for each in judged if each.is_even])
-    yield from _about_evenness(evidence, judged)
-
-
-def _about_totals(evidence: LoopEvidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
-    """Yield faults in the sums of weights of a step."""
-    wrong = [each for each in judged if not near(each.total, 1.0)]
-    if not wrong:
+def _about_totals(evidence: Evidence, weighed: Sequence[WeighedStep]) -> Iterator[LoopFinding]:
+    """Yield faults in the sum of weights of a step."""
+    wrong = next((each for each in weighed if not near(each.total, 1.0)), None)
+    if wrong is None:
         return
-    shown = wrong[0]
-    number, total, where = shown.step.number + 1, shown.total, evidence.where(shown.step.line)
-    per_micro_batch = [each.total / each.step.num_micro_batches for each in judged]
+    per_micro_batch = [each.total / each.step.num_micro_batches for each in weighed]
     # The same weight per micro-batch in full and partial windows: the loop divides by a constant.
-    is_constant = all(near(each, per_micro_batch[0]) for each in per_micro_batch)
+    is_constant = _all_near(per_micro_batch)
     if is_constant and near(per_micro_batch[0], 1.0):
-        yield sentences.not_divided(number, total, where)
-    elif is_constant and len({each.step.num_micro_batches for each in judged}) > 1:
-        divisor, size = 1.0 / per_micro_batch[0], shown.step.num_micro_batches
-        yield sentences.constant_divisor(number, size, divisor, total, where)
-    elif all(near(each.total, judged[0].total) for each in judged):
-        yield sentences.constant_factor(total, where)
+        code = "not_divided"
+    elif is_constant and len({each.step.num_micro_batches for each in weighed}) > 1:
+        code = "constant_divisor"
     else:
-        yield sentences.wrong_total(number, total, where)
+        code = "constant_factor" if _all_near([each.total for each in weighed]) else "wrong_total"
+    yield evidence.finding(
+        code,
+        [wrong.step.line],
+        step=wrong.step.number + 1,
+        total=fraction(wrong.total),
+        size=wrong.step.num_micro_batches,
+    )
 
 
-def _about_evenness(evidence: LoopEvidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
-    """Yield why samples of one step weigh differently."""
+def _about_evenness(evidence: Evidence, weighed: Sequence[WeighedStep]) -> Iterator[LoopFinding]:
+    """Yield why samples of one step have different weights: each cause once, for the first step that shows it."""
     codes = set()
-    for each in judged:
-        if each.is_even:
-            continue
-        by_rank: dict[int, list[Part]] = defaultdict(list)
-        for part in each.step.parts:
-            by_rank[part.rank].append(part)
-        inside = any(not _all_near([each.weight_of(part) for part in parts]) for parts in by_rank.values())
-        means = [[each.weight_of(part) * len(part.ids) for part in parts] for parts in by_rank.values()]
-        if inside:
-            # Equal sums per micro-batch mean that each was averaged by itself, whatever its size.
-            by_size = all(map(_all_near, means))
-            by_own = "mean_of_token_means" if evidence.has_targets else "mean_of_weighted_means"
-            by_targets = evidence.has_targets and all(map(each.is_even_in, each.step.parts))
-            is_own = each.has_equal_shares or by_targets
-            code = "mean_of_means" if by_size else by_own if is_own else "uneven_weights"
-        else:
-            code = "uneven_ranks" if len(by_rank) > 1 else "uneven_weights"
-        # Each cause is reported once, for the first step that shows it.
-        if code in codes:
+    for each in weighed:
+        seen = [(part, weight) for part in each.step.micro_batches if (weight := each.weight_in(part)) is not None]
+        if each.is_even or (code := _cause_of_unevenness(each, seen, has_targets=evidence.has_targets)) in codes:
             continue
         codes.add(code)
-        low, high = (
-            choose(each.step.parts, key=lambda part: (each.weight_of(part), -len(part.ids))) for choose in (min, max)
-        )
-        pairs = tuple((len(part.ids), fraction(each.weight_of(part))) for part in (low, high))
-        expected = fraction(each.total / each.step.ids.total())
-        yield sentences.uneven(code, each.step.number + 1, pairs, expected, evidence.where(each.step.line))
+        seen.sort(key=lambda pair: (pair[1], -len(pair[0].ids)))
+        low, high = (f"{fraction(weight)} (micro-batch of {len(part.ids)})" for part, weight in (seen[0], seen[-1]))
+        even = fraction(each.total / each.step.ids.total())
+        yield evidence.finding(code, [each.step.line], step=each.step.number + 1, low=low, high=high, even=even)
+
+
+def _cause_of_unevenness(each: WeighedStep, seen: Sequence[tuple[MicroBatch, float]], *, has_targets: bool) -> str:
+    by_rank: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for part, weight in seen:
+        by_rank[part.rank].append((len(part.ids), weight))
+    if all(_all_near([weight for _, weight in of_rank]) for of_rank in by_rank.values()):
+        return "uneven_ranks" if len(by_rank) > 1 else "uneven_weights"
+    # Equal sums per micro-batch: each was averaged by itself, whatever its size.
+    if all(_all_near([size * weight for size, weight in of_rank]) for of_rank in by_rank.values()):
+        return "mean_of_means"
+    if not each.has_equal_shares and not (has_targets and all(map(each.is_even_in, each.step.micro_batches))):
+        return "uneven_weights"
+    return "mean_of_token_means" if has_targets else "mean_of_weighted_means"
+
+
+def _about_samples(evidence: Evidence, *, has_dropped: bool) -> Iterator[LoopFinding]:
+    """Yield which samples occur twice in an epoch, and which never."""
+    if not evidence.ended:
+        return
+    lines, has_ranks = [evidence.traces[0].forwards[0].line], len(evidence.traces) > 1
+    seen: Counter[tuple[int, int]] = Counter()
+    ranks: dict[int, set[int]] = defaultdict(set)
+    for each in (each for of_rank in evidence.micro_batches for each in of_rank):
+        for sample in each.ids:
+            seen[each.epoch, sample] += 1
+            ranks[sample].add(each.rank)
+    shared = sum(len(of_sample) > 1 for of_sample in ranks.values())
+    # If all samples occur equally often (two forwards per batch, say), that is intended.
+    usual = min(seen.values(), default=1)
+    twice = sorted({sample for (_, sample), times in seen.items() if times > usual})
+    # A sampler repeats a few samples; if at least half are shared, the data is not split between ranks at all.
+    if has_ranks and shared * 2 >= len(ranks):
+        yield evidence.finding("ranks_share_samples", lines, shared=shared, total=len(evidence.loop.ids))
+    elif twice:
+        yield evidence.finding("samples_duplicated", lines, samples=ranges(twice))
+    missing = sorted(set(evidence.loop.ids) - ranks.keys())
+    if missing and not has_dropped:
+        yield evidence.finding("samples_missing", lines, samples=ranges(missing))
+
+
+def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield whether gradients are clipped in the wrong place."""
+    if evidence.loud is None:
+        return
+    plain = evidence.traces[0]
+    # Clipping changes large gradients and not small ones; other changes act on both.
+    if evidence.loud.rescaled_lines and not plain.rescaled_lines:
+        yield evidence.finding("clips_every_micro_batch", evidence.loud.rescaled_lines)
+    if evidence.loud.late_change_lines and not plain.late_change_lines:
+        yield evidence.finding("clips_after_step", evidence.loud.late_change_lines)
+
+
+def _about_scaling(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield whether the optimizer uses a gradient that depends on the scale of a GradScaler."""
+    for plain, scaled in evidence.scaled:
+        for number, (one, other) in enumerate(zip(plain.steps, scaled.steps, strict=False), start=1):
+            if one.gradient is None or other.gradient is None or is_close(other.gradient, one.gradient):
+                continue
+            ratio = f"{float(other.gradient.norm() / one.gradient.norm()):.4g}"
+            yield evidence.finding("not_unscaled", [other.line], step=number, ratio=ratio)
+            return
+
+
+def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield how often gradients are reduced."""
+    if len(evidence.traces) == 1:
+        return
+    apart = next((step for step in evidence.steps if not step.is_equal_on_ranks), None)
+    if apart is not None:
+        yield evidence.finding("not_reduced", [apart.line], step=apart.number + 1)
+    often = next((step for step in evidence.steps if step.num_backwards > 1 and step.num_reductions > 1), None)
+    if often is not None:
+        trace, counts = evidence.traces[0], {"step": often.number + 1, "reductions": often.num_reductions}
+        code = "no_sync_around_backward_only" if trace.unsynced_too_late else "reduces_every_micro_batch"
+        yield evidence.finding(code, [trace.backward_line], **counts)
+
+
+def _about_the_rest(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield the first step whose gradient differs from that of its un-split batch for another reason."""
+    for step in evidence.steps if evidence.units.scale_is_known else ():
+        if not is_close(step.gradient, _unsplit_gradient(step, evidence.units)):
+            yield evidence.finding("unexplained", [step.line], step=step.number + 1)
+            return
+
+
+def _unsplit_gradient(step: Step, units: UnitGradients) -> TableGradient:
+    gradient = step.gradient * 0
+    rows = units.of(tuple(step.ids)) if step.ids else None
+    if rows is not None:
+        for sample, times in step.ids.items():
+            gradient[sample] = rows[sample] * times / step.ids.total()
+    return gradient
 
 
 def _all_near(values: Sequence[float]) -> bool:
     return near(max(values), min(values))
-
-
-def _about_samples(evidence: LoopEvidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
-    """Yield which samples come twice in an epoch, and which never."""
-    if not all(trace.ended for trace in evidence.traces):
-        return
-    every = [part for parts in evidence.parts for part in parts]
-    seen = Counter((part.epoch, sample) for part in every for sample in part.ids)
-    where = evidence.where(evidence.traces[0].forwards[0].line)
-    ranks: dict[int, set[int]] = defaultdict(set)
-    for part in every:
-        for sample in part.ids:
-            ranks[sample].add(part.rank)
-    shared = [sample for sample, on in ranks.items() if len(on) > 1]
-    # Where all samples come equally often, as in two forwards per batch or passes over what was collected, it is meant.
-    usual = min(seen.values(), default=1)
-    twice = sorted({sample for (_, sample), times in seen.items() if times > usual})
-    # A sampler pads with a few samples; if half of them or more are shared, the data is not dealt to ranks at all.
-    if len(evidence.traces) > 1 and len(shared) * 2 >= len(ranks):
-        yield sentences.ranks_share_samples(len(shared), len(evidence.ids), where)
-    elif twice:
-        yield sentences.samples_duplicated(twice, len(evidence.traces) > 1, where)
-    missing = sorted(set(evidence.ids) - ranks.keys())
-    if missing and "tail_dropped" not in {finding.code for finding in findings}:
-        yield sentences.samples_missing(missing, where)
-
-
-def _about_rates(evidence: LoopEvidence) -> Iterator[LoopFinding]:
-    """Yield whether the learning rate changes inside a window."""
-    trace = evidence.traces[0]
-    for step in evidence.steps:
-        rates = [trace.forwards[part.number].rates for part in step.parts if part.rank == 0]
-        # An optimizer of the loop's own is known from its first step on, which lengthens the list without a change.
-        changed = [(a, b) for a, b in pairwise(rates) if len(a) == len(b) and a != b]
-        if changed:
-            line = trace.forwards[step.parts[0].number].line
-            yield sentences.schedules_every_micro_batch(
-                changed[0][0][0], changed[0][1][0], evidence.where(line, step.line)
-            )
-            return
-
-
-def _about_clipping(evidence: LoopEvidence) -> Iterator[LoopFinding]:
-    """Yield whether gradients are clipped before they are complete."""
-    if evidence.loud is None:
-        return
-    lines = rescaled_lines(evidence.loud)
-    # Clipping acts on large gradients and not on small ones; other rescaling acts on both.
-    if lines and not rescaled_lines(evidence.traces[0]):
-        yield sentences.clips_every_micro_batch(evidence.where(*lines))
-    steps = [
-        (number, one, other)
-        for plain, scaled in evidence.scaled
-        for number, (one, other) in enumerate(zip(plain.steps, scaled.steps, strict=False), start=1)
-    ]
-    for number, plain_step, scaled_step in steps:
-        if not is_close(scaled_step.gradient, plain_step.gradient):
-            ratio = float(scaled_step.gradient.norm() / plain_step.gradient.norm())
-            yield sentences.not_unscaled(number, ratio, evidence.where(scaled_step.line))
-            return
-
-
-def _about_reductions(evidence: LoopEvidence) -> Iterator[LoopFinding]:
-    """Yield how often gradients are reduced."""
-    if len(evidence.traces) == 1:
-        return
-    apart = [step for step in evidence.steps if not step.agree]
-    if apart:
-        # If only short windows differ, the last one of an epoch never leaves no_sync.
-        tail = all(step.num_micro_batches < evidence.accumulation_steps for step in apart)
-        yield sentences.not_reduced(apart[0].number + 1, tail, evidence.where(apart[0].line))
-    often = [step for step in evidence.steps if step.num_backwards > 1 and (step.num_reductions or 0) > 1]
-    if often:
-        trace, step = evidence.traces[0], often[0]
-        pairs = [(trace.forwards[each.forwards[0]].synced, each.synced) for each in trace.backwards if each.forwards]
-        # DistributedDataParallel decides in the forward, so no_sync around the backward alone has no effect.
-        code = "no_sync_around_backward_only" if (True, False) in pairs else "reduces_every_micro_batch"
-        yield sentences.reduces(
-            code, step.number + 1, step.num_reductions or 0, evidence.where(trace.backwards[0].line)
-        )
-
-
-def _about_the_rest(evidence: LoopEvidence) -> Iterator[LoopFinding]:
-    """Yield the first step whose gradient is not that of its un-split batch, for a reason that nothing above names."""
-    units = evidence.units
-    for step in evidence.steps if units.scale_is_known else ():
-        rows = units.of(tuple(step.ids)) if step.ids else None
-        # A step without samples should have no gradient.
-        expected = step.gradient * 0 if rows is None else _mean(step, rows)
-        if not is_close(step.gradient, expected):
-            yield sentences.unexplained(step.number + 1, evidence.where(step.line))
-            return
-
-
-def _mean(step: StepParts, rows: TableGradient) -> TableGradient:
-    """Return the gradient of the un-split batch."""
-    total = rows * 0
-    for sample, times in step.ids.items():
-        total[sample] = rows[sample] * times / step.ids.total()
-    return total

@@ -1,0 +1,155 @@
+"""The weights of samples in a gradient, relative to the gradient that the same loop has on one un-split batch.
+
+The loss is the user's and unknown. So the loop itself runs on one batch, with accumulation steps of one: this gives its
+un-split gradient, and with it the gradient of each sample with weight one. Where it cannot be run like that, the scale
+comes from the common loss whose gradient has the same direction; without one, the scale is unknown.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop
+from anybatch.diagnostics.loop_check.probe import NUM_ROWS, TargetKind
+from anybatch.diagnostics.loop_check.recorder import TOLERANCE, LoopTrace, TableGradient, is_close
+
+OutputLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def _shifted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return _cross_entropy(outputs[:, :-1], targets[:, 1:])
+
+
+COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
+    {
+        "classes": (_cross_entropy,),
+        "tokens": (_cross_entropy, _shifted_cross_entropy),
+        "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
+    }
+)
+"""Means over their targets; for "values", of outputs without a position axis."""
+
+
+class UnitGradients:
+    """Gradients of single samples with weight one, measured with the loop.
+
+    Attributes:
+        scale_is_known: whether their size is known, and not only their direction.
+    """
+
+    def __init__(self, loop: JudgedLoop, trace: LoopTrace) -> None:
+        self.scale_is_known = True
+        self._loop, self._data = loop, loop.data
+        self._takes_batch = loop.takes_loader or "micro_batch_size" in loop.parameters.needed
+        self._trace = trace if loop.takes_loader else loop.run(range(NUM_ROWS), steps=1, epochs=1)
+        self._measured: dict[tuple[int, ...], TableGradient | None] = {}
+        self.of(loop.ids)  # decides whether the scale is known
+
+    def of(self, ids: Sequence[int]) -> TableGradient | None:
+        """Return one row per sample, whose mean over these samples is their un-split gradient; None if unknown.
+
+        The row of a sample without a gradient (a masked target, say) is zero.
+        """
+        key = tuple(sorted(set(ids)))
+        if key not in self._measured:
+            self._measured[key] = self._measure(key)
+        return self._measured[key]
+
+    def is_hidden(self, sample: int) -> bool:
+        """Return whether a sample has no gradient, so that its weight cannot be seen."""
+        rows = self.of(self._loop.ids)
+        return rows is not None and not rows[sample].any()
+
+    def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
+        gradient, has_scale = self._unsplit(ids)
+        if gradient is None or not gradient.isfinite().all():
+            return None
+        if not has_scale:
+            scaled = self._scaled(gradient, ids)
+            # Unknown for one window is unknown for all, since windows are then compared with each other.
+            self.scale_is_known = self.scale_is_known and scaled is not None
+            gradient = gradient if scaled is None else scaled
+        return gradient * len(ids)
+
+    def _unsplit(self, ids: tuple[int, ...]) -> tuple[TableGradient | None, bool]:
+        """Return the gradient of some samples as one batch, and whether its scale is known.
+
+        A loop that makes micro-batches itself is measured on micro-batches of one size, with accumulation steps of one,
+        as if the loss were a mean over samples.
+        """
+        if self._takes_batch:
+            trace = self._loop.run(ids, size=len(ids), steps=1, epochs=1)
+            is_one_batch = bool(trace.forwards) and len(trace.forwards[0].ids) == len(ids)
+            gradient = self._gradient_of_batch(trace, ids) if self._loop.takes_loader or is_one_batch else None
+            if gradient is not None:
+                return gradient, self._loop.knows_steps
+        rows = self._output_gradients(self._trace, ids, by_size=True)
+        return None if rows is None else rows / len(ids), self._loop.knows_steps and not self._loop.takes_loader
+
+    def _gradient_of_batch(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
+        """Return the gradient that the optimizer used, or the gradients of the outputs if some samples are missing."""
+        of_outputs = self._output_gradients(trace, ids, by_size=False)
+        used = trace.steps[0].gradient if trace.steps else None
+        if used is not None and of_outputs is not None and not _has_gradient(of_outputs)[~_has_gradient(used)].any():
+            return used
+        return of_outputs
+
+    def _output_gradients(self, trace: LoopTrace, ids: Sequence[int], *, by_size: bool) -> TableGradient | None:
+        """Return the gradients of the samples' outputs, if asked times the size of their micro-batch."""
+        if not set(ids) <= trace.output_gradients.keys():
+            return None
+        # Reversed, so that the first forward of a sample counts, as in `output_gradients`.
+        sizes = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
+        rows = torch.zeros(self._data.outputs.shape, dtype=torch.float64)
+        for sample in ids:
+            rows[sample] = trace.output_gradients[sample] * (sizes[sample] if by_size else 1)
+        return rows
+
+    def _scaled(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
+        """Return the gradient of the common loss that has this direction."""
+        for loss in COMMON_LOSSES[self._data.kind]:
+            outputs = self._data.outputs[list(ids)].clone().requires_grad_()
+            given = outputs.squeeze(1) if self._data.kind == "values" else outputs
+            (rows,) = torch.autograd.grad(loss(given, self._data.targets[list(ids)]), outputs)
+            common = torch.zeros_like(gradient)
+            common[list(ids)] = rows.to(common.dtype)
+            ratio = float((gradient * common).sum() / common.square().sum())
+            if ratio > 0 and is_close(ratio * common, gradient):
+                return common
+        return None
+
+
+def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float]:
+    """Return the weight of each sample in a gradient: the nearest multiple of its unit gradient.
+
+    Samples without weight, or without a unit gradient, are left out.
+    """
+    # Rows do not mix, so each is a least-squares problem in one dimension.
+    products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
+    found = torch.where(squares > 0, products / squares, 0.0)
+    return {sample: weight for sample, weight in enumerate(found.tolist()) if abs(weight) > TOLERANCE / 100}
+
+
+def visible(ids: Sequence[int], units: TableGradient) -> list[int]:
+    """Return the samples that have a gradient, so that their weight can be seen."""
+    has_gradient = _has_gradient(units)
+    return [sample for sample in ids if has_gradient[sample]]
+
+
+def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
+    """Return whether a gradient is a weighted sum of the samples' unit gradients."""
+    nearest = torch.zeros(len(units), 1, 1, dtype=units.dtype)
+    for sample, weight in weights(gradient, units).items():
+        nearest[sample] = weight
+    return is_close(nearest * units, gradient)
+
+
+def _has_gradient(rows: TableGradient) -> Tensor:
+    return rows.flatten(1).any(1)
