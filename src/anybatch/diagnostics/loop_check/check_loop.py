@@ -26,11 +26,11 @@ from anybatch.diagnostics.loop_check.judged_loop import (
 )
 from anybatch.diagnostics.loop_check.parameters import LoopParameters, read_parameters
 from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, TargetKind
-from anybatch.diagnostics.loop_check.recorder import LoopStopped, LoopTrace, TimeLimit, is_close, near
+from anybatch.diagnostics.loop_check.recorder import LoopStopped, LoopTrace, is_close, near, time_limit
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict, ranges
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.diagnostics.loop_check.steps import micro_batches_of, steps_of
-from anybatch.diagnostics.loop_check.weights import UnitGradients
+from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients
 from anybatch.errors import LoopError
 from anybatch.parallel.launchers import say_launched
 from anybatch.testing.ranks import RankOutcome, RankPool, rank_context
@@ -130,18 +130,15 @@ def _judge(
 
 
 def _imported(find: Callable[[], Loop]) -> Loop:
-    limit = TimeLimit(IMPORT_SECONDS)
-    limit.start()
     try:
-        return find()
+        with time_limit(IMPORT_SECONDS):
+            return find()
     except LoopStopped:
         message = (
             f"importing the loop took more than {IMPORT_SECONDS:g} seconds and was stopped. If its file trains when "
             'imported, put that under if __name__ == "__main__".'
         )
         raise LoopError(message) from None
-    finally:
-        limit.cancel()
 
 
 def traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
@@ -198,8 +195,8 @@ def _evidence(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> Evidence:
     loud, scaled, is_random = None, [], False
     if len(traces) == 1:
         loud, again = loop.run(gain=LOUD_GAIN), loop.run(seed=1)
-        pairs = [(one.gradient, other.gradient) for one, other in zip(traces[0].steps, again.steps, strict=False)]
-        is_random = any(not is_close(one, other) for one, other in pairs if one is not None and other is not None)
+        pairs = zip(traces[0].steps, again.steps, strict=False)
+        is_random = any(not is_close(one.gradient, other.gradient) for one, other in pairs)
         if loop.parameters.uses_scaler:
             scaled = [(traces[0], loop.run(loss_scale=LOSS_SCALE))]
             scaled.append((loud, loop.run(gain=LOUD_GAIN, loss_scale=LOSS_SCALE)))
@@ -209,7 +206,7 @@ def _evidence(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> Evidence:
     num_epochs = 0 if {"max_steps"} == {"max_steps", "epochs"} & loop.parameters.needed else NUM_EPOCHS
     micro_batches = [micro_batches_of(trace, rank, num_epochs, batches_per_epoch) for rank, trace in enumerate(traces)]
     steps = steps_of(traces, micro_batches)
-    sizes = Counter(step.num_micro_batches for step in steps)
+    sizes = Counter(step.size for step in steps)
     most_common = max(sizes, key=lambda size: (sizes[size], size), default=ACCUMULATION_STEPS)
     return Evidence(
         loop=loop,
@@ -235,8 +232,7 @@ def _about_loss(evidence: Evidence) -> tuple[LoopFinding, ...]:
     # The last loss may be returned unchanged, or divided for accumulation.
     if not any(near(returned, last / divisor) for divisor in (1, ACCUMULATION_STEPS)):
         return ()
-    lines = [loop.first_line]
-    return (evidence.finding("logs_last_loss", lines, loss=f"{returned:.4g}", expected=f"{expected:.4g}"),)
+    return (evidence.finding("logs_last_loss", f"{returned:.4g}", f"{expected:.4g}", loop.first_line),)
 
 
 def _remarks(evidence: Evidence) -> Sequence[str]:
@@ -264,8 +260,8 @@ def _remarks(evidence: Evidence) -> Sequence[str]:
 
 
 def _verdict(findings: Sequence[LoopFinding]) -> LoopVerdict:
-    wrong = {finding.code for finding in findings if finding.in_gradient and not finding.is_undecided}
-    if not wrong and any(finding.is_undecided for finding in findings):
+    wrong = {finding.code for finding in findings if finding.in_gradient}
+    if wrong == {"draws_random_numbers"}:
         return LoopVerdict.UNDECIDED
     if wrong == {"constant_factor"}:
         return LoopVerdict.CONSTANT_FACTOR

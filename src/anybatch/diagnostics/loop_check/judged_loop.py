@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.data.random_state import seed_generators
 from anybatch.diagnostics.loop_check.parameters import GuessedSettings, LoopParameters
 from anybatch.diagnostics.loop_check.probe import ProbeData, ProbeLoader, RowModel, TargetKind, make_data
-from anybatch.diagnostics.loop_check.recorder import LoopTrace, Recorder
+from anybatch.diagnostics.loop_check.recorder import LoopTrace, Recorder, time_limit
 from anybatch.errors import LoopError
 from anybatch.parallel.launchers import say_launched
 from anybatch.parallel.torch_internals import HashStore
@@ -110,7 +110,7 @@ class JudgedLoop:
         Raises:
             LoopError: the loop raised.
         """
-        recorder = Recorder(self.file, gain, self.time_limit_seconds, epochs)
+        recorder = Recorder(self.file, gain, epochs)
         torch.set_grad_enabled(True)  # an earlier run may have changed these
         torch.set_default_dtype(torch.float32)
         seed_generators(seed)
@@ -120,7 +120,7 @@ class JudgedLoop:
         loader = ProbeLoader(self.data, self.ids if ids is None else ids, size, recorder)
         needed = self.parameters.needed
         num_calls = 1 if {"epochs", "max_steps"} & needed else epochs
-        with _replaced_scaler(loss_scale), _CudaIsCpu(), recorder:
+        with _replaced_scaler(loss_scale), _CudaIsCpu(), recorder, time_limit(self.time_limit_seconds):
             values = self._values(model, optimizer, loader, steps, epochs)
             values["settings"] = GuessedSettings(values, recorder.trace.guesses)
             recorder.watch(model.table, [optimizer] if "optimizer" in needed else [])

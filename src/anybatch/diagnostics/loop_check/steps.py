@@ -1,11 +1,11 @@
-"""From traces to optimizer steps: the micro-batches of each step over all ranks, and faults in its gradient."""
+"""The optimizer steps of a loop over all ranks, and the factor of each micro-batch in their gradients."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from anybatch.diagnostics.loop_check.recorder import LoopTrace, RankStep, TableGradient, is_close
+from anybatch.diagnostics.loop_check.recorder import LoopTrace, RankStep, TableGradient, is_close, near
+from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,46 +20,25 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The micro-batches of one optimizer step over all ranks, and the gradient that the optimizer used.
+    """An optimizer step over all ranks, with all micro-batches whose backward came since the step before."""
 
-    Attributes:
-        number: of the step, from 0.
-        micro_batches: those whose backward came since the step before.
-        gradient: used by the optimizer on rank 0.
-        is_stale: the first backward found the gradient of the step before.
-        is_lost: the gradient was cleared between micro-batches.
-        lost_tail: micro-batches of the epoch before whose gradients were cleared without a step.
-        is_cleared: the optimizer found no gradient, although the last backward left one.
-        is_equal_on_ranks: all ranks used the same gradient.
-        num_reductions: reductions by DistributedDataParallel since the step before.
-        num_backwards: backwards on rank 0 since the step before.
-        line: line of the step.
-    """
-
-    number: int
+    number: int  # from 1
     micro_batches: tuple[MicroBatch, ...]
-    gradient: TableGradient
-    is_stale: bool
-    is_lost: bool
-    lost_tail: tuple[MicroBatch, ...]
-    is_cleared: bool
+    lost: tuple[MicroBatch, ...]  # with cleared gradients
+    lost_tail: tuple[MicroBatch, ...]  # of the epoch before, with cleared gradients; not in `micro_batches`
+    gradient: TableGradient  # used by the optimizer on rank 0
+    is_accumulated: bool
     is_equal_on_ranks: bool
     num_reductions: int
-    num_backwards: int
     line: int | None
 
     @property
-    def is_clean(self) -> bool:
-        """Whether the gradient is made of these micro-batches only."""
-        return not (self.is_stale or self.is_lost or self.is_cleared) and self.is_equal_on_ranks
-
-    @property
     def ids(self) -> Counter[int]:
-        """How often each sample is in it."""
+        """The number of occurrences of each sample."""
         return Counter(sample for each in self.micro_batches for sample in each.ids)
 
     @property
-    def num_micro_batches(self) -> int:
+    def size(self) -> int:
         """Micro-batches of the rank with most; a micro-batch that passes through the model twice counts once."""
         by_rank = Counter(rank for rank, _ in {(each.rank, each.ids) for each in self.micro_batches})
         return max(by_rank.values(), default=0)
@@ -68,6 +47,22 @@ class Step:
     def epochs(self) -> frozenset[int]:
         """The epochs of its micro-batches."""
         return frozenset(each.epoch for each in self.micro_batches)
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the optimizer found no gradient, although there were backwards."""
+        return self.is_accumulated and not self.gradient.any()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether there are gradients of earlier steps."""
+        others = [sample for sample in range(len(self.gradient)) if sample not in self.ids]
+        return self.is_accumulated and bool(self.gradient[others].any())
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the gradient is made of all these micro-batches, and nothing else."""
+        return bool(self.ids) and self.is_equal_on_ranks and not (self.lost or self.is_cleared or self.is_stale)
 
 
 def micro_batches_of(trace: LoopTrace, rank: int, num_epochs: int, batches_per_epoch: int) -> list[MicroBatch]:
@@ -95,38 +90,70 @@ def micro_batches_of(trace: LoopTrace, rank: int, num_epochs: int, batches_per_e
 def steps_of(traces: Sequence[LoopTrace], micro_batches: Sequence[Sequence[MicroBatch]]) -> list[Step]:
     """Return the optimizer steps that all ranks made."""
     steps = []
-    for number, rank_steps in enumerate(zip(*(trace.steps for trace in traces), strict=False)):
-        shares = [_share(step, forwards) for step, forwards in zip(rank_steps, micro_batches, strict=True)]
-        first, gradients = rank_steps[0], [step.gradient for step in rank_steps if step.gradient is not None]
+    for number, rank_steps in enumerate(zip(*(trace.steps for trace in traces), strict=False), start=1):
+        used: list[MicroBatch] = []
+        lost: list[MicroBatch] = []
+        for trace, step, of_rank in zip(traces, rank_steps, micro_batches, strict=True):
+            used += [of_rank[forward] for forward in sorted(step.forwards)]
+            lost += [of_rank[forward] for forward in _lost_forwards(trace, step)]
+        last_epoch = max((each.epoch for each in used), default=0)
+        gradient = rank_steps[0].gradient
         steps.append(
             Step(
                 number=number,
-                micro_batches=tuple(each for kept, _, _ in shares for each in kept),
-                gradient=gradients[0],
-                is_stale=any(step.is_stale for step in rank_steps),
-                is_lost=shares[0][1],
-                lost_tail=tuple(each for _, _, tail in shares for each in tail),
-                is_cleared=any(step.is_cleared for step in rank_steps),
-                is_equal_on_ranks=all(is_close(gradient, gradients[0]) for gradient in gradients),
-                num_reductions=first.num_reductions,
-                num_backwards=first.num_backwards,
-                line=first.line,
+                micro_batches=tuple(each for each in used if each not in lost or each.epoch == last_epoch),
+                lost=tuple(each for each in lost if each.epoch == last_epoch),
+                lost_tail=tuple(each for each in lost if each.epoch < last_epoch),
+                gradient=gradient,
+                is_accumulated=rank_steps[0].is_accumulated,
+                is_equal_on_ranks=all(is_close(step.gradient, gradient) for step in rank_steps),
+                num_reductions=rank_steps[0].num_reductions,
+                line=rank_steps[0].line,
             )
         )
     return steps
 
 
-def _share(step: RankStep, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], bool, list[MicroBatch]]:
-    """Return a rank's micro-batches of a step, whether it lost some of them, and a lost tail of the epoch before."""
-    groups = [[micro_batches[number] for number in numbers] for numbers in (*step.cleared, step.forwards)]
-    is_lost, tail, kept = False, [], []
-    for number, (group, later) in enumerate(pairwise(groups), start=1):
-        coming = {each.ids for rest in groups[number:] for each in rest}
-        if group and later and later[0].epoch > group[-1].epoch:
-            tail += [*kept, *group]
-            kept = []
-        elif not group or any(each.ids not in coming for each in group):
-            is_lost = True
-            kept += group
-        # Otherwise the same samples come again, with other parameters: the first pass of SAM, which is not kept.
-    return list(dict.fromkeys((*kept, *groups[-1]))), is_lost, tail
+def _lost_forwards(trace: LoopTrace, step: RankStep) -> list[int]:
+    """Return the forwards whose gradients were cleared before the step, if it has any gradient at all."""
+    if not step.is_accumulated or not step.gradient.any():
+        return []
+    had_gradient = [number for number in sorted(step.forwards) if trace.forwards[number].has_gradient]
+    return [number for number in had_gradient if not step.gradient[list(trace.forwards[number].ids)].any()]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The factor of a micro-batch's own mean gradient in a step, and the factor it has in the un-split batch."""
+
+    micro_batch: MicroBatch
+    found: float
+    expected: float
+
+
+def shares_of(step: Step, units: UnitGradients) -> list[Share]:
+    """Return the shares of the micro-batches that have a gradient, in a clean step; none if they are unknown."""
+    whole = units.of(tuple(step.ids))
+    shares = []
+    for micro_batch in step.micro_batches:
+        rows = units.of(micro_batch.ids)
+        if whole is None or rows is None:
+            return []
+        found, expected = weights(step.gradient, rows), weights(whole, rows)
+        # A sample that occurs twice has the sum of two weights, so one that occurs once is preferred.
+        visible = sorted(expected.keys() & micro_batch.ids, key=lambda sample: (step.ids[sample] > 1, sample))
+        if visible:
+            sample, size = visible[0], len(micro_batch.ids)
+            factor = found.get(sample, 0.0) / step.ids[sample] * size
+            shares.append(Share(micro_batch, factor, expected[sample] * size / step.ids.total()))
+    return shares
+
+
+def total_of(shares: Sequence[Share]) -> float:
+    """Return the sum of the shares relative to the un-split batch: 1 in a correct step."""
+    return sum(share.found for share in shares) / sum(share.expected for share in shares)
+
+
+def all_near(values: Sequence[float]) -> bool:
+    """Return whether all numbers are equal up to rounding."""
+    return near(max(values), min(values))
