@@ -81,11 +81,11 @@ FINDINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Divide loss sums by the items that the loss is a mean over, counted over the window.",
         ),
         "not_a_weighted_sum": (
-            "A gradient is not a weighted sum of its samples' gradients in one batch: the loss depends on other samples.",
+            "A gradient is not a weighted sum of its samples' own gradients: the loss compares samples.",
             "Average a ratio (dice, F1) over samples; for a comparison of samples, use ab.joint(encode, loss).",
         ),
         "draws_random_numbers": (
-            "A gradient depends on random numbers of the loop (mixup, noise), so it has no un-split gradient to compare with.",
+            "A gradient depends on random numbers of the loop (mixup, noise), so it cannot be compared.",
             "Switch the random part off and check again.",
         ),
         "not_unscaled": (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from anybatch.diagnostics.loop_check.findings import LoopFinding, fraction, make_finding
-from anybatch.diagnostics.loop_check.judged_loop import MICRO_BATCH_SIZE, JudgedLoop
+from anybatch.diagnostics.loop_check.judged_loop import ACCUMULATION_STEPS, MICRO_BATCH_SIZE, JudgedLoop
 from anybatch.diagnostics.loop_check.recorder import LoopTrace, is_close, near
 from anybatch.diagnostics.loop_check.report import Window, ranges
 from anybatch.diagnostics.loop_check.steps import MicroBatch, Share, Step, all_near, shares_of, total_of
@@ -29,7 +29,7 @@ class Evidence:
 
     def finding(self, code: str, found: str, expected: object, *lines: int | None) -> LoopFinding:
         """Return a finding about this loop."""
-        return make_finding(code, found, str(expected), self.loop.file, lines)
+        return make_finding(code, found, str(expected), self.loop.place[0], lines)
 
     @property
     def ended(self) -> bool:
@@ -49,6 +49,7 @@ def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ..
         findings += _about_weights(evidence, has_carried="tail_carried" in _codes(findings))
     findings += _about_samples(evidence, has_dropped="tail_dropped" in _codes(findings))
     findings += [*_about_reductions(evidence), *_about_clipping(evidence), *_about_scaling(evidence)]
+    findings += _about_loss(evidence)
     if not any(finding.in_gradient for finding in findings):
         findings += _about_the_rest(evidence)
     windows = tuple(_window(step, evidence.units) for step in evidence.steps)
@@ -279,6 +280,22 @@ def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
         code = "no_sync_around_backward_only" if trace.has_late_no_sync else "reduces_every_micro_batch"
         found = f"{often.num_reductions} reductions in step {often.number}"
         yield evidence.finding(code, found, 1, trace.backward_line)
+
+
+def _about_loss(evidence: Evidence) -> Iterator[LoopFinding]:
+    """Yield whether the returned loss of one window is the loss of its last micro-batch."""
+    loop = evidence.loop
+    if len(evidence.traces) > 1 or not evidence.ended or not {"loader", "accumulation_steps"} <= loop.parameters.needed:
+        return
+    window = range(MICRO_BATCH_SIZE * ACCUMULATION_STEPS)
+    returned = loop.run(window, epochs=1).returned_loss
+    expected = loop.run(window, size=len(window), steps=1, epochs=1).returned_loss
+    last = loop.run(window[-MICRO_BATCH_SIZE:], steps=1, epochs=1).returned_loss
+    if returned is None or expected is None or last is None or near(returned, expected):
+        return
+    # The last loss may be returned unchanged, or divided for accumulation.
+    if near(returned, last) or near(returned, last / ACCUMULATION_STEPS):
+        yield evidence.finding("logs_last_loss", f"{returned:.4g}", f"{expected:.4g}", loop.place[1])
 
 
 def _about_the_rest(evidence: Evidence) -> Iterator[LoopFinding]:

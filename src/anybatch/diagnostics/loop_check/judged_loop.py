@@ -22,8 +22,7 @@ from anybatch.errors import LoopError
 from anybatch.parallel.launchers import say_launched
 from anybatch.parallel.torch_internals import HashStore
 
-MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS = 4, 3, 2
-NUM_SAMPLES = 31
+MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
 """On one rank and on two, the last micro-batch is smaller than the others, and the last window shorter."""
 QUIET_GAIN, LOUD_GAIN = 2.0**-20, 2.0**20
 """Gradients that are never clipped, and gradients that always are."""
@@ -31,15 +30,7 @@ QUIET_GAIN, LOUD_GAIN = 2.0**-20, 2.0**20
 
 @dataclass(frozen=True, slots=True)
 class JudgedLoop:
-    """A loop, and the data that it runs on.
-
-    Attributes:
-        function: the loop.
-        parameters: its arguments.
-        kind: of the data.
-        dtype: of the data.
-        time_limit_seconds: of a run.
-    """
+    """A loop, and the data that it runs on."""
 
     function: Callable[..., Any]
     parameters: LoopParameters
@@ -53,16 +44,10 @@ class JudgedLoop:
         return getattr(self.function, "__name__", "the loop")
 
     @property
-    def file(self) -> str | None:
-        """Path of the file with its function; callable objects have none."""
+    def place(self) -> tuple[str | None, int | None]:
+        """The path of its file, and its first line; a callable object has none."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
-        return None if code is None else code.co_filename
-
-    @property
-    def first_line(self) -> int | None:
-        """The line of its definition."""
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
-        return None if code is None else code.co_firstlineno
+        return (None, None) if code is None else (code.co_filename, code.co_firstlineno)
 
     @property
     def data(self) -> ProbeData:
@@ -82,7 +67,7 @@ class JudgedLoop:
 
     @property
     def takes_loader(self) -> bool:
-        """Whether it gets micro-batches, and does not make them itself from a data set."""
+        """Whether it gets micro-batches, and does not make them from a data set."""
         return bool({"loader", "get_batch"} & self.parameters.needed)
 
     def run(
@@ -110,31 +95,26 @@ class JudgedLoop:
         Raises:
             LoopError: the loop raised.
         """
-        recorder = Recorder(self.file, gain, epochs)
+        needed, recorder = self.parameters.needed, Recorder(self.place[0], gain, epochs)
         torch.set_grad_enabled(True)  # an earlier run may have changed these
         torch.set_default_dtype(torch.float32)
         seed_generators(seed)
         model = RowModel(self.data, gain, recorder)
-        # Any learning rate will do: the outputs of the model do not depend on its parameters.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = ProbeLoader(self.data, self.ids if ids is None else ids, size, recorder)
-        needed = self.parameters.needed
-        num_calls = 1 if {"epochs", "max_steps"} & needed else epochs
-        with _replaced_scaler(loss_scale), _CudaIsCpu(), recorder, time_limit(self.time_limit_seconds):
-            values = self._values(model, optimizer, loader, steps, epochs)
+        with _scaled_by(loss_scale), _CudaIsCpu(), recorder, time_limit(self.time_limit_seconds):
+            values = self._values(model, loader, steps, epochs)
             values["settings"] = GuessedSettings(values, recorder.trace.guesses)
-            recorder.watch(model.table, [optimizer] if "optimizer" in needed else [])
-            for call in range(num_calls):
-                bound = self.parameters.bind(self.function, {**values, "epoch": call})
+            recorder.watch(model.table, [values["optimizer"]] if "optimizer" in needed else [])
+            for epoch in range(1 if {"epochs", "max_steps"} & needed else epochs):
+                bound = self.parameters.bind(self.function, {**values, "epoch": epoch})
                 recorder.trace.returned_loss = _loss_in(_call(self.function, bound))
                 recorder.trace.call_ends.append(len(recorder.trace.forwards))
         return recorder.trace
 
-    def _values(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: ProbeLoader, steps: int, epochs: int
-    ) -> dict[str, Any]:
+    def _values(self, model: nn.Module, loader: ProbeLoader, steps: int, epochs: int) -> dict[str, Any]:
         """Return the value of each role."""
-        is_grouped = dist.is_initialized()
+        # Any learning rate will do: the outputs of the model do not depend on its parameters.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return {
             "model": DistributedDataParallel(model) if self.parameters.expects_wrapper else model,
             "loader": loader,
@@ -151,8 +131,8 @@ class JudgedLoop:
             "max_steps": -(-len(loader) // steps) * epochs,
             "micro_batch_size": loader.batch_size,
             "max_norm": 1.0,
-            "rank": dist.get_rank() if is_grouped else 0,
-            "world_size": dist.get_world_size() if is_grouped else 1,
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         }
 
 
@@ -161,12 +141,9 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return function(*bound.args, **bound.kwargs)
-    except SystemExit as error:
-        if error.code in (None, 0):
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of the user's)
+        if isinstance(error, SystemExit) and error.code in {None, 0}:
             return None
-        message = f"the loop ended its program with {error.code!r}"
-        raise LoopError(message, cause="SystemExit") from None
-    except Exception as error:  # noqa: BLE001 (any error of the user's)
         trace = error.__traceback__  # without this frame, it begins in the user's loop
         lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
         raise LoopError("".join(lines).rstrip(), cause=type(error).__name__) from None
@@ -175,8 +152,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  
 def _loss_in(value: Any) -> float | None:  # noqa: ANN401 (the loop's result)
     """Return the loss that a loop returned: a number, the only one in a sequence, or the only one in a dict by name."""
     if isinstance(value, dict):
-        losses = [entry for name, entry in value.items() if isinstance(name, str) and "loss" in name.lower()]
-        return _loss_in(losses[0]) if len(losses) == 1 else None
+        value = [entry for name, entry in value.items() if "loss" in str(name).lower()]
     if isinstance(value, list | tuple) and len(value) == 1:
         return _loss_in(value[0])
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -194,17 +170,17 @@ class _CudaIsCpu(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (the function's result)
         """Run a function of torch with its devices replaced."""
-        if func in (Tensor.cuda, Tensor.pin_memory):
+        if func in {Tensor.cuda, Tensor.pin_memory}:
             return args[0]
         return func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in (kwargs or {}).items()})
 
 
 def _on_cpu(value: Any) -> Any:  # noqa: ANN401 (any argument)
-    kind = value.split(":")[0] if isinstance(value, str) else value.type if isinstance(value, torch.device) else ""
-    return torch.device("cpu") if kind in {"cuda", "mps", "xpu"} else value
+    device = str(value) if isinstance(value, str | torch.device) else ""
+    return torch.device("cpu") if device.split(":")[0] in {"cuda", "mps", "xpu"} else value
 
 
-def _replaced_scaler(loss_scale: float) -> Any:  # noqa: ANN401 (a patch of unittest.mock)
+def _scaled_by(loss_scale: float) -> Any:  # noqa: ANN401 (a patch of unittest.mock)
     """Give this scale to all gradient scalers that the loop makes."""
     make = torch.amp.GradScaler.__init__
 

@@ -140,23 +140,22 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
 def _names_used(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names in a function, in functions of its module that it calls, and the real names of aliases."""
     words = set(inspect.signature(function).parameters)
-    waiting, seen = [inspect.unwrap(function)], set()
+    inner = inspect.unwrap(function)
+    scope: Mapping[str, Any] = getattr(inner, "__globals__", {})
+    waiting, seen = [getattr(inner, "__code__", None)], set[CodeType]()
     while waiting:
-        current = waiting.pop()
-        code, scope = getattr(current, "__code__", None), getattr(current, "__globals__", {})
+        code = waiting.pop()
         if code is None or code in seen:
             continue
         seen.add(code)
-        names = _names_in(code)
-        values = [scope[name] for name in names if name in scope]
-        words |= names | {value.__name__ for value in values if inspect.isclass(value) or inspect.isfunction(value)}
-        waiting += [value for value in values if inspect.isfunction(value) and value.__globals__ is scope]
+        words.update(code.co_names)
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # nested functions
+        for value in (scope[name] for name in code.co_names if name in scope):
+            if inspect.isclass(value) or inspect.isfunction(value):
+                words.add(value.__name__)
+            if inspect.isfunction(value) and value.__globals__ is scope:
+                waiting.append(value.__code__)
     return frozenset(words)
-
-
-def _names_in(code: CodeType) -> frozenset[str]:
-    nested = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*nested)
 
 
 class GuessedSettings:

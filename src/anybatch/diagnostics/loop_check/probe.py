@@ -33,14 +33,10 @@ _SIZE_NAMES = frozenset({"batch_size", "num_graphs", "nsentences"})
 
 @dataclass(frozen=True, slots=True)
 class ProbeData:
-    """Samples, the outputs that the model has for them, and targets.
+    """Samples with inputs that identify them, targets, and the outputs that the model has for them.
 
-    Attributes:
-        kind: "classes" (one class per sample), "values" (one number per output) or "tokens" (a class per position, of
-            which a different number is masked in each sample).
-        inputs: identify the sample.
-        targets: for the loss.
-        outputs: one row per sample, with a position and an output axis.
+    The kind is "classes" (one class per sample), "values" (one number per output) or "tokens" (a class per position,
+    of which a different number is masked in each sample).
     """
 
     kind: TargetKind
@@ -72,14 +68,12 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
     targets = torch.randint(_NUM_OUTPUTS, (NUM_ROWS, num_positions), generator=generator)
     if kind == "classes":
         return ProbeData(kind, inputs, targets.squeeze(1), outputs)
-    # At least two, so that one target is left where a loss shifts the labels.
-    lengths = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator)
     # Every word occurs once in the data, so the first one identifies the sample.
     words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
-    # The first position has no target, so that there are equally many targets after a shift.
-    positions = torch.arange(num_positions)
-    masked = targets.masked_fill((positions >= lengths) | (positions == 0), _IGNORED)
-    return ProbeData(kind, words, masked if is_padded else targets, outputs)
+    # The first position has no target, so that a loss that shifts the labels has as many; the second always has one.
+    lengths, positions = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator), words[0]
+    is_masked = (positions >= lengths) | (positions == 0)
+    return ProbeData(kind, words, targets.masked_fill(is_masked & is_padded, _IGNORED), outputs)
 
 
 class RowModel(nn.Module):
@@ -107,45 +101,33 @@ class RowModel(nn.Module):
             message = f"the model was called without inputs: {[type(value).__name__ for value in given]}"
             raise TypeError(message)
         ids = self._data.ids(inputs)
-        rows = self.table[ids]
+        rows, targets = self.table[ids], self._data.targets[ids]
         outputs = self._data.outputs.to(rows)[ids] + self._gain * (rows - rows.detach())
-        if self._data.kind != "tokens":
-            outputs = outputs.squeeze(1)
+        outputs = outputs if self._data.kind == "tokens" else outputs.squeeze(1)
         if outputs.requires_grad:  # otherwise it is an evaluation
             self._recorder.forward(ids.tolist(), outputs)
         if labels is not None:
-            loss = model_loss(self._data.kind, outputs, labels, kwargs.get("num_items_in_batch"))
-            return ModelOutput(loss, outputs, (loss, outputs))
-        targets = self._data.targets[ids]
-        if any(value is not inputs and _is_equal(value, targets) for value in given):
-            loss = model_loss(self._data.kind, outputs, targets)
-            return ModelOutput(loss, outputs, (outputs, loss))
+            loss = self._loss(outputs, labels, kwargs.get("num_items_in_batch"))
+            return ModelOutput((loss, outputs), loss, outputs)
+        tensors = [value for value in given if isinstance(value, Tensor) and value is not inputs]
+        if any(value.shape == targets.shape and bool((value == targets).all()) for value in tensors):
+            loss = self._loss(outputs, targets, None)
+            return ModelOutput((outputs, loss), loss, outputs)  # as models that take targets by position
         return outputs
 
-
-def _is_equal(value: object, targets: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == targets.shape and bool((value == targets).all())
-
-
-def model_loss(kind: TargetKind, outputs: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-    """Return the loss of a model with a built-in loss: a sum over unmasked targets / `num_items`, or their mean."""
-    if kind == "values":
-        return F.mse_loss(outputs, targets)
-    reduction = "mean" if num_items is None else "sum"
-    loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED, reduction=reduction)
-    return loss if num_items is None else loss / num_items
+    def _loss(self, outputs: Tensor, targets: Tensor, num_items: Tensor | float | None) -> Tensor:
+        """Return a mean over unmasked targets, or their sum divided by `num_items`."""
+        if self._data.kind == "values":
+            return F.mse_loss(outputs, targets)
+        reduction = "mean" if num_items is None else "sum"
+        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED, reduction=reduction)
+        return loss if num_items is None else loss / num_items
 
 
 class ModelOutput:
-    """The loss and logits of a model, by name, by number, unpacked, or used as a tensor (the logits).
+    """The loss and logits of a model, by name, by number, unpacked, or used as a tensor (the logits)."""
 
-    Args:
-        loss: of the model.
-        logits: its outputs.
-        order: both as a tuple; the loss is first if targets were passed by name, and last if by position.
-    """
-
-    def __init__(self, loss: Tensor, logits: Tensor, order: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, order: tuple[Tensor, Tensor], loss: Tensor, logits: Tensor) -> None:
         self.loss, self.logits, self._order = loss, logits, order
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -171,16 +153,11 @@ class ModelOutput:
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        _types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], _: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 (the function's result)
         """Use the logits as the tensor."""
         tensors = [value.logits if isinstance(value, cls) else value for value in args]
-        named = {name: value.logits if isinstance(value, cls) else value for name, value in (kwargs or {}).items()}
-        return func(*tensors, **named)
+        return func(*tensors, **(kwargs or {}))
 
 
 class ProbeBatch(dict[str, Any]):
@@ -216,20 +193,14 @@ class ProbeBatch(dict[str, Any]):
 
 
 class ProbeLoader(DataLoader[Any]):
-    """A loader of `ProbeBatch` that records its passes, and can also be asked for one batch at a time.
-
-    Args:
-        data: all samples.
-        ids: the samples to load, in order; the last micro-batch may be smaller.
-        micro_batch_size: samples of the others.
-        recorder: records passes.
-    """
+    """A loader of `ProbeBatch` that records its passes, and can also be asked for one batch at a time."""
 
     def __init__(self, data: ProbeData, ids: Sequence[int], micro_batch_size: int, recorder: Recorder) -> None:
         self._input_name = "input_ids" if data.kind == "tokens" else "inputs"
         self._recorder = recorder
         self._endless = self._full_batches()
-        super().__init__(row_set(data, ids), batch_size=micro_batch_size, collate_fn=self._collate)
+        samples = TensorDataset(data.inputs[list(ids)], data.targets[list(ids)])
+        super().__init__(samples, batch_size=micro_batch_size, collate_fn=self._collate)
 
     def __iter__(self) -> Any:  # noqa: ANN401 (an iterator of torch's own class)
         number = self._recorder.begin_pass()
@@ -249,8 +220,3 @@ class ProbeLoader(DataLoader[Any]):
     def _collate(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> ProbeBatch:
         inputs, targets = zip(*pairs, strict=True)
         return ProbeBatch({self._input_name: torch.stack(inputs), "labels": torch.stack(targets)})
-
-
-def row_set(data: ProbeData, ids: Sequence[int]) -> TensorDataset:
-    """Return samples as a data set of pairs (inputs, target)."""
-    return TensorDataset(data.inputs[list(ids)], data.targets[list(ids)])

@@ -18,6 +18,13 @@ class LoopVerdict(StrEnum):
     NOT_EQUAL = "not equal"
 
 
+_VERDICTS = {
+    frozenset[str](): LoopVerdict.EXACT,
+    frozenset({"constant_factor"}): LoopVerdict.CONSTANT_FACTOR,
+    frozenset({"draws_random_numbers"}): LoopVerdict.UNDECIDED,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """The micro-batches and weights of one optimizer step.
@@ -42,7 +49,6 @@ class LoopReport:
 
     Attributes:
         loop: its name.
-        verdict: on its gradients.
         findings: most important first; none if all is well.
         windows: its optimizer steps, over two epochs.
         accumulation_steps: given to the loop; if it has no parameter for them, the number that it used.
@@ -53,7 +59,6 @@ class LoopReport:
     """
 
     loop: str
-    verdict: LoopVerdict
     findings: tuple[LoopFinding, ...]
     windows: tuple[Window, ...]
     accumulation_steps: int
@@ -61,6 +66,12 @@ class LoopReport:
     remarks: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> LoopVerdict:
+        """The verdict on its gradients."""
+        wrong = frozenset(finding.code for finding in self.findings if finding.in_gradient)
+        return _VERDICTS.get(wrong, LoopVerdict.NOT_EQUAL)
 
     @property
     def codes(self) -> frozenset[str]:

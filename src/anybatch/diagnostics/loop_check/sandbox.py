@@ -2,8 +2,6 @@
 
 Relative paths lead to the copy. An audit hook of Python refuses writes to other folders, programs, and connections to
 other machines. It does not see writes by C code (C++ and Rust too) to absolute paths, except those of `torch.save`.
-
-The copy leaves out what is large: see `MAX_FILE_BYTES`, `MAX_BYTES` and `MAX_ENTRIES`.
 """
 
 import errno
@@ -15,11 +13,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,9 +26,9 @@ from anybatch.testing.ranks import rank_context
 ResultT = TypeVar("ResultT")
 MAX_FILE_BYTES, MAX_BYTES, MAX_ENTRIES = 2**20, 2**25, 2_000
 """Largest file that is copied, and limits for all files together; files near the top of the folder come first."""
-_LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages"})
+_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 _DEVICES = Path("/dev")
-_SAFE_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "", "0.0.0.0"})  # noqa: S104 (names are compared)
+_SAFE_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "", "0.0.0.0", None})  # noqa: S104 (hosts are compared)
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _CHANGES = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
@@ -43,26 +40,16 @@ _CHANGES = {
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"})
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxResult(Generic[ResultT]):
-    """The result of a function in a sandbox.
-
-    Attributes:
-        value: its return value.
-        written: files that it wrote in the copy of the working folder.
-        not_copied: files and folders that the copy left out.
-    """
-
-    value: ResultT
-    written: tuple[str, ...]
-    not_copied: tuple[str, ...]
-
-
-def run_in_sandbox(work: Callable[[], ResultT], *, timeout_seconds: float) -> SandboxResult[ResultT]:
+def run_in_sandbox(
+    work: Callable[[], ResultT], *, timeout_seconds: float
+) -> tuple[ResultT, tuple[str, ...], tuple[str, ...]]:
     """Run a function in a subprocess, in a temporary copy of the working folder.
 
     On Linux without an accelerator the process is forked, so that `work` can use functions of a notebook. Otherwise
     `work` is pickled.
+
+    Returns:
+        The value, the files written in the copy, and the files and folders that the copy left out.
 
     Raises:
         UserError: raised by `work`; or the process died, took too long, or cannot import `work`.
@@ -72,56 +59,62 @@ def run_in_sandbox(work: Callable[[], ResultT], *, timeout_seconds: float) -> Sa
     torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer imports torch's compiler: once, not in every fork
     with tempfile.TemporaryDirectory(prefix="anybatch-loop-", ignore_cleanup_errors=True) as root:
         folder = Path(root).resolve() / (Path.cwd().name or "folder")
-        not_copied = copy_folder(Path.cwd(), folder)
+        left_out = copy_folder(Path.cwd(), folder)
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_serve, args=(theirs, work, folder))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
                 process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
-            message = f"the loop cannot be sent to a subprocess ({unpicklable}): put it into a file."
+        except (pickle.PicklingError, AttributeError, TypeError) as reason:
+            message = f"the loop cannot be sent to a subprocess ({reason}): put it into a file."
             raise LoopError(message) from None
         theirs.close()
         try:
             value, written, error = _receive(ours, process, timeout_seconds)
         finally:
-            ours.close()
             process.kill()
             process.join()
+    if isinstance(error, LoopError) and error.cause == "FileNotFoundError" and left_out:
+        message = (
+            f"{error}\n\nThe loop runs in a copy of the folder without large files: {', '.join(left_out[:5])}. "
+            "Use absolute paths to read them."
+        )
+        raise LoopError(message, cause=error.cause)
     if error is not None:
-        if not_copied:
-            error.add_note(f"Not copied into its folder, because they are large: {', '.join(not_copied[:5])}.")
         raise error
-    return SandboxResult(value, written, not_copied)
+    return value, written, left_out
 
 
-def _receive(pipe: Connection, process: Any, timeout_seconds: float) -> Any:  # noqa: ANN401 (what `_serve` sends)
-    if not pipe.poll(timeout_seconds):
-        message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
-        raise LoopError(message)
+def _receive(pipe: Connection, process: Any, timeout_seconds: float) -> Any:  # noqa: ANN401 (the message of `_serve`)
     try:
-        return pipe.recv()
+        if pipe.poll(timeout_seconds):
+            return pipe.recv()
+        message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
     except EOFError:
         process.join()
         message = f"the subprocess of the loop died with exit code {process.exitcode}."
-        raise LoopError(message) from None
+    raise LoopError(message)
 
 
 def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
     """Run `work`, and send its value, the files written, and the error."""
-    silent = os.open(os.devnull, os.O_WRONLY)
+    silent, save = os.open(os.devnull, os.O_WRONLY), torch.save
     for number in (1, 2):
         os.dup2(silent, number)
     sys.stdout = sys.stderr = os.fdopen(silent, "w", encoding="utf-8")
+    sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     os.chdir(folder)
     tempfile.tempdir = str(folder.parent)
-    sys.dont_write_bytecode = True
-    torch.save = _audited(torch.save)
-    before = _file_states(folder)
+    value, error, before = None, None, _file_states(folder)
+
+    def audited_save(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (as torch.save)
+        sys.audit("open", file if isinstance(file, str | os.PathLike) else -1, "wb", _WRITE_FLAGS)
+        save(content, file, *args, **kwargs)
+
+    vars(torch).update(save=audited_save)  # it opens files in C++, which Python does not audit
     sys.addaudithook(partial(_refuse_changes, folder.parent))
-    value, error = None, None
     try:
         value = work()
     except UserError as raised:
@@ -135,66 +128,46 @@ def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
 
 def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
     """Refuse changes outside of a folder, programs, and connections to other machines: an audit hook."""
-    paths: list[Any] = []
+    paths, action = [args[position] for position in _CHANGES.get(event, ())], ""
     if event == "open":
         path, mode, flags = args
         writes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & _WRITE_FLAGS
         paths = [path] if writes else []
-    elif event in _CHANGES:
-        paths = [args[position] for position in _CHANGES[event]]
     elif event in _PROGRAMS:
-        _refuse(f"start a program ({args[0]})")
-    elif event == "socket.connect" and isinstance(args[1], tuple) and args[1][0] not in _SAFE_HOSTS:
-        _refuse(f"connect to {args[1][0]}")
-    elif event == "socket.getaddrinfo" and (args[0] or "") not in _SAFE_HOSTS:
-        _refuse(f"connect to {args[0]}")
-    for path in paths:
-        if not isinstance(path, int):
-            resolved = Path(os.fsdecode(path)).resolve()
-            if not resolved.is_relative_to(root) and not resolved.is_relative_to(_DEVICES):
-                _refuse(f"change {resolved}")
-
-
-def _refuse(action: str) -> None:
-    message = f"refused to {action}, outside of the temporary copy of the folder that the loop is checked in"
-    raise PermissionError(errno.EACCES, message)
-
-
-def _audited(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.save` with an audit event; it opens files in C++."""
-
-    def audited(content: Any, file: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch.save)
-        if isinstance(file, str | os.PathLike):
-            sys.audit("open", os.fspath(file), "wb", _WRITE_FLAGS)
-        return save(content, file, *args, **kwargs)
-
-    return audited
+        action = f"start the program {args[0]}"
+    elif event in {"socket.connect", "socket.getaddrinfo"}:
+        host = args[0] if event == "socket.getaddrinfo" else args[1][0] if isinstance(args[1], tuple) else None
+        action = "" if host in _SAFE_HOSTS else f"connect to {host}"
+    for path in (path for path in paths if not isinstance(path, int)):
+        resolved = Path(os.fsdecode(path)).resolve()
+        if not resolved.is_relative_to(root) and not resolved.is_relative_to(_DEVICES):
+            action = f"change {resolved}"
+    if action:
+        message = f"refused to {action}: it is outside of the temporary folder that the loop is checked in"
+        raise PermissionError(errno.EACCES, message)
 
 
 def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy a folder without large files, hidden files and caches; return the relative paths of those too large."""
+    """Copy a folder without large files, hidden files and caches; return the paths of the large ones."""
     bytes_left, entries_left = MAX_BYTES, MAX_ENTRIES
     left_out: list[str] = []
     waiting = [Path()]
     while waiting:
         folder = waiting.pop(0)
         (target / folder).mkdir(parents=True, exist_ok=True)
-        for path in _entries(source / folder):
+        for path in sorted((source / folder).iterdir()) if os.access(source / folder, os.R_OK | os.X_OK) else ():
             relative = path.relative_to(source)
+            if path.name.startswith(".") or path.name in _SKIPPED or not os.access(path, os.R_OK):
+                continue
             entries_left -= 1
-            if path.is_dir() and not path.is_symlink() and entries_left > 0:
+            if entries_left > 0 and path.is_dir() and not path.is_symlink():
                 waiting.append(relative)
-            elif path.is_file() and entries_left > 0 and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
+            elif entries_left > 0 and path.is_file() and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
                 bytes_left -= path.stat().st_size
                 shutil.copy2(path, target / relative)
             else:
                 left_out.append(relative.as_posix())
     return tuple(left_out)
-
-
-def _entries(folder: Path) -> list[Path]:
-    paths = sorted(folder.iterdir()) if os.access(folder, os.R_OK | os.X_OK) else []
-    return [path for path in paths if not path.name.startswith(".") and path.name not in _LEFT_OUT]
 
 
 def _file_states(folder: Path) -> dict[str, tuple[int, int]]:

@@ -62,13 +62,19 @@ class UnitGradients:
             self._measured[key] = self._measure(key)
         return self._measured[key]
 
-    def is_hidden(self, sample: int) -> bool:
-        """Return whether a sample has no gradient, so that its weight cannot be seen."""
-        rows = self.of(self._loop.ids)
-        return rows is not None and not rows[sample].any()
-
     def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
-        gradient, has_scale = self._unsplit(ids)
+        loop, gradient, has_scale = self._loop, None, self._loop.knows_steps
+        if self._takes_batch:
+            trace = loop.run(ids, size=len(ids), steps=1, epochs=1)
+            if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
+                gradient = self._of_outputs(trace, ids)
+                used = trace.steps[0].gradient if trace.steps else None
+                # Otherwise the optimizer used the gradients of some samples only.
+                if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
+                    gradient = used
+        if gradient is None:  # it makes micro-batches itself: measured on its own, as if the loss were a mean
+            gradient = self._of_outputs(self._trace, ids)
+            has_scale = loop.knows_steps and not loop.takes_loader
         if gradient is None or not gradient.isfinite().all():
             return None
         if not has_scale:
@@ -78,38 +84,15 @@ class UnitGradients:
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)
 
-    def _unsplit(self, ids: tuple[int, ...]) -> tuple[TableGradient | None, bool]:
-        """Return the gradient of some samples as one batch, and whether its scale is known.
-
-        A loop that makes micro-batches itself is measured on micro-batches of one size, with accumulation steps of one,
-        as if the loss were a mean over samples.
-        """
-        if self._takes_batch:
-            trace = self._loop.run(ids, size=len(ids), steps=1, epochs=1)
-            is_one_batch = bool(trace.forwards) and len(trace.forwards[0].ids) == len(ids)
-            gradient = self._gradient_of_batch(trace, ids) if self._loop.takes_loader or is_one_batch else None
-            if gradient is not None:
-                return gradient, self._loop.knows_steps
-        rows = self._output_gradients(self._trace, ids, by_size=True)
-        return None if rows is None else rows / len(ids), self._loop.knows_steps and not self._loop.takes_loader
-
-    def _gradient_of_batch(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
-        """Return the gradient that the optimizer used, or the gradients of the outputs if some samples are missing."""
-        of_outputs = self._output_gradients(trace, ids, by_size=False)
-        used = trace.steps[0].gradient if trace.steps else None
-        if used is not None and of_outputs is not None and not _has_gradient(of_outputs)[~_has_gradient(used)].any():
-            return used
-        return of_outputs
-
-    def _output_gradients(self, trace: LoopTrace, ids: Sequence[int], *, by_size: bool) -> TableGradient | None:
-        """Return the gradients of the samples' outputs, if asked times the size of their micro-batch."""
+    def _of_outputs(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
+        """Return the gradients of the samples' outputs, with micro-batches weighted by their size."""
         if not set(ids) <= trace.output_gradients.keys():
             return None
         # Reversed, so that the first forward of a sample counts, as in `output_gradients`.
         sizes = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
         rows = torch.zeros(self._data.outputs.shape, dtype=torch.float64)
         for sample in ids:
-            rows[sample] = trace.output_gradients[sample] * (sizes[sample] if by_size else 1)
+            rows[sample] = trace.output_gradients[sample] * sizes[sample] / len(ids)
         return rows
 
     def _scaled(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
@@ -139,8 +122,7 @@ def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float
 
 def visible(ids: Sequence[int], units: TableGradient) -> list[int]:
     """Return the samples that have a gradient, so that their weight can be seen."""
-    has_gradient = _has_gradient(units)
-    return [sample for sample in ids if has_gradient[sample]]
+    return [sample for sample in ids if units[sample].any()]
 
 
 def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
@@ -149,7 +131,3 @@ def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
     for sample, weight in weights(gradient, units).items():
         nearest[sample] = weight
     return is_close(nearest * units, gradient)
-
-
-def _has_gradient(rows: TableGradient) -> Tensor:
-    return rows.flatten(1).any(1)
