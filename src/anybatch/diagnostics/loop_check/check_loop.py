@@ -129,7 +129,7 @@ def _judge(
     if not reports:
         first = next(iter(failures))
         roles = ", ".join(f"{name}: {role.replace('_', ' ')}" for name, role in parameters.roles.items())
-        message = f"{loop.name} failed on {' and '.join(failures)}. Its arguments were {roles}. On {first}:\n\n{failures[first]}"
+        message = f"{loop.name} failed on {' and '.join(failures)}. Its arguments were {roles}.\n\n{failures[first]}"
         raise LoopError(message, cause=failures[first].cause)
     return _joined(reports)
 

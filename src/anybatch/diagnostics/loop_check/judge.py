@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
-from anybatch.diagnostics.loop_check.findings import LoopFinding, fraction, make_finding
 from anybatch.diagnostics.loop_check.judged_loop import ACCUMULATION_STEPS, MICRO_BATCH_SIZE, JudgedLoop
 from anybatch.diagnostics.loop_check.recorder import LoopTrace, is_close, near
-from anybatch.diagnostics.loop_check.report import Window, ranges
+from anybatch.diagnostics.loop_check.report import LoopFinding, Window, fraction, ranges
 from anybatch.diagnostics.loop_check.steps import MicroBatch, Share, Step, all_near, shares_of, total_of
 from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, is_combination, visible, weights
 
@@ -29,7 +29,10 @@ class Evidence:
 
     def finding(self, code: str, found: str, expected: object, *lines: int | None) -> LoopFinding:
         """Return a finding about this loop."""
-        return make_finding(code, found, str(expected), self.loop.place[0], lines)
+        file = self.loop.place[0]
+        known = tuple(sorted({line for line in lines if line is not None})[:4])
+        name = "the loop" if file is None else Path(file).name
+        return LoopFinding(code=code, found=found, expected=str(expected), file=name, lines=known)
 
     @property
     def ended(self) -> bool:

@@ -81,16 +81,9 @@ class JudgedLoop:
         loss_scale: float = 1.0,
         seed: int = 0,
     ) -> LoopTrace:
-        """Run it, and return its trace. A function without a number of epochs is called once for each.
+        """Run it with micro-batches of a size on some samples (None: all), and return its trace.
 
-        Args:
-            ids: samples of the loader or data set; None for `self.ids`.
-            size: samples of a micro-batch.
-            steps: accumulation steps, if it has a parameter for them.
-            epochs: passes over the samples, in one call or in several.
-            gain: size of the gradients.
-            loss_scale: of all gradient scalers.
-            seed: of the random generators.
+        A function without a number of epochs is called once for each.
 
         Raises:
             LoopError: the loop raised.
@@ -191,11 +184,7 @@ def _scaled_by(loss_scale: float) -> Any:  # noqa: ANN401 (a patch of unittest.m
 
 
 def prepare_process(*, in_group: bool) -> None:
-    """Replace functions of torch that need a driver or a launcher, for the rest of this process.
-
-    Args:
-        in_group: the loop uses a process group: this process joins one, if it has not, so that the loop need not.
-    """
+    """Replace functions of torch that need a driver or a launcher; join a process group, so that the loop need not."""
 
     def nothing(*_args: object, **_kwargs: object) -> int:
         return 0

@@ -1,6 +1,5 @@
 """The parameters of a loop, recognised by their names."""
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -53,23 +52,14 @@ _SECTIONS = frozenset({"train", "training", "optim", "solver", "data", "model", 
 
 @dataclass(frozen=True, slots=True)
 class LoopParameters:
-    """The arguments that a loop needs.
+    """The arguments that a loop needs."""
 
-    Attributes:
-        roles: parameter name -> role, for all parameters that are recognised.
-        needed: all roles, as parameters or as attributes of a settings object.
-        is_stream: whether the loop asks for one batch at a time, so that there is no last one.
-        uses_ranks: whether it uses torch.distributed.
-        expects_wrapper: whether it expects a model that DistributedDataParallel wraps already.
-        uses_scaler: whether it uses a GradScaler.
-    """
-
-    roles: Mapping[str, str]
-    needed: frozenset[str]
-    is_stream: bool
-    uses_ranks: bool
-    expects_wrapper: bool
-    uses_scaler: bool
+    roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
+    needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
+    is_stream: bool  # asks for one batch at a time, so that there is no last one
+    uses_ranks: bool  # uses torch.distributed
+    expects_wrapper: bool  # expects a model that DistributedDataParallel wraps already
+    uses_scaler: bool  # uses a GradScaler
 
     def bind(self, function: Callable[..., Any], values: Mapping[str, Any]) -> inspect.BoundArguments:
         """Return the arguments to call the loop with, from the value of each role."""
@@ -159,12 +149,7 @@ def _names_used(function: Callable[..., Any]) -> frozenset[str]:
 
 
 class GuessedSettings:
-    """A settings object: attributes with a known role have its value, others are guessed.
-
-    Args:
-        values: the value of each role.
-        guesses: filled with the guessed attributes and their values.
-    """
+    """A settings object: attributes with a known role have its value; others are guessed and recorded."""
 
     def __init__(self, values: Mapping[str, Any], guesses: dict[str, Any]) -> None:
         vars(self).update(_values=values, _guesses=guesses)
@@ -188,32 +173,3 @@ class GuessedSettings:
     def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 (any setting)
         """Return a setting with a known role, or the default."""
         return getattr(self, name) if name in self else default
-
-
-def method_of(owner: type, name: str) -> Callable[..., Any]:
-    """Return a method as a function that also takes the arguments of its class.
-
-    The object is made again only when those arguments change, so that it lives for one run of the loop.
-    """
-    method = inspect.getattr_static(owner, name)
-    if isinstance(method, staticmethod | classmethod):
-        bound: Callable[..., Any] = getattr(owner, name)
-        return bound
-    of_class = inspect.signature(owner).parameters
-    of_method = dict(list(inspect.signature(method).parameters.items())[1:])
-    last: list[tuple[dict[str, Any], Any]] = []
-
-    @functools.wraps(method)
-    def loop(**given: Any) -> Any:  # noqa: ANN401 (the method's result)
-        arguments = {key: given[key] for key in of_class if key in given}
-        if not last or any(last[0][0].get(key) is not value for key, value in arguments.items()):
-            last[:] = [(arguments, owner(**arguments))]
-        return getattr(last[0][1], name)(**{key: given[key] for key in of_method if key in given})
-
-    parameters = [
-        parameter.replace(kind=parameter.KEYWORD_ONLY)
-        for parameter in {**of_class, **of_method}.values()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    loop.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return loop

@@ -50,13 +50,7 @@ class ProbeData:
 
 
 def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = torch.float64) -> ProbeData:
-    """Return the samples of a kind, always the same ones.
-
-    Args:
-        kind: see `ProbeData`.
-        is_padded: whether targets of tokens are masked.
-        dtype: of inputs, outputs and targets that are floating-point numbers.
-    """
+    """Return the samples of a kind, always the same ones; if not padded, no targets are masked."""
     generator = torch.Generator().manual_seed(5)
     num_positions = _NUM_POSITIONS if kind == "tokens" else 1
     outputs = torch.randn(NUM_ROWS, num_positions, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
@@ -77,13 +71,7 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
 
 
 class RowModel(nn.Module):
-    """The model described above. It finds the inputs among its arguments; given labels too, it also returns a loss.
-
-    Args:
-        data: the samples.
-        gain: size of its gradients, a power of two: too small for clipping to act, or large enough that it always does.
-        recorder: records every forward that a backward can follow.
-    """
+    """The model described above. It finds the inputs among its arguments; given labels too, it also returns a loss."""
 
     def __init__(self, data: ProbeData, gain: float, recorder: Recorder) -> None:
         super().__init__()
@@ -143,9 +131,6 @@ class ModelOutput:
 
     def __truediv__(self, divisor: Any) -> Tensor:  # noqa: ANN401 (a number or tensor)
         return torch.div(self.loss, divisor)
-
-    def __mul__(self, factor: Any) -> Tensor:  # noqa: ANN401 (a number or tensor)
-        return torch.mul(self.loss, factor)
 
     def values(self) -> tuple[Tensor, ...]:
         """Return the losses of a model that returns a dict of losses in training."""

@@ -76,13 +76,7 @@ class LoopTrace:
 
 
 class Recorder:
-    """Records a loop between `watch` and the end of the context.
-
-    Args:
-        file: the user's file, for line numbers.
-        gain: divides gradients.
-        num_passes: the loop is stopped after that many passes over the loader in which it trains.
-    """
+    """Records a loop between `watch` and the end of the context, and stops it after `num_passes` over the loader."""
 
     def __init__(self, file: str | None, gain: float, num_passes: int = 2) -> None:
         self.trace = LoopTrace()

@@ -66,14 +66,7 @@ class Step:
 
 
 def micro_batches_of(trace: LoopTrace, rank: int, num_epochs: int, batches_per_epoch: int) -> list[MicroBatch]:
-    """Return the micro-batches of a rank with their epochs.
-
-    Args:
-        trace: of the rank.
-        rank: which.
-        num_epochs: number of epochs; 0 if the loop may end anywhere.
-        batches_per_epoch: used if neither calls nor an even division give the ends of epochs.
-    """
+    """Return the micro-batches of a rank with their epochs; `num_epochs` is 0 if the loop may end anywhere."""
     total = len(trace.forwards)
     ends = trace.call_ends
     if not num_epochs or len(ends) != num_epochs:
