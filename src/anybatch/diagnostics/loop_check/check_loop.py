@@ -154,7 +154,8 @@ def run_on_rank(loop: JudgedLoop) -> bytes:
 
 def _opened(outcome: RankOutcome) -> LoopTrace:
     if outcome.error is not None:  # the rank's traceback ends with the traceback of the loop
-        raise LoopError(outcome.error.rpartition(f"{LoopError.__name__}: ")[2].rstrip(), cause="RankFailed")
+        message = outcome.error.rpartition(f"{LoopError.__name__}: ")[2].rstrip()
+        raise LoopError(message, cause=message.rpartition("\n")[2].partition(":")[0])
     trace: LoopTrace = pickle.loads(outcome.value)  # noqa: S301 (from `run_on_rank`)
     return trace
 

@@ -164,7 +164,7 @@ def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
                 waiting.append(relative)
             elif entries_left > 0 and path.is_file() and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
                 bytes_left -= path.stat().st_size
-                shutil.copy2(path, target / relative)
+                shutil.copyfile(path, target / relative)
             else:
                 left_out.append(relative.as_posix())
     return tuple(left_out)
