@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def assert_named(report: LoopReport, codes: Set[str]) -> None:
+def assert_named(report: LoopReport, codes: set[str]) -> None:
     """Assert that a report has these findings and no others, and the verdict that goes with them."""
     verdict = LoopVerdict.EXACT if codes <= HARMLESS else LoopVerdict.NOT_EQUAL
     expected = LoopVerdict.CONSTANT_FACTOR if codes == {"constant_factor"} else verdict
@@ -327,7 +327,7 @@ def test_a_loop_that_raises_on_ranks_shows_its_own_error() -> None:
 
 
 def test_unknown_parameters_are_refused() -> None:
-    """Parameters without a known role are listed; so are those of a loop without a model."""
+    """Parameters without a known role are listed; so are the parameters of a loop without a model."""
 
     def unclear(model: Any, loader: Any, wizard: Any) -> None:
         """Never called."""
@@ -364,7 +364,7 @@ def test_the_caller_is_unchanged() -> None:
 
 @pytest.mark.slow
 def test_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`anybatch check --loop` prints the report; status 0 without findings, 8 with some, 2 if there is no such loop."""
+    """`anybatch check --loop` prints the report; status 0 without findings, 8 with some, 2 for an unknown loop."""
     file = folder / "my_loops.py"
     shutil.copy(loops.__file__, file)
 
@@ -393,7 +393,7 @@ def test_numbers_are_readable() -> None:
 
 
 def first_wrapper() -> tuple[Holdings, Holdings]:
-    """Return what a process holds before and after a group in which it makes its first wrapper."""
+    """Return the holdings of a process before and after a group in which it makes its first wrapper."""
     before = holdings()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     nn.parallel.DistributedDataParallel(nn.Linear(1, 1))

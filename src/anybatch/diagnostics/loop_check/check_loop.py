@@ -82,7 +82,7 @@ def check_named_loop(
     """Judge the loop that `find` returns, as `check_loop` does; `find` imports it in the subprocess.
 
     Raises:
-        UserError: as `check_loop`; or there is no such loop, or finding it takes more than a minute.
+        UserError: as `check_loop`; or the loop does not exist, or finding it takes more than a minute.
     """
     work = partial(_judge, find, data, ranks, time_limit_seconds)
     timeout_seconds = IMPORT_SECONDS + MAX_RUNS * time_limit_seconds
@@ -112,7 +112,7 @@ def _judge(
         prepare_process(in_group=parameters.uses_ranks)
     # Several ranks first, for all kinds: they are forked, which is not safe everywhere after a backward.
     for kind, dtype in itertools.product(TARGET_KINDS if data is None else (data,), (torch.float64, torch.float32)):
-        # Losses for classes also take values; float32 is for loops with numbers of their own, such as class weights.
+        # Losses for classes also take values; float32 is for loops with float32 numbers, such as class weights.
         if kind not in ran and (kind != "values" or not ran):
             loop = JudgedLoop(function, parameters, kind, dtype, seconds)
             try:

@@ -36,7 +36,7 @@ class Evidence:
 
     @property
     def ended(self) -> bool:
-        """Whether the loop ended by itself, or after the passes that are looked at."""
+        """Whether the loop ended without help, or after the passes that are looked at."""
         return all(trace.ended for trace in self.traces)
 
 
@@ -302,7 +302,7 @@ def _about_loss(evidence: Evidence) -> Iterator[LoopFinding]:
 
 
 def _about_the_rest(evidence: Evidence) -> Iterator[LoopFinding]:
-    """Yield the first step whose gradient differs from that of its un-split batch for another reason."""
+    """Yield the first step whose gradient differs from its un-split gradient for another reason."""
     for step in evidence.steps if evidence.units.scale_is_known else ():
         unsplit = step.gradient * 0
         if (rows := evidence.units.of(tuple(step.ids))) is not None:

@@ -64,7 +64,7 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
         return ProbeData(kind, inputs, targets.squeeze(1), outputs)
     # Every word occurs once in the data, so the first one identifies the sample.
     words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
-    # The first position has no target, so that a loss that shifts the labels has as many; the second always has one.
+    # The first position has no target, so that shifting the labels loses none; the second always has one.
     lengths, positions = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator), words[0]
     is_masked = (positions >= lengths) | (positions == 0)
     return ProbeData(kind, words, targets.masked_fill(is_masked & is_padded, _IGNORED), outputs)
@@ -188,9 +188,7 @@ class ProbeLoader(DataLoader[Any]):
         super().__init__(samples, batch_size=micro_batch_size, collate_fn=self._collate)
 
     def __iter__(self) -> Any:  # noqa: ANN401 (an iterator of torch's own class)
-        number = self._recorder.begin_pass()
-        yield from super().__iter__()
-        self._recorder.end_pass(number)
+        return self._recorder.one_pass(super().__iter__())
 
     def next_batch(self, *_: object, **_options: object) -> Any:  # noqa: ANN401 (a batch)
         """Return the next micro-batch of full size, without end."""

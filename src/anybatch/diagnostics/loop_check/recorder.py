@@ -70,7 +70,7 @@ class LoopTrace:
     changed_after_lines: list[int | None] = field(default_factory=list)  # steps whose gradient was changed afterwards
     returned_loss: float | None = None
     call_ends: list[int] = field(default_factory=list)  # number of forwards at the end of each call
-    ended: bool = True  # by itself, or after the passes that are looked at
+    ended: bool = True  # without help, or after the passes that are looked at
     has_more_passes: bool = False
     guesses: dict[str, Any] = field(default_factory=dict)  # unknown settings that the loop asked for
 
@@ -113,13 +113,10 @@ class Recorder:
         self.trace.has_more_passes = kind is SeenEnoughStopped
         return kind is not None and issubclass(kind, LoopStopped)  # the trace of a stopped loop is a result too
 
-    def begin_pass(self) -> int:
-        """Record the beginning of a pass over the loader, and return its number."""
-        self._pass += 1
-        return self._pass
-
-    def end_pass(self, number: int) -> None:
-        """Record the end of a pass."""
+    def one_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass over the loader, and record its beginning and end."""
+        self._pass = number = self._pass + 1
+        yield from batches
         self._finished.add(number)
 
     def forward(self, ids: Sequence[int], outputs: Tensor) -> None:

@@ -50,7 +50,7 @@ draws_random_numbers: A gradient depends on random numbers of the loop (mixup, n
     Switch the random part off and check again.
 not_unscaled: A gradient depends on the scale of GradScaler: it is clipped or used while scaled.
     Call scaler.unscale_(optimizer) before clipping, and step by scaler.step(optimizer).
-unexplained: A gradient differs from that of the un-split batch for an unknown reason.
+unexplained: A gradient differs from the un-split gradient for an unknown reason.
     Look at the lines between the backward and optimizer.step().
 samples_duplicated: Samples occur more than once per epoch, as DistributedSampler does to make shares equal.
     Use shares of different lengths and divide by the number of samples of all ranks, as ab.batches does.
@@ -88,7 +88,7 @@ _MAX_PRINTED_STEPS, _MAX_PRINTED_FILES = 8, 5
 
 
 class LoopVerdict(StrEnum):
-    """How the gradients of a loop compare with those of un-split batches."""
+    """How the gradients of a loop compare with un-split gradients."""
 
     EXACT = "exact"
     CONSTANT_FACTOR = "equal up to a constant factor"

@@ -1,7 +1,7 @@
 """Runs a user's code in a subprocess, in a temporary copy of the working folder, so that it changes no files of theirs.
 
 Relative paths lead to the copy. An audit hook of Python refuses writes to other folders, programs, and connections to
-other machines. It does not see writes by C code (C++ and Rust too) to absolute paths, except those of `torch.save`.
+other machines. It does not see writes by C code (C++ and Rust too) to absolute paths, except by `torch.save`.
 """
 
 import errno
@@ -148,7 +148,7 @@ def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy a folder without large files, hidden files and caches; return the paths of the large ones."""
+    """Copy a folder without large files, hidden files and caches; return the paths of what is left out as too large."""
     bytes_left, entries_left = MAX_BYTES, MAX_ENTRIES
     left_out: list[str] = []
     waiting = [Path()]
@@ -159,10 +159,13 @@ def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
             relative = path.relative_to(source)
             if path.name.startswith(".") or path.name in _SKIPPED or not os.access(path, os.R_OK):
                 continue
+            if entries_left == 0:
+                left_out.append((folder / "...").as_posix())
+                break
             entries_left -= 1
-            if entries_left > 0 and path.is_dir() and not path.is_symlink():
+            if path.is_dir() and not path.is_symlink():
                 waiting.append(relative)
-            elif entries_left > 0 and path.is_file() and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
+            elif path.is_file() and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
                 bytes_left -= path.stat().st_size
                 shutil.copyfile(path, target / relative)
             else:
