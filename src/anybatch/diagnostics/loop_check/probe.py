@@ -9,6 +9,7 @@ in every step. The gradient of row i is gain * (weight of sample i) * d loss_i /
 weight of each sample can be read from the gradient, for any loss.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -183,9 +184,10 @@ class ProbeLoader(DataLoader[Any]):
     def __init__(self, data: ProbeData, ids: Sequence[int], micro_batch_size: int, recorder: Recorder) -> None:
         self._input_name = "input_ids" if data.kind == "tokens" else "inputs"
         self._recorder = recorder
-        self._endless = self._full_batches()
         samples = TensorDataset(data.inputs[list(ids)], data.targets[list(ids)])
         super().__init__(samples, batch_size=micro_batch_size, collate_fn=self._collate)
+        passes = (batch for _ in itertools.count() for batch in self)
+        self._endless = (batch for batch in passes if len(batch["labels"]) == micro_batch_size)
 
     def __iter__(self) -> Any:  # noqa: ANN401 (an iterator of torch's own class)
         return self._recorder.one_pass(super().__iter__())
@@ -195,10 +197,6 @@ class ProbeLoader(DataLoader[Any]):
         return next(self._endless)
 
     get_batch = get_next_batch = next_batch
-
-    def _full_batches(self) -> Iterator[Any]:
-        while True:
-            yield from (batch for batch in self if len(batch["labels"]) == self.batch_size)
 
     def _collate(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> ProbeBatch:
         inputs, targets = zip(*pairs, strict=True)

@@ -11,13 +11,10 @@ from typing import Any, Self
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-from anybatch.parallel.torch_internals import GradBucket
 
 TableGradient = Float64[Tensor, "sample position output"]
 MAX_FORWARDS = 200
@@ -151,6 +148,8 @@ class Recorder:
     def _accumulate(self, _: Tensor) -> None:
         """Record a backward whose gradient was added to .grad, and not reduced yet."""
         self._step.is_accumulated = True
+        # DistributedDataParallel decides in the forward whether it reduces the backward.
+        self._step.num_reductions += bool(self.trace.forwards[-1].is_synced)
         gradient = self._gradient()
         before = gradient - self._incoming
         if self._sum.any() and before.any() and not is_close(before, self._sum):
@@ -190,18 +189,8 @@ class Recorder:
         self._used = None
 
     def _find_wrapper(self, module: nn.Module, *_: object) -> None:
-        """Count the reductions of the wrapper around the model, from its first call on."""
-        is_new = self._wrapper is None and isinstance(module, DistributedDataParallel)
-        if not is_new or all(parameter is not self._table for parameter in module.parameters()):
-            return
-        assert isinstance(module, DistributedDataParallel)
-        self._wrapper, group = module, module.process_group
-
-        def reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-            self._step.num_reductions += bucket.is_last()
-            return allreduce_hook(group, bucket)  # the reduction that the wrapper makes without a hook
-
-        module.register_comm_hook(None, reduce)
+        if isinstance(module, DistributedDataParallel) and self._table in set(module.parameters()):
+            self._wrapper = module
 
     def _is_synced(self) -> bool | None:
         return None if self._wrapper is None else bool(self._wrapper.require_backward_grad_sync)
