@@ -62,11 +62,11 @@ def test_weights_are_read_from_the_gradient(reduction: str) -> None:
     outputs = data.outputs[4:10, 0]
     plain = outputs.softmax(1) - F.one_hot(data.targets[4:10], outputs.shape[1])
     assert model.table.grad is not None
-    found = model.table.grad[:, 0] / 2.0
+    rows = model.table.grad[:, 0] / 2.0
 
-    torch.testing.assert_close(found[4:10], plain / (6 if reduction == "mean" else 1), rtol=1e-12, atol=0.0)
-    assert not found[:4].any()
-    assert not found[10:].any()
+    torch.testing.assert_close(rows[4:10], plain / (6 if reduction == "mean" else 1), rtol=1e-12, atol=0.0)
+    assert not rows[:4].any()
+    assert not rows[10:].any()
 
 
 def test_outputs_do_not_follow_the_parameters() -> None:
@@ -186,6 +186,13 @@ def test_an_unknown_scale_is_remarked() -> None:
 
     assert_named(report, {"mean_of_means"})
     assert (report.accumulation_steps, len(report.remarks)) == (4, 1)
+
+
+@pytest.mark.slow
+def test_the_subprocess_need_not_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an accelerator, the loop is imported by a new process, which judges it in the same way."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert_named(check_loop(loops.divided_twice), {"constant_factor"})
 
 
 @pytest.mark.slow

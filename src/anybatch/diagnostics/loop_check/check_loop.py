@@ -186,7 +186,7 @@ def _evidence(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> Evidence:
     if len(traces) == 1:
         loud, again = loop.run(gain=LOUD_GAIN), loop.run(seed=1)
         pairs = zip(traces[0].steps, again.steps, strict=False)
-        is_random = any(not is_close(one.gradient, other.gradient) for one, other in pairs)
+        is_random = any(not is_close(step.gradient, other.gradient) for step, other in pairs)
         if loop.parameters.uses_scaler:
             scaled = [(traces[0], loop.run(loss_scale=LOSS_SCALE))]
             scaled.append((loud, loop.run(gain=LOUD_GAIN, loss_scale=LOSS_SCALE)))

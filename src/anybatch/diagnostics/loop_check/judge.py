@@ -79,9 +79,9 @@ def _window(step: Step, units: UnitGradients) -> Window:
 def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether the loop had to be stopped."""
     if not evidence.ended:
-        found = f"still running after {len(evidence.traces[0].forwards)} forwards"
+        value = f"still running after {len(evidence.traces[0].forwards)} forwards"
         lines = [step.line for step in evidence.steps[-1:]]
-        yield evidence.finding("does_not_end", found, "two passes over 31 samples", *lines)
+        yield evidence.finding("does_not_end", value, "two passes over 31 samples", *lines)
 
 
 def _about_places(evidence: Evidence) -> Iterator[LoopFinding]:
@@ -100,8 +100,8 @@ def _about_places(evidence: Evidence) -> Iterator[LoopFinding]:
     for step in steps:
         is_short = step.size < expected and not last & set(step.micro_batches)
         if step.micro_batches and len(step.epochs) == 1 and (step.size > expected or is_short):
-            found = f"{step.size} micro-batches in step {step.number}"
-            yield evidence.finding("window_size", found, expected, step.line)
+            value = f"{step.size} micro-batches in step {step.number}"
+            yield evidence.finding("window_size", value, expected, step.line)
             return
 
 
@@ -109,14 +109,14 @@ def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `zero_grad()`."""
     steps, backward = evidence.steps, evidence.traces[0].backward_line
     if stale := [step for step in steps if step.is_stale]:
-        found = f"old gradients in {len(stale)} steps, first in step {stale[0].number}"
-        yield evidence.finding("zero_grad_missing", found, "none", stale[0].line)
+        value = f"old gradients in {len(stale)} steps, first in step {stale[0].number}"
+        yield evidence.finding("zero_grad_missing", value, "none", stale[0].line)
     if lost := [step for step in steps if step.lost]:
-        found = f"{len(lost[0].lost)} of {len(lost[0].micro_batches)} micro-batches without effect"
-        yield evidence.finding("zero_grad_inside_window", found, 0, backward, lost[0].line)
+        value = f"{len(lost[0].lost)} of {len(lost[0].micro_batches)} micro-batches without effect"
+        yield evidence.finding("zero_grad_inside_window", value, 0, backward, lost[0].line)
     if cleared := [step for step in steps if step.is_cleared]:
-        found = f"no gradient in {len(cleared)} steps"
-        yield evidence.finding("zero_grad_before_step", found, "the gradient of the window", backward, cleared[0].line)
+        value = f"no gradient in {len(cleared)} steps"
+        yield evidence.finding("zero_grad_before_step", value, "the gradient of the window", backward, cleared[0].line)
 
 
 def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
@@ -124,8 +124,8 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
     steps, expected = evidence.steps, evidence.accumulation_steps
     for step in steps:
         if len(step.epochs) > 1 and step.size != expected:
-            found = f"{step.size} micro-batches in step {step.number}"
-            yield evidence.finding("tail_carried", found, f"at most {expected}", step.line)
+            value = f"{step.size} micro-batches in step {step.number}"
+            yield evidence.finding("tail_carried", value, f"at most {expected}", step.line)
             return
     lost = next((step.lost_tail for step in steps if step.lost_tail), ())
     # A loop that was stopped has micro-batches left because of that.
@@ -133,8 +133,8 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
         ends = [trace.steps[-1].num_forwards for trace in evidence.traces]
         lost = tuple(each for of_rank, end in zip(evidence.micro_batches, ends, strict=True) for each in of_rank[end:])
     if lost:
-        found = f"{sum(len(each.ids) for each in lost)} samples of the last window without effect"
-        yield evidence.finding("tail_dropped", found, 0, steps[-1].line)
+        value = f"{sum(len(each.ids) for each in lost)} samples of the last window without effect"
+        yield evidence.finding("tail_dropped", value, 0, steps[-1].line)
 
 
 def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
@@ -145,9 +145,9 @@ def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
         for before, after in pairwise(forward.learning_rates for forward in of_step):
             # An optimizer that the loop makes is recorded from its first step on, which makes the list longer.
             if len(before) == len(after) and before != after:
-                found = f"{before[0]:g} and {after[0]:g} in step {step.number}"
+                value = f"{before[0]:g} and {after[0]:g} in step {step.number}"
                 lines = of_step[0].line, step.line
-                yield evidence.finding("schedules_every_micro_batch", found, "one learning rate per step", *lines)
+                yield evidence.finding("schedules_every_micro_batch", value, "one learning rate per step", *lines)
                 return
 
 
@@ -198,10 +198,10 @@ def _about_shares(evidence: Evidence, weighed: Sequence[tuple[Step, list[Share]]
         code = _cause(shares, has_targets=evidence.loop.kind == "tokens")
         if code and code not in codes:
             codes.add(code)
-            total = total_of(shares)
+            total = total_of(shares) or 1.0
             share = max(shares, key=lambda share: abs(share.found / total / share.expected - 1))
-            found = f"share {fraction(share.found / total)} of a micro-batch of {len(share.micro_batch.ids)} samples"
-            yield evidence.finding(code, f"{found} in step {step.number}", fraction(share.expected), step.line)
+            value = f"share {fraction(share.found / total)} of a micro-batch of {len(share.micro_batch.ids)} samples"
+            yield evidence.finding(code, f"{value} in step {step.number}", fraction(share.expected), step.line)
 
 
 def _cause(shares: Sequence[Share], *, has_targets: bool) -> str:
@@ -263,11 +263,11 @@ def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
 def _about_scaling(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether the optimizer uses a gradient that depends on the scale of a GradScaler."""
     for plain, scaled in evidence.scaled:
-        for number, (one, other) in enumerate(zip(plain.steps, scaled.steps, strict=False), start=1):
-            if not is_close(other.gradient, one.gradient):
-                ratio = float(other.gradient.norm() / one.gradient.norm())
-                found = f"{ratio:.4g} times the gradient in step {number} with scale 1024 instead of 1"
-                yield evidence.finding("not_unscaled", found, "the same gradient", other.line)
+        for number, (step, scaled_step) in enumerate(zip(plain.steps, scaled.steps, strict=False), start=1):
+            if not is_close(scaled_step.gradient, step.gradient):
+                ratio = float(scaled_step.gradient.norm() / step.gradient.norm())
+                value = f"{ratio:.4g} times the gradient in step {number} with scale 1024 instead of 1"
+                yield evidence.finding("not_unscaled", value, "the same gradient", scaled_step.line)
                 return
 
 
@@ -276,13 +276,13 @@ def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
     trace = evidence.traces[0]
     apart = next((step for step in evidence.steps if not step.is_equal_on_ranks), None)
     if apart is not None:
-        found = f"different gradients in step {apart.number}"
-        yield evidence.finding("not_reduced", found, "the same on every rank", apart.line)
+        value = f"different gradients in step {apart.number}"
+        yield evidence.finding("not_reduced", value, "the same on every rank", apart.line)
     often = next((step for step in evidence.steps if step.num_reductions > 1), None)
     if often is not None and len(evidence.traces) > 1:
         code = "no_sync_around_backward_only" if trace.has_late_no_sync else "reduces_every_micro_batch"
-        found = f"{often.num_reductions} reductions in step {often.number}"
-        yield evidence.finding(code, found, 1, trace.backward_line)
+        value = f"{often.num_reductions} reductions in step {often.number}"
+        yield evidence.finding(code, value, 1, trace.backward_line)
 
 
 def _about_loss(evidence: Evidence) -> Iterator[LoopFinding]:

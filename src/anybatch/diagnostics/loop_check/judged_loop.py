@@ -189,6 +189,7 @@ def prepare_process(*, in_group: bool) -> None:
     def nothing(*_args: object, **_kwargs: object) -> int:
         return 0
 
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # imports torch's compiler, which refuses the functions below
     for name in ("synchronize", "set_device", "reset_peak_memory_stats", "init", "current_device"):
         setattr(torch.cuda, name, nothing)
     if in_group:

@@ -82,6 +82,7 @@ class Recorder:
         self._pass, self._finished, self._trained = 0, set[int](), set[int]()
         self._in_closure = False
         self._optimizers: list[Optimizer] = []
+        self._handles: list[Any] = []
         self._incoming = self._sum = torch.zeros(0)  # gradient of the current backward, and .grad after the last one
         self._used: tuple[Tensor, TableGradient] | None = None  # .grad at the last step, and a copy of it
         self._wrapper: DistributedDataParallel | None = None

@@ -93,7 +93,10 @@ def _receive(pipe: Connection, process: Any, timeout_seconds: float) -> Any:  # 
         message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
     except EOFError:
         process.join()
-        message = f"the subprocess of the loop died with exit code {process.exitcode}."
+        message = (
+            f"the subprocess of the loop died with exit code {process.exitcode}. If the loop is defined in a notebook "
+            "or in the main script, put it into a file that can be imported."
+        )
     raise LoopError(message)
 
 

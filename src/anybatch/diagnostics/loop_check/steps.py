@@ -126,18 +126,18 @@ class Share:
 
 def shares_of(step: Step, units: UnitGradients) -> list[Share]:
     """Return the shares of the micro-batches that have a gradient, in a clean step; none if they are unknown."""
-    whole = units.of(tuple(step.ids))
+    unsplit = units.of(tuple(step.ids))
     shares = []
     for micro_batch in step.micro_batches:
         rows = units.of(micro_batch.ids)
-        if whole is None or rows is None:
+        if unsplit is None or rows is None:
             return []
-        found, expected = weights(step.gradient, rows), weights(whole, rows)
+        factors, expected = weights(step.gradient, rows), weights(unsplit, rows)
         # A sample that occurs twice has the sum of two weights, so one that occurs once is preferred.
         visible = sorted(expected.keys() & micro_batch.ids, key=lambda sample: (step.ids[sample] > 1, sample))
         if visible:
             sample, size = visible[0], len(micro_batch.ids)
-            factor = found.get(sample, 0.0) / step.ids[sample] * size
+            factor = factors.get(sample, 0.0) / step.ids[sample] * size
             shares.append(Share(micro_batch, factor, expected[sample] * size / step.ids.total()))
     return shares
 

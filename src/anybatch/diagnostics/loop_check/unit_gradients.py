@@ -116,8 +116,8 @@ def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float
     """
     # Rows do not mix, so each is a least-squares problem in one dimension.
     products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
-    found = torch.where(squares > 0, products / squares, 0.0)
-    return {sample: weight for sample, weight in enumerate(found.tolist()) if abs(weight) > TOLERANCE / 100}
+    multiples = torch.where(squares > 0, products / squares, 0.0)
+    return {sample: weight for sample, weight in enumerate(multiples.tolist()) if abs(weight) > TOLERANCE / 100}
 
 
 def visible(ids: Sequence[int], units: TableGradient) -> list[int]:
