@@ -50,6 +50,7 @@ class RankStep:
     forwards: set[int] = field(default_factory=set)  # numbers of forwards whose backward came since the step before
     num_forwards: int = 0  # until this step, since the beginning
     num_reductions: int = 0  # by DistributedDataParallel, since the step before
+    is_stale: bool = False  # the first backward found a gradient
     is_accumulated: bool = False  # backwards added to .grad; otherwise the loop adds up gradients itself
     line: int | None = None
 
@@ -148,11 +149,12 @@ class Recorder:
 
     def _accumulate(self, _: Tensor) -> None:
         """Record a backward whose gradient was added to .grad, and not reduced yet."""
-        self._step.is_accumulated = True
-        # DistributedDataParallel decides in the forward whether it reduces the backward.
-        self._step.num_reductions += bool(self.trace.forwards[-1].is_synced)
         gradient = self._gradient()
         before = gradient - self._incoming
+        if not self._step.is_accumulated:
+            self._step.is_accumulated, self._step.is_stale = True, bool(before.any())
+        # DistributedDataParallel decides in the forward whether it reduces the backward.
+        self._step.num_reductions += any(forward.is_synced for forward in self.trace.forwards[-1:])
         if self._sum.any() and before.any() and not is_close(before, self._sum):
             self.trace.changed_lines.append(self._line())
         self._sum = gradient

@@ -27,7 +27,8 @@ class Step:
     lost: tuple[MicroBatch, ...]  # with cleared gradients
     lost_tail: tuple[MicroBatch, ...]  # of the epoch before, with cleared gradients; not in `micro_batches`
     gradient: TableGradient  # used by the optimizer on rank 0
-    is_accumulated: bool
+    is_stale: bool  # the first backward found the gradient of an earlier step
+    is_cleared: bool  # the optimizer found no gradient, although there were backwards
     is_equal_on_ranks: bool
     num_reductions: int
     line: int | None
@@ -47,17 +48,6 @@ class Step:
     def epochs(self) -> frozenset[int]:
         """The epochs of its micro-batches."""
         return frozenset(each.epoch for each in self.micro_batches)
-
-    @property
-    def is_cleared(self) -> bool:
-        """Whether the optimizer found no gradient, although there were backwards."""
-        return self.is_accumulated and not self.gradient.any()
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether there are gradients of earlier steps."""
-        others = [sample for sample in range(len(self.gradient)) if sample not in self.ids]
-        return self.is_accumulated and bool(self.gradient[others].any())
 
     @property
     def is_clean(self) -> bool:
@@ -98,7 +88,8 @@ def steps_of(traces: Sequence[LoopTrace], micro_batches: Sequence[Sequence[Micro
                 lost=tuple(each for each in lost if each.epoch == last_epoch),
                 lost_tail=tuple(each for each in lost if each.epoch < last_epoch),
                 gradient=gradient,
-                is_accumulated=rank_steps[0].is_accumulated,
+                is_stale=rank_steps[0].is_stale,
+                is_cleared=rank_steps[0].is_accumulated and not gradient.any(),
                 is_equal_on_ranks=all(is_close(step.gradient, gradient) for step in rank_steps),
                 num_reductions=rank_steps[0].num_reductions,
                 line=rank_steps[0].line,
