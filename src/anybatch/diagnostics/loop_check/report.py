@@ -206,7 +206,7 @@ class LoopReport:
         if self.written:
             remarks.append(f"Written to a temporary copy of the folder, now deleted: {shortened(self.written)}.")
         if self.not_copied:
-            remarks.append(f"Left out of that copy, because they are large: {shortened(self.not_copied)}.")
+            remarks.append(f"Too large for the temporary copy of the folder: {shortened(self.not_copied)}.")
         return "\n\n".join([head, *map(str, self.findings), *remarks, self.table()])
 
     def table(self) -> str:
