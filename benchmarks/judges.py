@@ -18,8 +18,8 @@ import report
 
 import anybatch as ab
 from anybatch.diagnostics import check_loop
-from anybatch.diagnostics.loop_check.roles import method_of
 from anybatch.errors import UserError
+from anybatch.recipes.load import method_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups are those of the tests
 from tests.diagnostics import published_loops

@@ -6,6 +6,7 @@ AnyBatchError
 │   ├── BatchSizeError                effective size, micro-batch size and accumulation steps contradict
 │   ├── DataError                     a data set, loader or batch that cannot be split or trusted
 │   ├── LossError                     a loss that breaks its declaration
+│   ├── LoopError                     a training loop that cannot be checked
 │   ├── ParameterError                model and optimizer do not belong together
 │   ├── PlanError                     memory or time cannot be planned; says why
 │   │   └── CannotPlanError           a step cannot be traced without its device: sizes have to be tried there
@@ -108,6 +109,20 @@ class LossError(UserError):
         super().__init__(message)
         self.term = term
         self.unit = unit
+        self.cause = cause
+
+
+class LoopError(UserError):
+    """A training loop that cannot be checked.
+
+    Attributes:
+        parameters: names of its parameters that are unknown, or that are not enough.
+        cause: name of the class of the error that the loop raised.
+    """
+
+    def __init__(self, message: str = "", *, parameters: tuple[str, ...] = (), cause: str | None = None) -> None:
+        super().__init__(message)
+        self.parameters = parameters
         self.cause = cause
 
 

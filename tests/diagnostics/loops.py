@@ -235,6 +235,16 @@ def right_by_number_of_shifted_items(model, train_dataloader, optimizer, accumul
         optimizer.zero_grad()
 
 
+def right_with_ignored_labels(model, train_loader, optimizer, accumulation_steps):
+    batches = iter(train_loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        total = sum((y != 0).sum() for _, y in window)
+        for x, y in window:
+            (F.cross_entropy(model(x), y, ignore_index=0, reduction="sum") / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # Wrong
 
 
@@ -353,6 +363,27 @@ def clip_in_each_micro_batch(model, loader, optimizer, accumulation_steps, max_n
         for inputs, labels in window:
             (F.cross_entropy(model(inputs), labels, reduction="sum") / num_samples).backward()
             clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip_after_the_step(model, loader, optimizer, accumulation_steps, max_norm):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_samples = sum(len(labels) for _, labels in window)
+        for inputs, labels in window:
+            (F.cross_entropy(model(inputs), labels, reduction="sum") / num_samples).backward()
+        optimizer.step()
+        clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.zero_grad()
+
+
+def means_of_labelled(model, loader, optimizer, accumulation_steps):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        for x, y in window:
+            losses = F.cross_entropy(model(x), y, reduction="none") * (y > 1)
+            (losses.sum() / (y > 1).sum().clamp(min=1) / len(window)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -587,7 +618,7 @@ def raises_on_ranks(model, loader, optimizer, accumulation_steps):
 RIGHT = (
     *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_by_one_backward),
     *(right_with_its_own_loader, right_with_class_weights, right_in_float32, right_on_demand),
-    *(right_for_ever, right_by_number_of_items),
+    *(right_for_ever, right_by_number_of_items, right_with_ignored_labels),
 )
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},
@@ -609,7 +640,9 @@ WRONG = {
     across_samples: {"not_a_weighted_sum"},
     endless: {"does_not_end"},
     class_weights_per_micro_batch: {"mean_of_weighted_means"},
-    class_weights_in_windows_of_two: {"uneven_weights", "wrong_total"},
+    class_weights_in_windows_of_two: {"mean_of_weighted_means"},
+    means_of_labelled: {"mean_of_weighted_means"},
+    clip_after_the_step: {"clips_after_step"},
     looks_ahead: {"tail_carried"},
 }
 RIGHT_ON_RANKS = (ddp_right, all_reduce_right)

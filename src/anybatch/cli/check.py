@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from anybatch.recipes.job import Job
 
 _DESCRIPTION = (
-    "Say whether micro-batches give the gradient of the un-split batch. A recipe's model and loss are run on a few of "
-    "its samples, whole and cut, in float64; what makes them differ is named, and how to mend it. "
-    "--loop judges a training loop as it is, by running it on a recording model, in a process and a folder of its own."
+    "Check whether micro-batches give the gradient of the un-split batch. A recipe's model and loss run on a few of "
+    "its samples, in one batch and split, in float64; the report has the cause of a difference and the fix. "
+    "--loop judges an unchanged training loop: it runs on a recording model, in a temporary copy of the folder."
 )
 _EPILOG = "The exit status is 0 if everything is exact, and 8 otherwise."
 
@@ -55,12 +55,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--figure", type=picture_file, metavar="FILE", help="draw the errors by layer: .png, .svg or .pdf"
     )
-    loop = parser.add_argument_group("a loop of one's own")
+    loop = parser.add_argument_group("your own loop")
     loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function, or Class.method, that trains")
     loop.add_argument(
         "--data",
         choices=("classes", "tokens", "values"),
-        help="the kind of data it trains on (default: all of these that it can run)",
+        help="the kind of data it trains on (default: all that it can run on)",
     )
     loop.add_argument(
         "--ranks", type=int, choices=(1, 2), help="processes to run it on (default: 2 if it uses torch.distributed)"
@@ -117,11 +117,11 @@ def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
 def check_loop_function(
     name: str, *, data: Literal["classes", "tokens", "values"] | None, ranks: Literal[1, 2] | None
 ) -> int:
-    """Check a training loop as it is, print the report, and return the exit status.
+    """Check an unchanged training loop, print the report, and return the exit status.
 
     Args:
         name: as `load_function` takes it.
-        data: the kind of data it trains on; None for the first that it can run.
+        data: the kind of data it trains on; None for all that it can run on.
         ranks: processes to run it on; None for 2 if it uses torch.distributed, else 1.
 
     Raises:

@@ -5,7 +5,7 @@ from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitRe
 from anybatch.diagnostics.comparison.compare import compare
 from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.diagnostics.loop_check.check_loop import check_loop
-from anybatch.diagnostics.loop_check.loop_report import LoopReport
+from anybatch.diagnostics.loop_check.report import LoopReport
 from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
 from anybatch.diagnostics.tune import tune
 from anybatch.diagnostics.tune_report import TuneReport

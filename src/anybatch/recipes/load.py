@@ -1,6 +1,7 @@
 """From what a user types to a `Job`: a built-in recipe, a function in a file, or a function in a module."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -115,8 +116,6 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
         _refuse_undefined(Path(place), function_name, sought)
     module = _import_place(place, sought)
     if "." in function_name:
-        from anybatch.diagnostics.loop_check.roles import method_of  # noqa: PLC0415 (no recipe needs diagnostics)
-
         owner, _, method = function_name.rpartition(".")
         return method_of(cast("type", _named(module, owner, place, sought)), method)
     if function_name:
@@ -126,6 +125,35 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
         return next(iter(functions.values()))
     message = f"which function of {place} is the {noun}? Name it: {place}:function. {_listed(functions)}"
     raise UserError(message)
+
+
+def method_of(owner: type, name: str) -> Callable[..., Any]:
+    """Return a method as a function that also takes the arguments of its class.
+
+    The object is made again only when those arguments change, so that it lives for one run of the loop.
+    """
+    method = inspect.getattr_static(owner, name)
+    if isinstance(method, staticmethod | classmethod):
+        bound: Callable[..., Any] = getattr(owner, name)
+        return bound
+    of_class = inspect.signature(owner).parameters
+    of_method = dict(list(inspect.signature(method).parameters.items())[1:])
+    last: list[tuple[dict[str, Any], Any]] = []
+
+    @functools.wraps(method)
+    def loop(**given: Any) -> Any:  # noqa: ANN401 (the method's result)
+        arguments = {key: given[key] for key in of_class if key in given}
+        if not last or any(last[0][0].get(key) is not value for key, value in arguments.items()):
+            last[:] = [(arguments, owner(**arguments))]
+        return getattr(last[0][1], name)(**{key: given[key] for key in of_method if key in given})
+
+    parameters = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for parameter in {**of_class, **of_method}.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    loop.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return loop
 
 
 def _import_place(place: str, sought: _FunctionKind) -> ModuleType:

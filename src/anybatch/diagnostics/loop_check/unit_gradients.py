@@ -1,21 +1,20 @@
-"""Unit gradients: the gradient in which a sample has weight one, measured on the loop's own un-split batch.
+"""The weights of samples in a gradient, relative to the gradient that the same loop has on one un-split batch.
 
-The loss is the user's and unknown. So the loop itself is run on one batch, with accumulation steps of one: whatever it
-computes there is its un-split gradient, and a split one has to equal it. Where that cannot be had, the scale is taken
-from a list of usual losses whose gradient has the same direction; where that fails too, it stays unknown.
+The loss is the user's and unknown. So the loop itself runs on one batch, with accumulation steps of one: this gives its
+un-split gradient, and with it the gradient of each sample with weight one. Where it cannot be run like that, the scale
+comes from the common loss whose gradient has the same direction; without one, the scale is unknown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
-from anybatch.diagnostics.loop_check.probe_model import NUM_ROWS, ProbeData, TargetKind
-from anybatch.diagnostics.loop_check.windows import is_close
+from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop
+from anybatch.diagnostics.loop_check.probe import NUM_ROWS, TargetKind
+from anybatch.diagnostics.loop_check.recorder import TOLERANCE, LoopTrace, TableGradient, is_close
 
 OutputLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -24,102 +23,111 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def _next_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+def _shifted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return _cross_entropy(outputs[:, :-1], targets[:, 1:])
 
 
-def _values(loss: OutputLoss) -> OutputLoss:
-    return lambda outputs, targets: loss(outputs.squeeze(1), targets)
-
-
-USUAL_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
+COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
     {
         "classes": (_cross_entropy,),
-        "tokens": (_cross_entropy, _next_cross_entropy),
-        "values": (
-            _values(F.mse_loss),
-            _values(F.l1_loss),
-            _values(F.smooth_l1_loss),
-            _values(F.binary_cross_entropy_with_logits),
-        ),
+        "tokens": (_cross_entropy, _shifted_cross_entropy),
+        "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
     }
 )
-"""Means over their targets."""
+"""Means over their targets; for "values", of outputs without a position axis."""
 
 
-@dataclass(slots=True)
 class UnitGradients:
-    """Gradients of single samples with weight one.
+    """Gradients of single samples with weight one, measured with the loop.
 
     Attributes:
-        data: the samples.
-        unsplit: returns the gradient of some samples as one batch, and whether its size is to be trusted, and not only
-            its direction; None if the loop does not tell.
+        scale_is_known: whether their size is known, and not only their direction.
     """
 
-    data: ProbeData
-    unsplit: Callable[[tuple[int, ...]], tuple[TableGradient, bool] | None]
-    _found: dict[tuple[int, ...], TableGradient | None] = field(default_factory=dict)
-    scale_is_known: bool = True
+    def __init__(self, loop: JudgedLoop, trace: LoopTrace) -> None:
+        self.scale_is_known = True
+        self._loop, self._data = loop, loop.data
+        self._takes_batch = loop.takes_loader or "micro_batch_size" in loop.parameters.needed
+        self._trace = trace if loop.takes_loader else loop.run(range(NUM_ROWS), steps=1, epochs=1)
+        self._measured: dict[tuple[int, ...], TableGradient | None] = {}
+        self.of(loop.ids)  # decides whether the scale is known
 
     def of(self, ids: Sequence[int]) -> TableGradient | None:
-        """Return one row per sample, such that the un-split mean of these samples is the mean of their rows."""
+        """Return one row per sample, whose mean over these samples is their un-split gradient; None if unknown.
+
+        The row of a sample without a gradient (a masked target, say) is zero.
+        """
         key = tuple(sorted(set(ids)))
-        if key not in self._found:
-            self._found[key] = self._measure(key)
-        return self._found[key]
+        if key not in self._measured:
+            self._measured[key] = self._measure(key)
+        return self._measured[key]
 
     def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
-        measured = self.unsplit(ids)
-        # A sample without any gradient leaves nothing to measure weights by.
-        if measured is None or not bool(measured[0][list(ids)].flatten(1).any(1).all()):
+        loop, gradient, has_scale = self._loop, None, self._loop.knows_steps
+        if self._takes_batch:
+            trace = loop.run(ids, size=len(ids), steps=1, epochs=1)
+            if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
+                gradient = self._of_outputs(trace, ids)
+                used = trace.steps[0].gradient if trace.steps else None
+                # Otherwise the optimizer used the gradients of some samples only.
+                if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
+                    gradient = used
+        if gradient is None:  # it makes micro-batches itself: measured on its own, as if the loss were a mean
+            gradient = self._of_outputs(self._trace, ids)
+            has_scale = loop.knows_steps and not loop.takes_loader
+        if gradient is None or not gradient.isfinite().all():
             return None
-        gradient, has_scale = measured
         if not has_scale:
-            scaled = self._usual(gradient, ids)
-            # Unknown for one window is unknown for all: they are compared with each other then.
+            scaled = self._scaled(gradient, ids)
+            # Unknown for one window is unknown for all, since windows are then compared with each other.
             self.scale_is_known = self.scale_is_known and scaled is not None
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)
 
-    def _usual(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
-        """Return the gradient of the usual loss that has this direction."""
-        for loss in USUAL_LOSSES[self.data.kind]:
-            outputs = self.data.outputs[list(ids)].clone().requires_grad_()
-            (rows,) = torch.autograd.grad(loss(outputs, self.data.targets[list(ids)]), outputs)
-            usual = torch.zeros_like(gradient)
-            usual[list(ids)] = rows.to(usual.dtype)  # class weights in float32 make all of it so
-            # A loss with the right direction differs by a factor, which is the unknown scale.
-            ratio = float((gradient * usual).sum() / usual.square().sum())
-            if ratio > 0 and is_close(ratio * usual, gradient):
-                return usual
+    def _of_outputs(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
+        """Return the gradients of the samples' outputs, with micro-batches weighted by their size."""
+        if not set(ids) <= trace.output_gradients.keys():
+            return None
+        # Reversed, so that the first forward of a sample counts, as in `output_gradients`.
+        sizes = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
+        rows = torch.zeros(self._data.outputs.shape, dtype=torch.float64)
+        for sample in ids:
+            rows[sample] = trace.output_gradients[sample] * sizes[sample] / len(ids)
+        return rows
+
+    def _scaled(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
+        """Return the gradient of the common loss that has this direction."""
+        for loss in COMMON_LOSSES[self._data.kind]:
+            outputs = self._data.outputs[list(ids)].clone().requires_grad_()
+            given = outputs.squeeze(1) if self._data.kind == "values" else outputs
+            (rows,) = torch.autograd.grad(loss(given, self._data.targets[list(ids)]), outputs)
+            common = torch.zeros_like(gradient)
+            common[list(ids)] = rows.to(common.dtype)
+            ratio = float((gradient * common).sum() / common.square().sum())
+            if ratio > 0 and is_close(ratio * common, gradient):
+                return common
         return None
 
 
-def gradient_of(trace: LoopTrace, ids: Sequence[int], shape: torch.Size) -> TableGradient | None:
-    """Return the gradient of a run on one batch: what its optimizer met, else what its outputs received."""
-    if trace.steps:
-        gradient = trace.steps[0].gradient
-        if bool(gradient[list(ids)].flatten(1).any(1).all()):
-            return gradient
-    return received(trace, ids, shape, by_size=False)
+def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float]:
+    """Return the weight of each sample in a gradient: the nearest multiple of its unit gradient.
+
+    Samples without weight, or without a unit gradient, are left out.
+    """
+    # Rows do not mix, so each is a least-squares problem in one dimension.
+    products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
+    multiples = torch.where(squares > 0, products / squares, 0.0)
+    return {sample: weight for sample, weight in enumerate(multiples.tolist()) if abs(weight) > TOLERANCE / 100}
 
 
-def received(trace: LoopTrace, ids: Sequence[int], shape: torch.Size, *, by_size: bool) -> TableGradient | None:
-    """Return the gradients of the samples' outputs, times the size of their micro-batch if asked for."""
-    if not set(ids) <= trace.by_sample.keys():
-        return None
-    # Reversed, so that the first forward of a sample counts, as in `by_sample`.
-    size_of = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
-    rows = torch.zeros(shape, dtype=torch.float64)
-    for sample in ids:
-        rows[sample] = trace.by_sample[sample] * (size_of[sample] if by_size else 1)
-    return rows
+def visible(ids: Sequence[int], units: TableGradient) -> list[int]:
+    """Return the samples that have a gradient, so that their weight can be seen."""
+    return [sample for sample in ids if units[sample].any()]
 
 
-def rows_by_size(trace: LoopTrace, shape: torch.Size) -> TableGradient:
-    """Return the gradient of every sample's output, times the size of its micro-batch; zeros where none came."""
-    ids = [sample for sample in range(NUM_ROWS) if sample in trace.by_sample]
-    rows = received(trace, ids, shape, by_size=True)
-    assert rows is not None
-    return rows
+def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
+    """Return whether a gradient is a weighted sum of the samples' unit gradients."""
+    nearest = torch.zeros(len(units), 1, 1, dtype=units.dtype)
+    for sample, weight in weights(gradient, units).items():
+        nearest[sample] = weight
+    return is_close(nearest * units, gradient)

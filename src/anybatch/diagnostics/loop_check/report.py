@@ -1,0 +1,254 @@
+"""The report on a loop: findings, a verdict, and a table of its optimizer steps."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from types import MappingProxyType
+
+_TEXTS = """\
+never_steps: No optimizer with the model's parameters makes a step.
+    Call optimizer.step() once per window, on an optimizer for model.parameters().
+does_not_end: The loop did not end and was stopped; the other findings are about the steps before that.
+    Give the loop a parameter epochs or max_steps, and end it there.
+steps_every_micro_batch: The optimizer steps after every micro-batch, so nothing is accumulated.
+    Step where (i + 1) % accumulation_steps == 0, and at the end of the epoch.
+window_size: A step has the wrong number of micro-batches, and does not end an epoch.
+    Step where (i + 1) % accumulation_steps == 0, not where i % accumulation_steps == 0.
+zero_grad_missing: Gradients are not cleared after a step, so the next step uses them again.
+    Call optimizer.zero_grad() after every optimizer.step(), also after the last one of an epoch.
+zero_grad_inside_window: Gradients are cleared between the micro-batches of a window, so only the last one counts.
+    Call zero_grad() right after optimizer.step(), under the same condition.
+zero_grad_before_step: Gradients are cleared after the last backward and before optimizer.step().
+    Call zero_grad() after optimizer.step(), not before it.
+tail_carried: The last micro-batches of an epoch are added to the next epoch, and lost after the last one.
+    Step at the end of the epoch too: if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader).
+tail_dropped: The last micro-batches of an epoch are never part of a step.
+    Step at the end of the epoch too: if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader).
+not_divided: The mean losses of the micro-batches are added and not divided, so the gradient is too large.
+    Divide the loss sum of each micro-batch by the number of samples in its window.
+constant_divisor: Every loss is divided by the same number, also in a step with fewer micro-batches.
+    Divide the loss sum of each micro-batch by the number of samples that its window really has.
+constant_factor: Every gradient is the gradient of the un-split batch times the same number.
+    Divide once, by the number of items that the loss is a mean over.
+wrong_total: The gradients are too large or too small, by different factors.
+    Divide loss sums by the items that the loss is a mean over, counted over the window.
+mean_of_means: Micro-batches of different sizes count equally, so a sample in a smaller one counts more.
+    Add up loss sums and divide by the number of samples in the window, not by micro-batches.
+mean_of_token_means: Micro-batches with different numbers of targets count equally, so a target among few counts more.
+    Add up the losses of all targets and divide by the number of targets in the window.
+mean_of_weighted_means: The loss is a mean over class weights or unmasked samples, and these means count equally.
+    Use reduction='sum' and divide by the total over the window, such as weight[targets].sum().
+uneven_ranks: Ranks with shares of different sizes count equally, so a sample in a smaller share counts more.
+    Divide by the number of samples of all ranks; multiply by the number of ranks if gradients are averaged.
+uneven_weights: The samples of a step have different weights.
+    Divide loss sums by the items that the loss is a mean over, counted over the window.
+not_a_weighted_sum: A gradient is not a weighted sum of its samples' own gradients: the loss compares samples.
+    Average a ratio (dice, F1) over samples; for a comparison of samples, use ab.joint(encode, loss).
+draws_random_numbers: A gradient depends on random numbers of the loop (mixup, noise), so it cannot be compared.
+    Switch the random part off and check again.
+not_unscaled: A gradient depends on the scale of GradScaler: it is clipped or used while scaled.
+    Call scaler.unscale_(optimizer) before clipping, and step by scaler.step(optimizer).
+unexplained: A gradient differs from the un-split gradient for an unknown reason.
+    Look at the lines between the backward and optimizer.step().
+samples_duplicated: Samples occur more than once per epoch, as DistributedSampler does to make shares equal.
+    Use shares of different lengths and divide by the number of samples of all ranks, as ab.batches does.
+ranks_share_samples: Every rank trains on the same samples, so a second rank adds nothing.
+    Give the loader a DistributedSampler (and call set_epoch), or each rank a part of the data.
+samples_missing: Samples are never trained on.
+    Look at drop_last, at an early break, and at how ranks share the data.
+schedules_every_micro_batch: The learning rate changes inside a window: the schedule runs too fast.
+    Call scheduler.step() right after optimizer.step(), under the same condition.
+clips_every_micro_batch: Gradients are clipped after every micro-batch, before they are complete.
+    Clip right before optimizer.step(), under the same condition.
+clips_after_step: Gradients are clipped after optimizer.step(), so clipping has no effect.
+    Clip right before optimizer.step().
+logs_last_loss: The returned loss is the loss of the last micro-batch, not of the window.
+    Add up loss sums over the window, and divide by its number of samples.
+not_reduced: Ranks step with different gradients, so their parameters drift apart.
+    Reduce gradients before optimizer.step(); leave no_sync() in the last micro-batch of every window.
+reduces_every_micro_batch: Gradients are reduced after every micro-batch: correct, but slow.
+    Run all micro-batches of a window but the last inside model.no_sync(), forward and backward.
+no_sync_around_backward_only: Gradients are reduced after every micro-batch, because the forward is outside no_sync().
+    Put the forward inside no_sync() too: DistributedDataParallel decides there whether to reduce.
+"""
+FINDINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {code: (fault, fix) for code, fault, fix in re.findall(r"^(\w+): (.+)\n    (.+)$", _TEXTS, re.MULTILINE)}
+)
+"""Code -> (the fault, the fix)."""
+HARMLESS = frozenset(
+    {
+        *("does_not_end", "logs_last_loss", "schedules_every_micro_batch", "clips_after_step"),
+        *("reduces_every_micro_batch", "no_sync_around_backward_only"),
+    }
+)
+"""Codes of faults that leave the gradients correct."""
+_MAX_PRINTED_STEPS, _MAX_PRINTED_FILES = 8, 5
+
+
+class LoopVerdict(StrEnum):
+    """How the gradients of a loop compare with un-split gradients."""
+
+    EXACT = "exact"
+    CONSTANT_FACTOR = "equal up to a constant factor"
+    UNDECIDED = "cannot be judged"
+    NOT_EQUAL = "not equal"
+
+
+_VERDICTS = {
+    frozenset[str](): LoopVerdict.EXACT,
+    frozenset({"constant_factor"}): LoopVerdict.CONSTANT_FACTOR,
+    frozenset({"draws_random_numbers"}): LoopVerdict.UNDECIDED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFinding:
+    """A fault of a loop.
+
+    Attributes:
+        code: a key of `FINDINGS`.
+        found: the value that shows it.
+        expected: the value in a correct loop.
+        file: name of the loop's file.
+        lines: lines of that file, where they are known.
+    """
+
+    code: str
+    found: str
+    expected: str
+    file: str = "the loop"
+    lines: tuple[int, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """The fault, in a sentence."""
+        return FINDINGS[self.code][0]
+
+    @property
+    def change(self) -> str:
+        """The fix."""
+        return FINDINGS[self.code][1]
+
+    @property
+    def in_gradient(self) -> bool:
+        """Whether it makes gradients wrong; otherwise it only costs time or misleads."""
+        return self.code not in HARMLESS
+
+    def __str__(self) -> str:
+        """Return it as a paragraph."""
+        where = f"{self.file}:{', '.join(map(str, self.lines))}" if self.lines else self.file
+        values = f"found {self.found}; expected {self.expected}"
+        return "\n  ".join((f"{self.code} ({where})", self.what, values, self.change))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The micro-batches and weights of one optimizer step.
+
+    Attributes:
+        step: its number, from 1.
+        micro_batches: samples of each forward since the step before, rank by rank.
+        found: sample -> its weight in the gradient that the optimizer used; samples without weight are left out.
+        expected: sample -> its weight in the gradient of the un-split batch. Samples whose loss has no gradient (a
+            masked target, say) are in neither.
+    """
+
+    step: int
+    micro_batches: tuple[tuple[int, ...], ...]
+    found: Mapping[int, float]
+    expected: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopReport:
+    """The report on a training loop.
+
+    Attributes:
+        loop: its name.
+        findings: most important first; none if all is well.
+        windows: its optimizer steps, over two epochs.
+        accumulation_steps: given to the loop; if it has no parameter for them, the number that it used.
+        num_ranks: ranks it ran on.
+        remarks: aspects that could not be judged, and why.
+        written: files that it wrote, in the temporary copy of the working folder.
+        not_copied: files and folders that the temporary copy left out, because they are large.
+    """
+
+    loop: str
+    findings: tuple[LoopFinding, ...]
+    windows: tuple[Window, ...]
+    accumulation_steps: int
+    num_ranks: int
+    remarks: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> LoopVerdict:
+        """The verdict on its gradients."""
+        wrong = frozenset(finding.code for finding in self.findings if finding.in_gradient)
+        return _VERDICTS.get(wrong, LoopVerdict.NOT_EQUAL)
+
+    @property
+    def codes(self) -> frozenset[str]:
+        """The codes of the findings."""
+        return frozenset(finding.code for finding in self.findings)
+
+    def __str__(self) -> str:
+        """Return verdict, findings and table, as `anybatch check --loop` prints them."""
+        ranks = f" on {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        number = len(self.findings)
+        count = f"{number or 'no'} finding{'s' * (number != 1)}"
+        head = f"{self.loop}: {self.verdict} (accumulation steps {self.accumulation_steps}{ranks}); {count}"
+        remarks = list(self.remarks)
+        if self.written:
+            remarks.append(f"Written to a temporary copy of the folder, now deleted: {shortened(self.written)}.")
+        if self.not_copied:
+            remarks.append(f"Too large for the temporary copy of the folder: {shortened(self.not_copied)}.")
+        return "\n\n".join([head, *map(str, self.findings), *remarks, self.table()])
+
+    def table(self) -> str:
+        """Return the steps as a table: samples, their weights, and the expected weights."""
+        rows = [("step", "samples", "weight", "expected")]
+        for window in self.windows[:_MAX_PRINTED_STEPS]:
+            rows += [("" if index else str(window.step), *row) for index, row in enumerate(_rows(window))]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if len(self.windows) > _MAX_PRINTED_STEPS:
+            lines.append(f"... and {len(self.windows) - _MAX_PRINTED_STEPS} more steps")
+        return "\n".join(lines)
+
+
+def _rows(window: Window) -> list[tuple[str, str, str]]:
+    """Return (samples, weight, expected weight) for each group of samples with the same weights."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for sample in sorted(window.found.keys() | window.expected.keys()):
+        weights = fraction(window.found.get(sample, 0.0)), fraction(window.expected.get(sample, 0.0))
+        groups.setdefault(weights, []).append(sample)
+    return [(ranges(samples), *weights) for weights, samples in groups.items()]
+
+
+def fraction(weight: float) -> str:
+    """Return a weight as a fraction such as 1/12 where it is one, otherwise with four digits."""
+    near = Fraction(weight).limit_denominator(400)
+    if near.numerator != 0 and abs(float(near) - weight) <= 1e-6 * abs(weight):
+        return str(near)
+    return f"{weight:.4g}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return whole numbers as ranges: 0-3, 8."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the first names of a list."""
+    return ", ".join(names[:_MAX_PRINTED_FILES]) + (", ..." if len(names) > _MAX_PRINTED_FILES else "")

@@ -1,0 +1,182 @@
+"""Runs a user's code in a subprocess, in a temporary copy of the working folder, so that it changes no files of theirs.
+
+Relative paths lead to the copy. An audit hook of Python refuses writes to other folders, programs, and connections to
+other machines. It does not see writes by C code (C++ and Rust too) to absolute paths, except by `torch.save`.
+"""
+
+import errno
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from anybatch.errors import LoopError, UserError
+from anybatch.testing.ranks import rank_context
+
+ResultT = TypeVar("ResultT")
+MAX_FILE_BYTES, MAX_BYTES, MAX_ENTRIES = 2**20, 2**25, 2_000
+"""Largest file that is copied, and limits for all files together; files near the top of the folder come first."""
+_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
+_DEVICES = Path("/dev")
+_SAFE_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "", "0.0.0.0", None})  # noqa: S104 (hosts are compared)
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+_CHANGES = {
+    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
+    **dict.fromkeys(("shutil.rmtree", "sqlite3.connect"), (0,)),
+    **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
+    "os.symlink": (1,),
+}
+"""Audit events that change files or folders, with the positions of their paths."""
+_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"})
+
+
+def run_in_sandbox(
+    work: Callable[[], ResultT], *, timeout_seconds: float
+) -> tuple[ResultT, tuple[str, ...], tuple[str, ...]]:
+    """Run a function in a subprocess, in a temporary copy of the working folder.
+
+    On Linux without an accelerator the process is forked, so that `work` can use functions of a notebook. Otherwise
+    `work` is pickled.
+
+    Returns:
+        The value, the files written in the copy, and the files and folders that the copy left out.
+
+    Raises:
+        UserError: raised by `work`; or the process died, took too long, or cannot import `work`.
+    """
+    can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
+    context: Any = multiprocessing.get_context("fork") if can_fork else rank_context()
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer imports torch's compiler: once, not in every fork
+    with tempfile.TemporaryDirectory(prefix="anybatch-loop-", ignore_cleanup_errors=True) as root:
+        folder = Path(root).resolve() / (Path.cwd().name or "folder")
+        left_out = copy_folder(Path.cwd(), folder)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(theirs, work, folder))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
+                process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as reason:
+            message = f"the loop cannot be sent to a subprocess ({reason}): put it into a file."
+            raise LoopError(message) from None
+        theirs.close()
+        try:
+            value, written, error = _receive(ours, process, timeout_seconds)
+        finally:
+            process.kill()
+            process.join()
+    if isinstance(error, LoopError) and error.cause == "FileNotFoundError" and left_out:
+        message = (
+            f"{error}\n\nThe loop runs in a copy of the folder without large files: {', '.join(left_out[:5])}. "
+            "Use absolute paths to read them."
+        )
+        raise LoopError(message, cause=error.cause)
+    if error is not None:
+        raise error
+    return value, written, left_out
+
+
+def _receive(pipe: Connection, process: Any, timeout_seconds: float) -> Any:  # noqa: ANN401 (the message of `_serve`)
+    try:
+        if pipe.poll(timeout_seconds):
+            return pipe.recv()
+        message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
+    except EOFError:
+        process.join()
+        message = (
+            f"the subprocess of the loop died with exit code {process.exitcode}. If the loop is defined in a notebook "
+            "or in the main script, put it into a file that can be imported."
+        )
+    raise LoopError(message)
+
+
+def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
+    """Run `work`, and send its value, the files written, and the error."""
+    silent, save = os.open(os.devnull, os.O_WRONLY), torch.save
+    for number in (1, 2):
+        os.dup2(silent, number)
+    sys.stdout = sys.stderr = os.fdopen(silent, "w", encoding="utf-8")
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    tempfile.tempdir = str(folder.parent)
+    value, error, before = None, None, _file_states(folder)
+
+    def audited_save(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (as torch.save)
+        sys.audit("open", file if isinstance(file, str | os.PathLike) else -1, "wb", _WRITE_FLAGS)
+        save(content, file, *args, **kwargs)
+
+    vars(torch).update(save=audited_save)  # it opens files in C++, which Python does not audit
+    sys.addaudithook(partial(_refuse_changes, folder.parent))
+    try:
+        value = work()
+    except UserError as raised:
+        error = raised
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 (the caller gets it)
+        error = LoopError(f"{type(raised).__name__}: {raised}", cause=type(raised).__name__)
+    after = _file_states(folder)
+    pipe.send((value, tuple(name for name in sorted(after) if after[name] != before.get(name)), error))
+    pipe.close()
+
+
+def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
+    """Refuse changes outside of a folder, programs, and connections to other machines: an audit hook."""
+    paths, action = [args[position] for position in _CHANGES.get(event, ())], ""
+    if event == "open":
+        path, mode, flags = args
+        writes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & _WRITE_FLAGS
+        paths = [path] if writes else []
+    elif event in _PROGRAMS:
+        action = f"start the program {args[0]}"
+    elif event in {"socket.connect", "socket.getaddrinfo"}:
+        host = args[0] if event == "socket.getaddrinfo" else args[1][0] if isinstance(args[1], tuple) else None
+        action = "" if host in _SAFE_HOSTS else f"connect to {host}"
+    for path in (path for path in paths if not isinstance(path, int)):
+        resolved = Path(os.fsdecode(path)).resolve()
+        if not resolved.is_relative_to(root) and not resolved.is_relative_to(_DEVICES):
+            action = f"change {resolved}"
+    if action:
+        message = f"refused to {action}: it is outside of the temporary folder that the loop is checked in"
+        raise PermissionError(errno.EACCES, message)
+
+
+def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
+    """Copy a folder without large files, hidden files and caches; return the paths of what is left out as too large."""
+    bytes_left, entries_left = MAX_BYTES, MAX_ENTRIES
+    left_out: list[str] = []
+    waiting = [Path()]
+    while waiting:
+        folder = waiting.pop(0)
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        for path in sorted((source / folder).iterdir()) if os.access(source / folder, os.R_OK | os.X_OK) else ():
+            relative = path.relative_to(source)
+            if path.name.startswith(".") or path.name in _SKIPPED or not os.access(path, os.R_OK):
+                continue
+            if entries_left == 0:
+                left_out.append((folder / "...").as_posix())
+                break
+            entries_left -= 1
+            if path.is_dir() and not path.is_symlink():
+                waiting.append(relative)
+            elif path.is_file() and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
+                bytes_left -= path.stat().st_size
+                shutil.copyfile(path, target / relative)
+            else:
+                left_out.append(relative.as_posix())
+    return tuple(left_out)
+
+
+def _file_states(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the files below a folder, with numbers that change when they are written."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
