@@ -40,7 +40,6 @@ from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
 from anybatch.planner.training_time import Training, fewest_devices, training_json, training_text, training_time
-from tests.faults import sees
 from tests.planner.step_specs import step_spec
 
 WIDTH, MIB = 32, 2**20
@@ -95,12 +94,6 @@ def answer_for(device: str, size: int = 4096, **fields: Any) -> Answer:
     return find_combination(spec_of(**fields), target, precision_is_open=False)
 
 
-@sees(
-    "fit: another step is taken where the same fits",
-    "src/anybatch/planner/proposals/combinations.py",
-    "if best is not None and not (precision_is_open and not level):",
-    "if best is not None and best.changes and level:",
-)
 @pytest.mark.slow
 def test_what_fits_as_it_is_leads_nowhere_else() -> None:
     """Where the step fits, nothing is tried that computes another one, and the fastest of what fits is the answer."""
@@ -142,12 +135,6 @@ def test_nothing_fits_says_so() -> None:
     assert all(one.why for one in answer.tried)
 
 
-@sees(
-    "fit: a change that gains next to nothing is asked for",
-    "src/anybatch/planner/proposals/combinations.py",
-    "return min(near, key=effort)",
-    "return min(near, key=lambda one: one.seconds or 0.0)",
-)
 def test_what_gains_nothing_is_not_asked_for() -> None:
     """Of what is within 3% of the fastest, the one with the fewest changes is the answer, then that of fewest lines."""
     short, long = (Change(name=name, how=how) for name, how in (("short", "a"), ("long", "a\nb")))
@@ -166,12 +153,6 @@ def test_what_gains_nothing_is_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "checkpointing every 2nd block", "checkpointing all but products"])
-@sees(
-    "fit: the lines to write checkpoint other blocks",
-    "src/anybatch/planner/proposals/how_to_write.py",
-    'lines += [*loop, "    block.forward = partial(again, block.forward)"]',
-    'lines += [*loop, "    block.forward = partial(again, block.forward)", "    break"]',
-)
 @pytest.mark.slow
 def test_the_lines_to_write_run(name: str) -> None:
     """The printed lines run as they stand: they leave the gradient as it is, and hold what is planned."""
@@ -276,12 +257,6 @@ class Branching(nn.Module):
         return out
 
 
-@sees(
-    "a branch at a size ends or escapes the plan",
-    "src/anybatch/planner/envelopes.py",
-    "return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes), self.bound)",
-    "return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))",
-)
 @pytest.mark.slow
 def test_a_branch_bounds_the_plan() -> None:
     """A step that does something else above a size is planned up to that size, and the plan says so."""
@@ -293,18 +268,6 @@ def test_a_branch_bounds_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("size", "micro"), [(64, None), (64, 8)])
-@sees(
-    "one micro-batch is planned with gradients beneath it",
-    "src/anybatch/planner/proposals/ranking.py",
-    "envelopes = alone",
-    "pass",
-)
-@sees(
-    "the whole batch on a CPU is two micro-batches",
-    "src/anybatch/planner/envelopes.py",
-    "whole = sizes.constant + sizes.slope * num_samples // num_micro_batches",
-    "whole = sizes.constant + sizes.slope * 2",
-)
 @pytest.mark.slow
 def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> None:
     """A batch of the user's own on a CPU, in one micro-batch and in eight, holds what is planned."""
@@ -334,12 +297,6 @@ def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> No
 
 
 @pytest.mark.parametrize("way", ["split", "stochastic"])
-@sees(
-    "plan: windows stay open",
-    "src/anybatch/engine/update/bf16_weights.py",
-    "            window.data = self._nothing[window.device].expand(window.shape)",
-    "            window.data = window.data.clone()",
-)
 @pytest.mark.slow
 def test_bf16_weights_take_what_is_planned(way: Bf16Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose bf16 weights have no copies in float32 allocates what its plan says, to the byte, and less."""
@@ -381,12 +338,6 @@ def test_bf16_weights_come_in_the_order_of_what_they_cost() -> None:
     assert not any("bf16" in name for level in level_names("fp32") for name in level)
 
 
-@sees(
-    "fit: devices without bf16 are told to compute in it",
-    "src/anybatch/planner/proposals/ranking.py",
-    'return "bf16" if self.budget.device is None else self.budget.device.autocast',
-    'return "bf16"',
-)
 @pytest.mark.slow
 def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
     """Where a device has units for products in fp16 and none for bf16, fp16 is proposed, and why is noted."""
@@ -398,12 +349,6 @@ def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
         assert any("no units for products in bf16" in note for note in plan.target.budget.notes) == (autocast == "fp16")
 
 
-@sees(
-    "fit: what does not fit by arithmetic is traced",
-    "src/anybatch/planner/proposals/combinations.py",
-    "return needed.least + needed.update.state",
-    "return 2 * needed.least + needed.update.state",
-)
 @pytest.mark.parametrize("name", ["", "bf16 weights", "bf16 weights, split", "bf16 weights, rounded stochastically"])
 @pytest.mark.slow
 def test_what_stays_is_known_by_arithmetic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,12 +571,6 @@ class Caching(nn.Module):
 KEPT: dict[str, Tensor] = {}
 
 
-@sees(
-    "a model that keeps its outputs cannot be planned between steps",
-    "src/anybatch/recipes/planning/plan.py",
-    "return args[0] if func is torch.Tensor.__deepcopy__ else func",
-    "return func",
-)
 @pytest.mark.slow
 def test_a_plan_before_and_after_leaves_training_bitwise_as_it_is() -> None:
     """Training with a plan before, between and after its steps, all changes planned, gives the very same weights."""

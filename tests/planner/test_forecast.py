@@ -29,7 +29,6 @@ from anybatch.planner.forecast.forecast_report import USEFUL_GAIN
 from anybatch.planner.forecast.overlap import bucket_times, reductions_end, sharded_micro_batch
 from anybatch.planner.forecast.stragglers import expected_maximum
 from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS, Cluster, StrategyName, Workload
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 FREE = Link(0.0, math.inf)
@@ -41,12 +40,6 @@ SLOW = Cluster(link=Link(1e-3, 125e6), control_link=FREE, algorithm="ring")
 SECONDS = st.floats(0.0, 10.0)
 
 
-@sees(
-    "reductions wait for the end of the backward",
-    "src/anybatch/planner/forecast/forecast.py",
-    "bucket_times(workload.buckets, computed - backward, backward)",
-    "[computed] * len(workload.buckets)",
-)
 def test_a_step_by_hand() -> None:
     """Two buckets, two ranks: the first is on its way while the second half of the backward runs.
 
@@ -110,12 +103,6 @@ def test_a_free_network_scales_perfectly(strategy: StrategyName) -> None:
     assert report.largest_useful is None
 
 
-@sees(
-    "one bucket at a time at gloo",
-    "src/anybatch/planner/forecast/overlap.py",
-    "thread = min(range(at_once), key=free.__getitem__)",
-    "thread = 0",
-)
 @given(
     buckets=st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8),
     begin=SECONDS,
@@ -139,12 +126,6 @@ def test_overlap(buckets: list[tuple[float, float]], begin: float, backward: flo
         assert latency == 1.0
 
 
-@sees(
-    "weights are gathered once",
-    "src/anybatch/planner/forecast/overlap.py",
-    "(backward, gathers[::-1], scatters)",
-    "(backward, [0.0] * num_blocks, scatters)",
-)
 def test_sharded_blocks_by_hand() -> None:
     """Short gathers are hidden, but for the first of each pass; long ones set the pace, and so do scatters.
 
@@ -158,12 +139,6 @@ def test_sharded_blocks_by_hand() -> None:
     assert (computed, end) == (14.0, 6.0 + 4 * 3.0)
 
 
-@sees(
-    "stragglers by the square root",
-    "src/anybatch/planner/forecast/stragglers.py",
-    "NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))",
-    "(num_ranks - 1) ** 0.5",
-)
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64, 512])
 def test_the_slowest_of_many(num_ranks: int) -> None:
     """Blom's approximation is the mean of the maxima of drawn numbers, within what drawing leaves open."""
@@ -174,9 +149,6 @@ def test_the_slowest_of_many(num_ranks: int) -> None:
     assert expected_maximum(num_ranks) == pytest.approx(statistics.fmean(maxima), abs=error + 0.03)
 
 
-@sees(
-    "any doubling is useful", "src/anybatch/planner/forecast/forecast.py", "if gain >= USEFUL_GAIN:", "if gain >= 1.0:"
-)
 def test_the_largest_useful_world() -> None:
     """Of 64 samples no more than 64 ranks are of use; a slow network ends it before; both say why."""
     few = dataclasses.replace(
@@ -206,12 +178,6 @@ def test_accumulating_and_buckets() -> None:
     assert by_bucket[25] < by_bucket[1]
 
 
-@sees(
-    "the control plane is free",
-    "src/anybatch/planner/forecast/forecast.py",
-    "agreed = found.computed + control.agreement_seconds(num_ranks, cluster.control)",
-    "agreed = found.computed",
-)
 def test_the_control_plane_is_in_the_step() -> None:
     """Its messages take a latency for each round: 11 for the sum of 1,024 ranks, and for the gather of counts."""
     cluster = Cluster(link=Link(0.0, 50e9), control_link=Link(30e-6, 1e12))
@@ -240,18 +206,6 @@ def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_paramete
     assert max(control.agreement_seconds(1000, link), control.count_seconds(1000, link)) < 0.01 * 0.2
 
 
-@sees(
-    "one rank: the update is counted twice",
-    "src/anybatch/planner/forecast/one_rank.py",
-    "update_seconds=max(0.0, median(2.0 * one - two for two, one, _ in rounds))",
-    "update_seconds=median(one for _, one, _ in rounds)",
-)
-@sees(
-    "one rank: a step that was held up decides",
-    "src/anybatch/planner/forecast/one_rank.py",
-    "whole = median(two - one for two, one, _ in rounds)",
-    "whole = max(two - one for two, one, _ in rounds)",
-)
 @pytest.mark.parametrize("size", [1, 2, 32])
 def test_the_parts_of_one_rank(size: int) -> None:
     """From three whole steps come the fixed seconds, those of a sample, and those of the update.
@@ -325,12 +279,6 @@ def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int
     return last, len(list(model.parameters()))
 
 
-@sees(
-    "control plane: a flag for each parameter is forgotten",
-    "src/anybatch/planner/forecast/control_plane.py",
-    "_NUM_REPORTED + num_parameters + _NUM_FLAGS",
-    "_NUM_REPORTED + _NUM_FLAGS",
-)
 @pytest.mark.parametrize("counts_need_data", [False, True])
 def test_the_engine_sends_what_is_forecast(counts_need_data: bool, two_ranks: Ranks) -> None:
     """Collectives of the control group in a step, and their bytes, are those of the forecast."""

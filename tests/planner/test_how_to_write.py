@@ -17,16 +17,9 @@ from anybatch.planner.proposals.changes import changed, named_change
 from anybatch.planner.proposals.ranking import sharded_in_bfloat16
 from anybatch.planner.proposals.stand_ins import FourBitLinear, linear_names
 from anybatch.planner.trace.step_spec import built
-from tests.faults import sees
 from tests.planner.test_combinations import Net, adamw, spec_of
 
 
-@sees(
-    "fit: the engine is made before the changes that follow",
-    "src/anybatch/planner/proposals/answer_text.py",
-    'parts.append(f"# {',
-    'parts.insert(1, f"# {',
-)
 def test_the_engine_is_made_last_and_once() -> None:
     """Lines of several changes make one engine, behind everything it is given, with the arguments of all of them."""
     asked = ("bf16 autocast", "bf16 weights, split", "fused optimizer", "checkpointing")
@@ -72,12 +65,6 @@ class _Linear4bit(nn.Linear):
         self.options = options
 
 
-@sees(
-    "fit: a base in 4 bits of one's own model is loaded by transformers",
-    "src/anybatch/planner/proposals/how_to_write.py",
-    "if library in _LOADS_IN_FOUR_BITS:",
-    "if library:",
-)
 def test_a_base_in_four_bits_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a model that no library loads are rounded one by one: those that the plan has in 4 bits, no others."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(nn=SimpleNamespace(Linear4bit=_Linear4bit)))
@@ -107,12 +94,6 @@ class Nested(nn.Module):
         self.outer = nn.ModuleList(Net() for _ in range(2))
 
 
-@sees(
-    "fit: layers of blocks in blocks are all named",
-    "src/anybatch/planner/proposals/stand_ins.py",
-    "if not any(",
-    "if any(",
-)
 def test_layers_of_blocks_in_blocks_are_named_once() -> None:
     """By the names that are written peft finds all linear layers of blocks, and none of these names means another's."""
     model = Nested()

@@ -24,7 +24,6 @@ from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated, first_that_fits, smallest_world
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
-from tests.faults import sees
 from tests.planner.sharded_model import (
     STRATEGIES,
     Block,
@@ -69,18 +68,6 @@ def keeps_whole_gradients(name: str) -> bool:
 
 
 @pytest.mark.slow
-@sees(
-    "a plan says that gradients are reduced when they are not",
-    "src/anybatch/planner/trace/step_trace.py",
-    "strategy=spec.strategy if isinstance(spec.strategy, str) else spec.strategy(),",
-    'strategy="fsdp" if callable(spec.strategy) else spec.strategy,',
-)
-@sees(
-    "the rank that is planned does not hold the most",
-    "src/anybatch/parallel/sharded_update.py",
-    "return [by_load.index(rank) for rank in found]",
-    "return [num_ranks - 1 - by_load.index(rank) for rank in found]",
-)
 def test_every_allocation_is_that_of_real_ranks(two_ranks: Ranks) -> None:
     """Rank 0 takes the planned pieces under each reduction and form of shards, and no rank holds more.
 
@@ -140,12 +127,6 @@ def largest_held(trace: MemoryTrace, category: Category, mark: str) -> int:
 
 
 @pytest.mark.slow
-@sees(
-    "FSDP's own choice forgets the device",
-    "src/anybatch/parallel/fsdp.py",
-    "memory = self._world.device_bytes",
-    "memory = None",
-)
 def test_gradients_are_whole_or_shards() -> None:
     """Between micro-batches a rank holds its share of the gradients if they are reduced, all of them if not.
 
@@ -198,12 +179,6 @@ def test_traces_do_not_depend_on_those_before() -> None:
 
 
 @pytest.mark.slow
-@sees(
-    "the first sharded plan of a process counts what torch works out",
-    "src/anybatch/planner/envelopes.py",
-    "    if trace.sharded:",
-    "    if False:",
-)
 def test_the_first_plan_of_a_model_is_like_the_next() -> None:
     """Torch works out, with tensors of whole size, how operations are sharded when they first run: that is no memory.
 
