@@ -14,7 +14,6 @@ from anybatch.planner.proposals.combinations import find_combination
 from anybatch.planner.proposals.ranking import PlanTarget, best_first, envelopes_of, fit_of, propose, reshaped
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import as_module
-from anybatch.planner.trace.sample_lengths import operations_per_chunk
 from anybatch.planner.trace.step_spec import StepSpec, built
 
 
@@ -55,9 +54,6 @@ def make_plan(
     # No device limits the memory of a CPU, so that strategies do not go by it.
     spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
     ready, reason = built(spec)
-    if spec.lengths is not None and not operations_per_chunk(ready.trained, spec.lengths, spec.profile):
-        # A step over a long sample is traced as fast as one over a short one.
-        spec, ready = (dataclasses.replace(one, lengths=None) for one in (spec, ready))
     # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(

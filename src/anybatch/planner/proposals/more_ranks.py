@@ -8,7 +8,6 @@ from anybatch.core.geometry import ceil_div
 from anybatch.errors import PlanError
 from anybatch.memory.trace import Allocation, MemoryTrace, check_same_structure
 from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
@@ -79,11 +78,7 @@ def smallest_world(
     def trace(world_size: int) -> MemoryTrace:
         if world_size not in traced:
             of_size = dataclasses.replace(ready, world_size=world_size)
-            if of_size.lengths is None:
-                traced[world_size] = trace_step(of_size, micro_batch_size).steady
-            else:  # what is worked out from short samples is so for any micro-batch size
-                found = find_envelopes(of_size, budget_bytes, most_samples=micro_batch_size)
-                traced[world_size] = found.steady.at(micro_batch_size)
+            traced[world_size] = trace_step(of_size, micro_batch_size).steady
         return traced[world_size]
 
     def fits(world_size: int) -> bool:
