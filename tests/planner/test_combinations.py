@@ -39,7 +39,6 @@ from anybatch.planner.proposals.stand_ins import AdamW8bit, FourBitLinear, LoraL
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
-from anybatch.planner.training_time import Training, fewest_devices, training_json, training_text, training_time
 from tests.planner.step_specs import step_spec
 
 WIDTH, MIB = 32, 2**20
@@ -496,28 +495,6 @@ def test_unknown_changes_are_refused() -> None:
 def planned(device: str = "H100") -> Plan:
     """Return a plan with its answer."""
     return make_plan(spec_of(), budget_of(device), 64, name="net", fit=True)
-
-
-@pytest.mark.slow
-def test_a_training_has_hours_and_a_price() -> None:
-    """Steps, hours, the price, and the fewest devices that meet a deadline follow from one plan."""
-    plan = planned()
-    time = training_time(plan, 10**9, 1)
-    assert time is not None
-    assert time.num_steps == 10**9 // 64
-    assert time.hours == pytest.approx(time.num_steps * time.step.total / 3600)
-    assert time.cost(2.0) == pytest.approx(2 * time.hours)
-
-    soon = fewest_devices(plan, Training(num_samples=10**9, deadline_hours=time.hours * 0.99))
-
-    assert soon is None or soon.world_size > 1
-    assert fewest_devices(plan, Training(num_samples=10**9, deadline_hours=time.hours * 1.01)).world_size == 1  # type: ignore[union-attr]
-    never = Training(num_samples=10**9, deadline_hours=1e-9, price=2.0)
-    assert "not met" in training_text(plan, never)
-    value = json.loads(json.dumps(training_json(plan, never)))
-    assert (value["hours"], value["price"]) == (time.hours, time.cost(2.0))
-    assert value["least_hours"] < value["hours"] < value["greatest_hours"]
-    assert value["fewest_for_deadline"] is None
 
 
 @pytest.mark.slow
