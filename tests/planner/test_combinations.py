@@ -26,15 +26,22 @@ from anybatch.planner.cost.step_time import StepSeconds
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.plan_json import as_json
-from anybatch.planner.proposals import combinations
-from anybatch.planner.proposals.changes import Change, changed, named_change, optimizer_name, possible_changes
-from anybatch.planner.proposals.combinations import (
+from anybatch.planner.proposals import fit
+from anybatch.planner.proposals.changes import (
+    Change,
+    all_changes,
+    changed,
+    named_change,
+    optimizer_name,
+    possible_changes,
+)
+from anybatch.planner.proposals.fit import (
     Answer,
     Combination,
+    PlanTarget,
     find_combination,
     simplest_of_the_fastest,
 )
-from anybatch.planner.proposals.ranking import PlanTarget
 from anybatch.planner.proposals.stand_ins import AdamW8bit, FourBitLinear, LoraLinear
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import StepSpec, built
@@ -207,7 +214,7 @@ def test_stand_ins_hold_what_is_published() -> None:
 @pytest.mark.slow
 def test_changes_leave_what_is_given_alone() -> None:
     """Adapters and bf16 weights of a model that is there change none of its tensors, types or flags."""
-    model = Net()
+    model = Loaded()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     plan = ab.plan(
@@ -242,6 +249,20 @@ def test_offloaded_blocks_hold_nothing() -> None:
         .by_category["activations"]
         < 4 * WIDTH * 256
     )
+
+
+@pytest.mark.slow
+def test_offloading_has_no_predicted_time() -> None:
+    """A step is timed on a known device, but not with activations that go to the host, whose copies are not timed."""
+    moved = named_change(spec_of(), "offloading")
+
+    plain, offloaded = (
+        make_plan(changed(spec_of(), asked), budget_of("H100"), 64, proposals=False, asked=asked)
+        for asked in ((), (moved,))
+    )
+
+    assert plain.baseline.seconds is not None
+    assert offloaded.baseline.seconds is None
 
 
 class Branching(nn.Module):
@@ -317,9 +338,17 @@ def test_bf16_weights_take_what_is_planned(way: Bf16Weights, monkeypatch: pytest
     assert planned < copied
 
 
+class Loaded(Net):
+    """A network that a library loads in 4 bits."""
+
+
+Loaded.__module__ = "transformers.models.loaded"
+
+
 def level_names(precision: str) -> list[list[str]]:
     """Return the changes of each level, in order."""
-    found = combinations._levels(spec_of(precision=precision), None)  # noqa: SLF001 (the order)
+    spec = spec_of(Loaded, precision=precision)
+    found = fit._levels(spec, all_changes(spec), ())  # noqa: SLF001 (the order)
     return [[one.name for one in level] for level in found]
 
 
@@ -363,7 +392,7 @@ def test_what_stays_is_known_by_arithmetic(name: str, monkeypatch: pytest.Monkey
             held += one.num_bytes if event > 0 else -one.num_bytes
             most = max(most, held)
 
-    assert 0.75 * most <= combinations._at_least(step) <= most  # noqa: SLF001 (the arithmetic itself)
+    assert 0.75 * most <= fit._min_bytes(step) <= most  # noqa: SLF001 (the arithmetic itself)
 
 
 class Attending(nn.Module):
@@ -405,8 +434,8 @@ def test_gathers_count_where_nothing_hides_them(link: float, added: bool) -> Non
     )
     step = dataclasses.replace(spec_of(precision="bf16"), world_size=4)
     computing = StepSeconds(micro_batches=2e-3, per_step=0.0, reduction=0.0, band=(1.0, 1.0), is_calibrated=False)
-    fit = SimpleNamespace(accumulation_steps=2)
-    found = combinations._gathering_seconds(step, fit, computing, target)  # type: ignore[arg-type]  # noqa: SLF001
+    two = SimpleNamespace(accumulation_steps=2)
+    found = fit._gathering_seconds(step, two, computing, target)  # type: ignore[arg-type]  # noqa: SLF001
 
     expected = 2 * (2 * 4e6 * 3 / 4 / link - 1e-3) if added else 0.0
     assert found == pytest.approx(expected)

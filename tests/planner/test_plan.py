@@ -21,10 +21,10 @@ from anybatch.planner.cost.caching_allocator import largest_that_fits
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.plan_figure import draw_plan
-from anybatch.planner.proposals import ranking
+from anybatch.planner.proposals import fit
 from anybatch.planner.proposals.changes import changed as with_changes
 from anybatch.planner.proposals.changes import possible_changes
-from anybatch.planner.proposals.ranking import PlanTarget, fit_of, propose
+from anybatch.planner.proposals.fit import PlanTarget, fit_of, propose
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import Keeping, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec
@@ -286,7 +286,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
         raise UserError(message)
 
     changes = [dataclasses.replace(broken[0], apply=refuse), *broken]
-    monkeypatch.setattr(ranking, "possible_changes", lambda *_: changes)
+    monkeypatch.setattr(fit, "possible_changes", lambda *_: changes)
 
     assert [
         one.name for one in propose(spec, envelopes, PlanTarget(budget=budget, effective_batch_size=64), fits=True)

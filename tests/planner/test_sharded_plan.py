@@ -1,7 +1,6 @@
 """A sharded step that is planned without ranks takes what the engine's ranks take."""
 
 import dataclasses
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.blocks import repeated_blocks
-from anybatch.errors import CannotPlanError, CompositionError, PlanError
+from anybatch.errors import CannotPlanError, CompositionError
 from anybatch.memory.trace import Category, MemoryTrace
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.strategy import Strategy
@@ -21,7 +20,7 @@ from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.cost.step_time import rates_of
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated, first_that_fits, smallest_world
+from anybatch.planner.proposals.fit import smallest_world
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
 from tests.planner.sharded_model import (
@@ -299,49 +298,12 @@ def wide() -> StepSpec:
 
 @pytest.mark.slow
 def test_smallest_world_is_the_first_that_fits(wide: StepSpec) -> None:
-    """Of all candidates in order, the first that fits is found, for every budget; where none does, that is said."""
+    """Of all candidates in order, the first that fits is found, for every budget; None where none does."""
     candidates = [2, 4, 8, 16]
-    assert candidate_sizes(16) == candidates
-    assert candidate_sizes(32) == [*candidates, 24, 32]
     traces = {size: trace_step(replace(wide, world_size=size), 1).steady for size in candidates}
     for budget in sorted({needed(trace) for trace in traces.values()} | {1 << 20}):
         expected = next((size for size in candidates if fits(traces[size], budget)), None)
-        found = smallest_world(wide, budget, largest=16)
-        assert found.world_size == expected
-        tried = {one.world_size: one.fits for one in found.tried}
-        assert all(one == fits(traces[size], budget) for size, one in tried.items())
-        if expected is not None:
-            assert tried[expected]
-            assert expected == 2 or not tried[candidates[candidates.index(expected) - 1]]
-
-
-def test_a_wrong_guess_is_put_right() -> None:
-    """Whatever the guess, the first candidate that fits is found; it and its lower neighbour have been asked about."""
-    candidates = [2, 4, 8, 16]
-    for first, guess in itertools.product((2, 4, 8, 16, 17), range(6)):
-        asked: set[int] = set()
-
-        def fits(size: int, first: int = first, asked: set[int] = asked) -> bool:
-            asked.add(size)
-            return size >= first
-
-        expected = next((size for size in candidates if size >= first), None)
-        assert first_that_fits(candidates, guess, fits) == expected
-        last = len(candidates) if expected is None else candidates.index(expected) + 1
-        assert asked >= set(candidates[max(last - 2, 0) if expected else last - 1 : last])
-
-
-@pytest.mark.slow
-def test_two_numbers_of_ranks_tell_of_all() -> None:
-    """Where rows divide evenly, what twenty ranks hold follows from two and four, to the byte."""
-    two, four = (traced(size, size=2) for size in (2, 4))
-    assert extrapolated(two, four, (2, 4), 20) == traced(20, size=2)
-
-
-def test_no_number_of_ranks_is_refused() -> None:
-    """A search among no candidates says so."""
-    with pytest.raises(PlanError, match="largest=1"):
-        candidate_sizes(1)
+        assert smallest_world(wide, budget, max_ranks=16) == expected
 
 
 def wide_layers() -> nn.Module:
