@@ -1,6 +1,7 @@
 """The options of `anybatch plan`, and what they ask for in the words of a plan."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "adam", "sgd", "adafactor", 
 
 def make_parser() -> Parser:
     """Return the parser of this verb."""
-    parser = Parser("plan", _DESCRIPTION)
+    parser = Parser("plan", _DESCRIPTION, explain_unknown=_explain_unknown)
     parser.add_argument(
         "what",
         metavar="WHAT",
@@ -37,6 +38,14 @@ def make_parser() -> Parser:
     _add_step(parser)
     _add_answer(parser)
     return parser
+
+
+def _explain_unknown(words: Sequence[str]) -> str:
+    """Return the error for unknown words; for options of former versions, with the alternative."""
+    name = words[0].partition("=")[0]
+    if name in {"--samples", "--deadline", "--price"}:
+        return f"{name} was removed: multiply the predicted time of a step by the number of steps"
+    return f"unknown {'option' if name.startswith('-') else 'argument'} {name!r}"
 
 
 def _add_device(parser: Parser) -> None:
