@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -32,7 +32,7 @@ from tests.planner.sharded_model import (
     hold_for_real,
     sharded_spec,
 )
-from tests.planner.step_specs import step_spec
+from tests.planner.step_specs import changed, step_spec
 from tests.ranks_fixture import Ranks
 
 GLOO_COPY = "aten.split.Tensor"
@@ -296,9 +296,16 @@ def wide() -> StepSpec:
     )
 
 
+def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return an optimizer without state."""
+    return torch.optim.SGD([one for _, one in named], lr=0.1)
+
+
 @pytest.mark.slow
-def test_smallest_world_is_the_first_that_fits(wide: StepSpec) -> None:
+@pytest.mark.parametrize("stateless", [False, True])
+def test_smallest_world_is_the_first_that_fits(wide: StepSpec, stateless: bool) -> None:
     """Of all candidates in order, the first that fits is found, for every budget; None where none does."""
+    wide = changed(wide, optimizer=sgd) if stateless else wide
     candidates = [2, 4, 8, 16]
     traces = {size: trace_step(replace(wide, world_size=size), 1).steady for size in candidates}
     for budget in sorted({needed(trace) for trace in traces.values()} | {1 << 20}):

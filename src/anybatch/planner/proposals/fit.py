@@ -238,20 +238,19 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
 def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) -> int | None:
     """Return the fewest ranks over which FSDP2 fits micro-batches of one sample; None if `max_ranks` are too few.
 
-    Candidates are 2, 4 and whole nodes of eight, searched upwards from those over which weights, gradients and Adam's
-    state would fit.
+    Candidates are 2, 4 and whole nodes of eight. The search begins where weights, gradients and Adam's state fit.
     """
     candidates = [size for size in (2, 4, *range(8, max_ranks + 1, 8)) if size <= max_ranks]
     ready, _ = built(dataclasses.replace(spec, world_size=2))  # once for all traces
-    state = 4 * sum(weight.numel() * weight.element_size() for weight in as_module(ready.trained.model).parameters())
+    weights = sum(one.numel() * one.element_size() for one in as_module(ready.trained.model).parameters())
 
     def fits(world_size: int) -> bool:
         trace = trace_step(dataclasses.replace(ready, world_size=world_size), 1).steady
         sizes = [one.num_bytes for one in trace.allocations]
         return replay(trace.events, sizes, limit_bytes=budget_bytes, pools=trace.pools).fits
 
-    low = bisect_left(candidates, state / budget_bytes)
-    high, step = low, 1
+    low, high, step = (*(bisect_left(candidates, times * weights / budget_bytes) for times in (1, 4)), 1)
+    high = min(high, len(candidates) - 1)
     while high < len(candidates) and not fits(candidates[high]):
         low, high, step = high + 1, high + step, 2 * step
     at = bisect_left(candidates, True, low, min(high, len(candidates)), key=fits)  # noqa: FBT003 (what is looked for)
