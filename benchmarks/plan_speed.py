@@ -118,14 +118,11 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
 
 
 TWO_LAYERS = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
-OF_130_MILLION = {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50_280}
 CASES = {
     "124M": Case("0.1 billion, 1 device", lambda: on_one_device("SMALL"), 3),
     "1B": Case("1.3 billion, 1 device", lambda: on_one_device("ONE"), 10),
     "CNN": Case("16 convolutions, 1 device", convolved, 5),
     "Mamba-128": Case("Mamba, 2 layers, 128 tokens", lambda: scanned(128, **TWO_LAYERS), 10),
-    "Mamba-512": Case("Mamba, 2 layers, 512 tokens", lambda: scanned(512, **TWO_LAYERS), 10),
-    "Mamba-130M": Case("Mamba, 130 million, 2,048 tokens", lambda: scanned(2048, **OF_130_MILLION), 120),
     "8B-8": Case("8 billion, FSDP2 over 8", lambda: sharded("EIGHT", "selective", 8, 2), 30),
     "8B-128": Case("8 billion, FSDP2 over 128", lambda: sharded("EIGHT", "selective", 128, 2), 30),
     "70B": Case("70 billion, FSDP2 over 64", lambda: sharded("SEVENTY", "full", 64, 1), 60),

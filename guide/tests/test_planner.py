@@ -11,7 +11,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.memory.trace import MemoryEnvelope
-from anybatch.planner.proposals import changes, ranking
+from anybatch.planner.proposals import changes, fit
 from anybatch.planner.report import Plan
 from anybatch_guide.experiments.memory_planner import properties_of
 from anybatch_guide.memory.planning import PlanRequest, Variant, planned
@@ -114,7 +114,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     """What the page plans with a change is what `anybatch plan` plans with it."""
     variant = dataclasses.replace(GPT2, **change)
     every = changes.possible_changes
-    monkeypatch.setattr(ranking, "possible_changes", lambda *task: [one for one in every(*task) if one.name == name])
+    monkeypatch.setattr(fit, "possible_changes", lambda *task: [one for one in every(*task) if one.name == name])
     (change_row,) = ab.plan(
         "gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256
     ).changes

@@ -62,13 +62,6 @@ def windows_job() -> ab.Job:
     "return False",
     cases=["windows"],
 )
-@sees(
-    "plan: of a counted batch two micro-batches are there",
-    "src/anybatch/planner/trace/step_spec.py",
-    "return share if spec.input_samples is None and counts_data else spec.input_samples",
-    "return spec.input_samples",
-    cases=["windows"],
-)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "micro_batch_size", "number_bytes"),

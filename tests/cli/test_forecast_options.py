@@ -11,7 +11,6 @@ from anybatch.cli.parser import Parser, add_recipe
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
 from tests.cli.small import SPEC
-from tests.faults import sees
 
 GIVEN = "--micro-batch-seconds 0.15 --micro-batch-size 32 --gradient-bytes 102MB"
 
@@ -24,12 +23,6 @@ def parsed(words: str) -> argparse.Namespace:
     return parser.parse(words.split())
 
 
-@sees(
-    "a forecast keeps the effective batch that was not named",
-    "src/anybatch/cli/forecast_options.py",
-    "None if given.weak_scaling else effective_batch_size",
-    "effective_batch_size",
-)
 def test_from_given_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table goes up to the ranks that were asked for, JSON has the same rows, weak scaling lets the batch grow."""
     out = tmp_path / "forecast.json"

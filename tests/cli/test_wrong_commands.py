@@ -56,6 +56,7 @@ WRONG_COMMANDS = (
     f"{PLAN} --devices binary.json",
     f"{PLAN} --headroom 2",
     f"{PLAN} --lora -1",
+    *(f"{PLAN} {option} 8" for option in ("--samples", "--deadline", "--price")),  # removed
 )
 
 

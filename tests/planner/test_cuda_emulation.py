@@ -11,7 +11,6 @@ from torch.nn import functional
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.planner.torch_internals import registered_operations
 from anybatch.planner.trace.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach
-from tests.faults import sees
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,12 +21,6 @@ def registrations() -> dict[str, str]:
     return {name: torch._C._dispatch_dump(f"aten::{name}") for name in sorted(names)}  # noqa: SLF001 (its only name)
 
 
-@sees(
-    "autocast stays as on CUDA",
-    "src/anybatch/planner/torch_internals.py",
-    "take_back()",
-    "globals().setdefault(str(id(library)), library)",
-)
 def test_autocast_is_as_before_afterwards() -> None:
     """Every kernel of every operation that autocast knows is the same after the profile, also after an error in it."""
     before = registrations()

@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from anybatch.errors import CannotPlanError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.planner.trace.fake_model import build, fake_batch, fake_twin
-from tests.faults import sees
 
 
 class Tied(nn.Module):
@@ -31,12 +30,6 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(names[0] == names[1])
 
 
-@sees(
-    "ties are lost in a twin",
-    "src/anybatch/planner/trace/fake_model.py",
-    "known = self._storages.get(storage_key(storage))",
-    "known = None",
-)
 def test_a_twin_keeps_ties_and_has_no_data() -> None:
     """Tied weights, views and loose tensors are fake and tied alike; their shapes, types and marks are the same."""
     model = Tied()

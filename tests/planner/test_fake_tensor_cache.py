@@ -27,7 +27,6 @@ from anybatch.planner.trace.fake_tensor_cache import (
     storage_of,
 )
 from anybatch.planner.trace.step_spec import StepSpec
-from tests.faults import sees
 from tests.planner.step_specs import step_spec
 
 aten = torch.ops.aten
@@ -124,27 +123,6 @@ OF_PARTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@sees(
-    "a view begins where the first one did",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "begin = base.storage_offset() + part.offset + shift",
-    "begin = part.offset + shift",
-    cases=["a row"],
-)
-@sees(
-    "all rows are the first",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "begin = base.storage_offset() + part.offset + shift",
-    "begin = base.storage_offset() + part.offset",
-    cases=["every row"],
-)
-@sees(
-    "all views begin as far behind their argument",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "return func in _FROM_THE_START or (is_view(func) and func not in _MOVE_THE_BEGINNING)",
-    "return func in _FROM_THE_START",
-    cases=["as integers", "as complex numbers", "as it lies from the start"],
-)
 @pytest.mark.parametrize("name", [*OF_PARTS, "every row"])
 def test_of_parts_of_a_tensor(name: str) -> None:
     """What is made of parts that begin elsewhere in memory is what torch makes, wherever the first of them began."""
@@ -182,18 +160,6 @@ def test_a_row_that_is_not_there() -> None:
             x.select(2, 0)
 
 
-@sees(
-    "each row is asked for by itself",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "place=_PLACES.get(func)",
-    "place=None",
-)
-@sees(
-    "each part is asked for by itself",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "                if by_offset:",
-    "                if True:",
-)
 def test_a_scan_asks_once() -> None:
     """A loop over the rows of a tensor asks torch of its first row alone."""
     mode = FakeTensorMode()
@@ -208,18 +174,6 @@ def test_a_scan_asks_once() -> None:
     assert [name for name in ran if not name.startswith("prim")] == ["aten.select.int", "aten.mul.Tensor"]
 
 
-@sees(
-    "each trace asks everything again",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "self._cache = ResultCache() if cache is None else cache",
-    "self._cache = ResultCache()",
-)
-@sees(
-    "conjugates are not remembered",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "is_conjugate=tensor.is_conj(),",
-    "is_conjugate=False,",
-)
 def test_results_serve_other_traces() -> None:
     """What one ledger has asked another one knows, and what it makes belongs to its own mode; conjugates, too."""
     cache = ResultCache()
@@ -241,12 +195,6 @@ def test_results_serve_other_traces() -> None:
     assert made[0] == made[1]
 
 
-@sees(
-    "numbers that were written are asked for",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "if func is _READ and self._is_constant(args[0]):",
-    "if func is None and self._is_constant(args[0]):",
-)
 def test_a_written_number_is_read_without_asking() -> None:
     """A number that the program itself has written is read from where it was written, and counts as no read."""
     mode = FakeTensorMode()
@@ -301,12 +249,6 @@ def test_reads_are_seen_each_time() -> None:
     assert (reads.numbers["forward"], reads.truths["forward"]) == (2, 3)
 
 
-@sees(
-    "a draw is taken for what was written over it",
-    "src/anybatch/planner/trace/data_reads.py",
-    "[changes] == num_changes([tensor], _FOLLOWING)",
-    "changes is not None",
-)
 def test_a_draw_is_near_1_or_near_0_until_it_is_changed() -> None:
     """What is compared with a number that `torch.rand` has drawn follows from it; what is computed from it does not."""
     answers = []
@@ -471,12 +413,6 @@ def spec(profile: Profile, *, enabled: bool) -> StepSpec:
     )
 
 
-@sees(
-    "results of other number types are taken from the cache",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "value.stride(), value.dtype, _device_of(value)",
-    "value.stride(), _device_of(value)",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_the_plan_is_the_same_without_the_cache(profile: Profile) -> None:
@@ -489,12 +425,6 @@ def test_the_plan_is_the_same_without_the_cache(profile: Profile) -> None:
     assert (found.verdict, found.checked_at) == (plain.verdict, plain.checked_at)
 
 
-@sees(
-    "the cache is used on any torch",
-    "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "in SEEN and makes",
-    "and makes",
-)
 def test_the_cache_is_for_versions_of_torch_that_were_seen() -> None:
     """It is used by itself on these, and neither on another one nor where a part is missing."""
     assert ResultCache().enabled == results_can_be_remade()

@@ -1,7 +1,6 @@
 """The lines to write for changes: together they run as they stand, on the user's own modules."""
 
 import dataclasses
-import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,21 +11,11 @@ from torch import nn
 
 from anybatch.planner.budget import budget_of
 from anybatch.planner.plan import make_plan
-from anybatch.planner.proposals.answer_text import code_of
-from anybatch.planner.proposals.changes import changed, named_change
-from anybatch.planner.proposals.ranking import sharded_in_bfloat16
-from anybatch.planner.proposals.stand_ins import FourBitLinear, linear_names
-from anybatch.planner.trace.step_spec import built
-from tests.faults import sees
+from anybatch.planner.proposals.changes import all_changes, code_of, named_change, sharded_in_bfloat16
+from anybatch.planner.proposals.stand_ins import linear_names
 from tests.planner.test_combinations import Net, adamw, spec_of
 
 
-@sees(
-    "fit: the engine is made before the changes that follow",
-    "src/anybatch/planner/proposals/answer_text.py",
-    'parts.append(f"# {',
-    'parts.insert(1, f"# {',
-)
 def test_the_engine_is_made_last_and_once() -> None:
     """Lines of several changes make one engine, behind everything it is given, with the arguments of all of them."""
     asked = ("bf16 autocast", "bf16 weights, split", "fused optimizer", "checkpointing")
@@ -64,39 +53,12 @@ def test_a_strategy_is_written_as_it_is_planned(precision: str) -> None:
         assert vars(written)["_sharding"] == vars(planned())["_sharding"]
 
 
-class _Linear4bit(nn.Linear):
-    """Takes what bitsandbytes' own takes."""
+def test_only_models_that_a_library_loads_in_four_bits_have_such_a_base() -> None:
+    """A model of the user's own has adapters on a base in bf16, and none in 4 bits, whose lines no library has."""
+    names = set(all_changes(spec_of()))
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, **options: Any) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.options = options
-
-
-@sees(
-    "fit: a base in 4 bits of one's own model is loaded by transformers",
-    "src/anybatch/planner/proposals/how_to_write.py",
-    "if library in _LOADS_IN_FOUR_BITS:",
-    "if library:",
-)
-def test_a_base_in_four_bits_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of a model that no library loads are rounded one by one: those that the plan has in 4 bits, no others."""
-    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(nn=SimpleNamespace(Linear4bit=_Linear4bit)))
-    monkeypatch.setattr(nn.Module, "cuda", lambda self: self)
-    spec = spec_of()
-    change = named_change(spec, "LoRA of rank 2 on a base in 4 bits")
-    before, _, peft = change.how.partition("from peft")
-    names: dict[str, Any] = {"model": Net(), "torch": torch}
-    exec(before, names)  # noqa: S102 (our own lines)
-
-    planned = built(changed(spec, [change]))[0].trained.model
-    assert isinstance(planned, nn.Module)
-    rounded = {name.removesuffix(".base") for name, one in planned.named_modules() if isinstance(one, FourBitLinear)}
-    written = {name: one for name, one in names["model"].named_modules() if isinstance(one, _Linear4bit)}
-    assert rounded == set(written)
-    assert len(rounded) == 8
-    assert {one.weight.dtype for one in written.values()} == {torch.bfloat16}
-    assert all(one.options == {"compute_dtype": torch.bfloat16, "quant_type": "nf4"} for one in written.values())
-    assert "target_modules=layers" in peft
+    assert "LoRA of rank 16" in names
+    assert not any("4 bits" in name for name in names)
 
 
 class Nested(nn.Module):
@@ -107,12 +69,6 @@ class Nested(nn.Module):
         self.outer = nn.ModuleList(Net() for _ in range(2))
 
 
-@sees(
-    "fit: layers of blocks in blocks are all named",
-    "src/anybatch/planner/proposals/stand_ins.py",
-    "if not any(",
-    "if any(",
-)
 def test_layers_of_blocks_in_blocks_are_named_once() -> None:
     """By the names that are written peft finds all linear layers of blocks, and none of these names means another's."""
     model = Nested()

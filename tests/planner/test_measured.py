@@ -14,7 +14,6 @@ from anybatch.planner.measured import keep, measured_of, subject
 from anybatch.planner.plan import make_plan
 from anybatch.planner.report import Plan
 from anybatch.planner.verification import Verification, verify
-from tests.faults import sees
 from tests.planner.test_verification import SPEC
 
 MIB = 2**20
@@ -45,13 +44,6 @@ def on_this_cpu(known: KnownDevices) -> tuple[Plan, Verification]:
     return plan, verify(SPEC, plan.baseline, "cpu")
 
 
-@sees(
-    "plan: a measured device is one on which nothing has been missed",
-    "src/anybatch/core/headroom.py",
-    "return 1.0 - (1.0 - MEASURED_HEADROOM) / (1.0 + excess)",
-    "return MEASURED_HEADROOM + 0.0 * excess",
-    also=["tests/planner/test_measured.py::test_what_transfers"],
-)
 def test_ten_percent_of_what_is_taken_stays_free() -> None:
     """The headroom of a plan that was too low by x leaves 10% free of what is taken; one that was right leaves 10%."""
     assert measured_headroom(0.0) == pytest.approx(MEASURED_HEADROOM)
@@ -86,13 +78,6 @@ def test_a_headroom_that_is_named_is_taken(known: KnownDevices) -> None:
     assert (budget.headroom, budget.why, budget.outside_bytes) == (0.3, "as asked", CONTEXT_BYTES)
 
 
-@sees(
-    "plan: what was measured on any device counts",
-    "src/anybatch/planner/measured.py",
-    "mine = [step for step in steps if belongs(step)]",
-    "mine = [*steps]",
-    also=["tests/planner/test_measured.py::test_a_cpu_is_not_a_card"],
-)
 @pytest.mark.parametrize(
     ("device", "counts"),
     [("H100", True), ("NVIDIA H100 80GB HBM3", True), ("24GiB", True), ("H200", False), ("80GiB", False)],
@@ -114,12 +99,6 @@ def test_a_cpu_is_not_a_card(known: KnownDevices) -> None:
     assert measured_of("cpu:24GiB", "net", "fp32", known).outside_bytes is None
 
 
-@sees(
-    "plan: what another version has measured counts",
-    "src/anybatch/planner/measured.py",
-    "fresh = [step for step in mine if step.versions == versions]",
-    "fresh = mine",
-)
 @pytest.mark.parametrize("name", ["torch", "anybatch", "driver"])
 def test_another_version_does_not_count(known: KnownDevices, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured with another version of torch, of us or of the driver is not used, and that is said."""
@@ -174,12 +153,6 @@ def test_the_larger_gap_is_kept(known: KnownDevices) -> None:
     assert known.steps()[0][0].outside_bytes is None, "another program's"
 
 
-@sees(
-    "plan: a step that ran out of memory is kept as measured",
-    "src/anybatch/planner/measured.py",
-    "if found.too_large:",
-    "if False:",
-)
 def test_what_is_not_kept(known: KnownDevices) -> None:
     """A step that ran out of memory, one on another device than was planned for, and one that is far off."""
     plan, found = on_this_cpu(known)

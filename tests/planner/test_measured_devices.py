@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from anybatch.planner.cache.cache_file import MOST_BYTES, JsonLinesFile
 from anybatch.planner.cache.measured_devices import KnownDevices, MeasuredStep, driver_version
-from tests.faults import sees
 
 STEP = MeasuredStep(
     device="cuda: NVIDIA H100 80GB HBM3",
@@ -68,12 +67,6 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-@sees(
-    "measured devices: a record is whatever has its fields",
-    "src/anybatch/planner/cache/measured_devices.py",
-    "step = MeasuredStep(**line) if plausible else None",
-    "step = MeasuredStep(**line) if len(line) == len(dataclasses.fields(MeasuredStep)) else None",
-)
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_makes_no_sense_is_refused(tmp_path: Path, line: object) -> None:
     """A line that cannot be is passed over, which is said; the line beside it counts."""
@@ -103,12 +96,6 @@ def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage:
         assert known.steps() == ((STEP,), "")
 
 
-@sees(
-    "what is kept: a file of any size is read",
-    "src/anybatch/planner/cache/cache_file.py",
-    "if len(content) > MOST_BYTES:",
-    "if False:",
-)
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     """A folder, a very large file, a place that cannot be written: nothing is found, it is said, keeping says no."""
     (tmp_path / "deep" / "devices.jsonl").mkdir(parents=True)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from anybatch.core.size_choice import KnownSize
 from anybatch.planner.cache.cache_file import MOST_LINES
 from anybatch.planner.cache.measured_sizes import KnownSizes
-from tests.faults import sees
 
 HERE = {"model": "a", "samples": [("torch.float32", 3, 8)], "share": 64, "device": "cpu", "torch": "2.13"}
 
@@ -33,12 +32,6 @@ def test_found_again(tmp_path: Path) -> None:
     assert os.listdir(known_sizes(tmp_path).path.parent) == ["sizes.jsonl"]  # noqa: PTH208 (names only)
 
 
-@sees(
-    "a known size is taken under other circumstances",
-    "src/anybatch/planner/cache/measured_sizes.py",
-    'if line.get("circumstances") != wanted or',
-    "if",
-)
 @pytest.mark.parametrize("name", list(HERE))
 def test_never_under_other_circumstances(tmp_path: Path, name: str) -> None:
     """A size is not found where any one of the circumstances is another, missing, or one more."""

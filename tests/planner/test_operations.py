@@ -14,7 +14,6 @@ from anybatch.memory.trace import Phase
 from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.cost.step_time import CostTrace, Operation
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger
-from tests.faults import sees
 
 
 def recorded(run: "Run") -> CostTrace:
@@ -82,12 +81,6 @@ def test_traffic_by_hand() -> None:
     assert (half.dtype, half.num_bytes) == ("bf16", 24)
 
 
-@sees(
-    "costs: memory that is taken is written",
-    "src/anybatch/planner/cost/operations.py",
-    "name in _TAKE_MEMORY or",
-    "",
-)
 def test_what_takes_memory_moves_nothing() -> None:
     """An empty tensor costs no traffic, which FSDP takes for each gather; what a result is written to is not read."""
     assert one_of("empty_like", torch.ones(4, 6)).num_bytes == 0
@@ -138,13 +131,6 @@ def test_arithmetic_is_as_torch_counts_it() -> None:
     assert sum(one.flops for one in recorded(Run()).operations) == counter.get_total_flops()
 
 
-@sees(
-    "the gradient of weights in groups is that of dense ones",
-    "src/anybatch/planner/cost/operations.py",
-    'if kind in {"convolution", "convolution backward"}:',
-    'if kind == "convolution":',
-    cases=["depthwise", "groups"],
-)
 @pytest.mark.parametrize(
     ("make", "num_groups", "forward"),
     [
@@ -210,12 +196,6 @@ def test_fake_tensors_cost_the_same() -> None:
     assert fake == real
 
 
-@sees(
-    "a cost that is known again belongs to the first micro-batch",
-    "src/anybatch/planner/cost/operations.py",
-    "key = self.cached_result(), phase, self._micro_batch",
-    "key = self.cached_result(), phase, 0",
-)
 def test_costs_are_worked_out_once() -> None:
     """Where the ledger knows an operation again, its cost is that of the first time, in each phase and micro-batch."""
     expected = recorded(Run(3))

@@ -1,7 +1,6 @@
 """What fits, what holds the memory, and what would change it."""
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,15 +20,14 @@ from anybatch.planner.cost.caching_allocator import largest_that_fits
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.plan_figure import draw_plan
-from anybatch.planner.proposals import ranking
+from anybatch.planner.proposals import fit
 from anybatch.planner.proposals.changes import changed as with_changes
 from anybatch.planner.proposals.changes import possible_changes
-from anybatch.planner.proposals.ranking import PlanTarget, fit_of, propose
+from anybatch.planner.proposals.fit import PlanTarget, fit_of, propose
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import Keeping, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
-from tests.faults import sees
 from tests.planner.step_specs import changed, step_spec
 
 VOCABULARY, TIME, WIDTH = 8192, 1024, 16
@@ -143,12 +141,6 @@ def test_checkpointed_blocks_give_the_same_gradient(keeping: Keeping) -> None:
         torch.testing.assert_close(one, other)
 
 
-@sees(
-    "plan: nothing is checkpointed",
-    "src/anybatch/planner/trace/checkpointing.py",
-    "for name in blocks.names[::every]:",
-    "for name in ():",
-)
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
 @pytest.mark.slow
 def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
@@ -165,12 +157,6 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     assert proposed < plain
 
 
-@sees(
-    "plan: a loss in chunks keeps its logits",
-    "src/anybatch/planner/proposals/chunked_loss.py",
-    "torch.where(chunk > 0, 0, allocated.slope),",
-    "allocated.slope,",
-)
 @pytest.mark.slow
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
     """The plan of a loss in chunks is within 15% of what a loss that is written so holds, at a third of the memory."""
@@ -224,12 +210,6 @@ def test_parts_are_even() -> None:
         assert found.micro_batch_size * (found.accumulation_steps - 1) < share
 
 
-@sees(
-    "plan: changes are not ranked",
-    "src/anybatch/planner/plan.py",
-    "changes=tuple(best_first(changes)),",
-    "changes=tuple(changes),",
-)
 @pytest.mark.slow
 def test_changes_are_ranked() -> None:
     """Changes are listed by what they let fit, and each is better or worse than what is, as told."""
@@ -245,19 +225,22 @@ def test_changes_are_ranked() -> None:
 
 @pytest.mark.slow
 def test_nothing_fits() -> None:
-    """Where not even one sample fits, the plan says which part alone is too large, and what would help."""
-    text = str(planned(spec_of_language(), "620MiB", 64, proposals=True))
+    """Where not even one sample fits, the plan says why, and which change would help."""
+    plan = planned(spec_of_language(), "620MiB", 64, proposals=True)
 
-    assert re.search(r"fits +nothing: one sample takes", text)
-    assert "smallest" in text
+    assert not plan.fits
+    assert set(plan.summary()) == {"fits", "because", "peak", "smallest"}
 
 
 @pytest.mark.slow
 def test_one_part_is_named_if_it_is_too_large_alone() -> None:
-    """A term that exceeds the budget by itself is named."""
-    text = str(planned(spec_of_classes(num_blocks=8, width=512), "534MiB", 4))
+    """A category that exceeds the budget by itself is named as the reason."""
+    plan = planned(spec_of_classes(num_blocks=8, width=512), "534MiB", 4)
+    sizes = plan.baseline.peak.by_category
+    largest = max(sizes, key=lambda name: sizes[name])
 
-    assert re.search(r"because +the \w+ alone take", text)
+    assert sizes[largest] > plan.budget.usable_bytes
+    assert f"the {largest} " in plan.summary()["because"]
 
 
 @pytest.mark.slow
@@ -273,28 +256,13 @@ def test_known_case_of_one_device() -> None:
     assert str(plan.batch) == "64 samples = 1 rank x 16 micro-batches x 4"
 
 
-@pytest.mark.parametrize(
-    ("device", "headroom", "said"),
-    [("RTX 4091", 0.15, "not known"), ("24 GiBB", 0.15, "."), ("24GiB", 1.0, "part of the memory")],
-)
-def test_devices_that_are_none(device: str, headroom: float, said: str) -> None:
-    """What is no device, and a headroom that leaves nothing, are refused."""
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("device", "headroom"), [("RTX 4091", 0.15), ("24 GiBB", 0.15), ("24GiB", 1.0)])
+def test_devices_that_are_none(device: str, headroom: float) -> None:
+    """Unknown devices, and a headroom that leaves nothing, are refused."""
+    with pytest.raises(UserError):
         budget_of(device, headroom=headroom)
 
 
-@sees(
-    "plan: nothing is kept free",
-    "src/anybatch/planner/budget.py",
-    "return int(self.total_bytes * (1.0 - self.headroom)) - self.outside_bytes - self.workspace_bytes",
-    "return self.total_bytes - self.outside_bytes - self.workspace_bytes",
-)
-@sees(
-    "plan: a rank more takes no communicator",
-    "src/anybatch/planner/budget.py",
-    "communicators = COMMUNICATOR_BYTES if world_size > 1 else 0",
-    "communicators = 0",
-)
 def test_budget_is_what_tensors_can_have() -> None:
     """Headroom, context, communicators and workspaces come off; on a CPU there is nothing but tensors."""
     one, two = budget_of("H100", headroom=0.1), budget_of("H100", world_size=2, headroom=0.1)
@@ -317,7 +285,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
         raise UserError(message)
 
     changes = [dataclasses.replace(broken[0], apply=refuse), *broken]
-    monkeypatch.setattr(ranking, "possible_changes", lambda *_: changes)
+    monkeypatch.setattr(fit, "possible_changes", lambda *_: changes)
 
     assert [
         one.name for one in propose(spec, envelopes, PlanTarget(budget=budget, effective_batch_size=64), fits=True)

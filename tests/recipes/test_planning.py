@@ -17,7 +17,6 @@ from anybatch.errors import UserError
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.report import Plan
 from anybatch.recipes.demonstration import run as demonstration
-from tests.faults import sees
 
 RATES = Rates(
     name="made up",
@@ -122,16 +121,6 @@ def held(plan: Plan) -> Counter[str]:
     return found
 
 
-@sees(
-    "plan: what is trained loses its average, clipping and norms",
-    "src/anybatch/recipes/planning/plan.py",
-    "train, effective_batch_size=effective_batch_size, precision=precision or train.precision",
-    "TrainSpec(model=train.model, optimizer=train.optimizer, loss=train.loss)",
-    also=(
-        "tests/recipes/test_planning.py::test_clipping_is_planned",
-        "tests/recipes/test_planning.py::test_batch_norm_is_planned",
-    ),
-)
 @pytest.mark.slow
 def test_an_average_is_planned() -> None:
     """With an exponential average of the weights one copy of them more is planned than without."""
@@ -159,12 +148,6 @@ def test_batch_norm_is_planned() -> None:
     assert len(frozen.baseline.envelope.trace.allocations) < len(kept.baseline.envelope.trace.allocations)
 
 
-@sees(
-    "plan: a change of blocks stays in the user's model",
-    "src/anybatch/recipes/planning/plan.py",
-    "copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors})",
-    "train.model if tensors else train.model",
-)
 @pytest.mark.slow
 def test_what_is_there_is_planned_and_left_alone() -> None:
     """A `TrainSpec` is planned at its own batch size and precision, and changes of its blocks stay in the plan."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from anybatch.planner.cost.device import Device
     from anybatch.planner.report import Plan
-    from anybatch.planner.training_time import Training
 
 
 def run(words: Sequence[str]) -> int:
@@ -28,7 +27,6 @@ def run(words: Sequence[str]) -> int:
     # torch takes seconds to import, and is not needed to say that an option is wrong.
     with frozen_imports():
         import anybatch.planner.plan_figure  # noqa: PLC0415 (brings torch)
-        import anybatch.planner.training_time  # noqa: PLC0415 (brings torch)
         import anybatch.planner.verification  # noqa: PLC0415 (brings torch)
         import anybatch.recipes.planning.plan  # noqa: F401, PLC0415 (brings torch)
     return plan_subject(given.pop("what"), **given, **asked)
@@ -42,9 +40,6 @@ def plan_subject(
     ranks: int,
     headroom: float | None,
     no_proposals: bool,
-    samples: int | None,
-    deadline: float | None,
-    price: float | None,
     verify: bool,
     figure: Path | None,
     **choices: Any,  # noqa: ANN401 (handed on)
@@ -58,21 +53,17 @@ def plan_subject(
         ranks: devices.
         headroom: part of the device to leave free; None for what was measured there, or else the default.
         no_proposals: leave out what could be changed.
-        samples: of the whole training; None: not asked.
-        deadline: hours that it may take.
-        price: of a device and hour.
         verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one, and keep what it
             takes for later plans.
         figure: file for a picture.
         **choices: what else `plan` takes; `json` prints the plan so, and the rest to standard error.
 
     Raises:
-        CannotPlanError, UserError: as `plan`; or a training is asked about, and the time of a step is not known.
+        CannotPlanError, UserError: as `plan`.
     """
     from anybatch.planner.cache.measured_devices import KnownDevices  # noqa: PLC0415 (brings torch)
     from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (brings torch)
     from anybatch.planner.plan_figure import draw_plan  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.training_time import Training, training_text  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (brings torch)
 
     known, as_json = KnownDevices(), choices.pop("json")
@@ -87,13 +78,7 @@ def plan_subject(
         rates=measure_rates("this CPU", time.perf_counter) if device.startswith("cpu:") else None,
         **choices,
     )
-    training = None if samples is None else Training(num_samples=samples, deadline_hours=deadline, price=price)
-    if as_json:
-        sys.stdout.write(_as_json(found, training))
-    else:
-        sys.stdout.write(f"{found}\n")
-        # By itself: where no time is known, the plan is there all the same.
-        sys.stdout.write("" if training is None else f"{training_text(found, training)}\n")
+    sys.stdout.write(_as_json(found) if as_json else f"{found}\n")
     beside = sys.stderr if as_json else sys.stdout  # what reads JSON reads nothing else
     # Where nothing fits there is no size to run.
     if verify and found.baseline.fits:
@@ -116,12 +101,10 @@ def _own_device(name: str, file: Path | None) -> "str | Device":
     return next((one for one in own if one.name == name), name)
 
 
-def _as_json(found: "Plan", training: "Training | None") -> str:
+def _as_json(found: "Plan") -> str:
     from anybatch.planner.plan_json import as_json  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.training_time import training_json  # noqa: PLC0415 (brings torch)
 
-    beside = {} if training is None else {"training": training_json(found, training)}
-    return f"{json.dumps({**as_json(found), **beside}, indent=1)}\n"
+    return f"{json.dumps(as_json(found), indent=1)}\n"
 
 
 def _verified(found: "Plan", device: str, known: Any) -> str:  # noqa: ANN401 (its class brings torch)

@@ -1,10 +1,11 @@
 """The options of `anybatch plan`, and what they ask for in the words of a plan."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.parser import Parser, count, number, picture_file
+from anybatch.cli.parser import Parser, count, picture_file
 
 _DESCRIPTION = (
     "Say what micro-batch size fits into a device, what holds its memory, and what would change it. The device is not "
@@ -26,7 +27,7 @@ OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "adam", "sgd", "adafactor", 
 
 def make_parser() -> Parser:
     """Return the parser of this verb."""
-    parser = Parser("plan", _DESCRIPTION)
+    parser = Parser("plan", _DESCRIPTION, explain_unknown=_explain_unknown)
     parser.add_argument(
         "what",
         metavar="WHAT",
@@ -37,6 +38,14 @@ def make_parser() -> Parser:
     _add_step(parser)
     _add_answer(parser)
     return parser
+
+
+def _explain_unknown(words: Sequence[str]) -> str:
+    """Return the error for unknown words; for options of former versions, with the alternative."""
+    name = words[0].partition("=")[0]
+    if name in {"--samples", "--deadline", "--price"}:
+        return f"{name} was removed: multiply the predicted time of a step by the number of steps"
+    return f"unknown {'option' if name.startswith('-') else 'argument'} {name!r}"
 
 
 def _add_device(parser: Parser) -> None:
@@ -90,9 +99,6 @@ def _add_answer(parser: Parser) -> None:
     add = parser.add_argument
     add("--fit", action="store_true", help="find the changes that let it fit together, at the least cost")
     add("--no-proposals", action="store_true", help="do not plan what could be changed, which takes as long again")
-    add("--samples", type=count, metavar="N", help="samples of the whole training: say how long it takes")
-    add("--deadline", type=number, metavar="HOURS", help="with --samples: how many devices it takes")
-    add("--price", type=number, metavar="X", help="with --samples: of a device and hour; say what it costs")
     add(
         "--verify",
         action="store_true",
@@ -117,8 +123,6 @@ def changes_of(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
         parser.error("--weights 4bit keeps a base that is not trained: it goes with --lora RANK.")
     if checkpointing and offload:
         parser.error("--offload keeps what blocks save, and under --checkpointing they save nothing: name one of them.")
-    if given["samples"] is None and (given["deadline"] is not None or given["price"] is not None):
-        parser.error("--deadline and --price are about a whole training: say how many --samples it has.")
     changes = []
     if lora is not None:
         changes.append(f"LoRA of rank {lora}{' on a base in 4 bits' if weights == '4bit' else ''}")

@@ -12,7 +12,6 @@ from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import INSIDE
 from anybatch.memory.trace import (
     MemoryEnvelope,
-    MemoryTrace,
     Peak,
     Polynomials,
     check,
@@ -23,27 +22,15 @@ from anybatch.memory.trace import (
 from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
 from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.cost.step_time import CostLine, CostTrace, fit_costs
-from anybatch.planner.short_samples import (
-    check_costs,
-    check_memory,
-    coefficients,
-    costs_at,
-    entries_of_costs,
-    lengthen,
-    memory_at,
-)
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
-from anybatch.planner.trace.sample_lengths import TokenLengths
 from anybatch.planner.trace.step_spec import StepSpec, built, samples_there
 from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step, without_garbage_collection
 
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
 _FURTHER = 5
-_TIMES_AS_LONG = (1, 4)
-"""Where short samples do not tell, longer ones are tried: of few tokens a kernel may compute in another way."""
 _DRAWN = (
     " torch.rand has drawn what it reads: with the probability set to 0 nothing is left out, and that step is planned."
 )
@@ -160,7 +147,7 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
     """
     ready, reason = built(spec)
     notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
-    found = _at_length(ready, usable_bytes, most_samples=most_samples, notes=notes)
+    found = _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
     num_there = samples_there(ready, most_samples)
     if num_there is None:
         return found
@@ -207,70 +194,6 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
     whole = sizes.constant + sizes.slope * num_samples // num_micro_batches
     return envelope.with_sizes(
         Polynomials(torch.where(is_input, whole, sizes.constant), sizes.slope.masked_fill(is_input, 0), sizes.curvature)
-    )
-
-
-def _at_length(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
-    """Return the envelopes of a spec whose model is made: from short samples, where that is asked for and can be."""
-    lengths, why = ready.lengths, ""
-    if lengths is None:
-        return _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
-    for times in _TIMES_AS_LONG:
-        short = lengths.short(ready.profile, times)
-        if lengths.num_tokens <= short[-1]:
-            break
-        try:
-            return _from_short_samples(ready, lengths, short, usable_bytes, most_samples=most_samples, notes=notes)
-        except PlanError as error:
-            why = (
-                f"traced as a whole, which is slow: operations grow with the tokens, of which there are "
-                f"{lengths.num_tokens:,}, and shorter samples do not tell how ({error})"
-            )
-    return _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=[*notes, *filter(None, [why])])
-
-
-def _from_short_samples(
-    ready: StepSpec,
-    lengths: TokenLengths,
-    short: Sequence[int],
-    usable_bytes: int,
-    *,
-    most_samples: int | None,
-    notes: Sequence[str],
-) -> Envelopes:
-    """Return the envelopes of a step over a long sample, worked out from three short ones and compared at a fourth.
-
-    Raises:
-        PlanError: they do not tell.
-    """
-    steps = [dataclasses.replace(ready, sample=lengths.sample(one), lengths=None) for one in short]
-    found = [_with_kernels(one, usable_bytes, most_samples=most_samples, notes=notes) for one in steps[:-1]]
-    shortest, m = found[0], TRACED[0]
-    if any((one.bound, one.decisions) != (None, shortest.decisions) for one in found):
-        message = "steps over short samples are not of one kind."
-        raise PlanError(message)
-    trace, recorder = _first_trace(steps[-1], m)
-    turns, compared = ((one - short[0]) // lengths.chunk_tokens for one in (lengths.num_tokens, short[-1]))
-
-    def memory(found: Sequence[MemoryEnvelope], longer: MemoryTrace) -> MemoryEnvelope:
-        of_memory = lengthen([coefficients(one) for one in found])
-        check_memory(found[0], of_memory, compared, longer, m)
-        return memory_at(found[0], of_memory, turns)
-
-    of_costs = [lengthen([entries_of_costs(one.costs.traces[at]) for one in found]) for at in range(len(TRACED))]
-    check_costs(shortest.costs.traces[0], of_costs[0], compared, recorder.trace())
-    low, high = (costs_at(*pair, turns) for pair in zip(shortest.costs.traces, of_costs, strict=True))
-    note = (
-        f"of {lengths.num_tokens:,} tokens, worked out from samples of {short[0]} to {short[-1]}, as each token has "
-        "operations of its own"
-    )
-    costs = fit_costs(low, TRACED[0], high, TRACED[1])
-    return dataclasses.replace(
-        shortest,
-        steady=memory([one.steady for one in found], trace.steady),
-        first=memory([one.first for one in found], trace.first),
-        costs=costs,
-        notes=(*shortest.notes, note),
     )
 
 

@@ -10,11 +10,17 @@ from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import Rates, rates_of
 from anybatch.planner.proposals.changes import Change, optimizer_name
-from anybatch.planner.proposals.combinations import find_combination
-from anybatch.planner.proposals.ranking import PlanTarget, best_first, envelopes_of, fit_of, propose, reshaped
+from anybatch.planner.proposals.fit import (
+    PlanTarget,
+    best_first,
+    envelopes_of,
+    find_combination,
+    fit_of,
+    propose,
+    reshaped,
+)
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import as_module
-from anybatch.planner.trace.sample_lengths import operations_per_chunk
 from anybatch.planner.trace.step_spec import StepSpec, built
 
 
@@ -55,9 +61,6 @@ def make_plan(
     # No device limits the memory of a CPU, so that strategies do not go by it.
     spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
     ready, reason = built(spec)
-    if spec.lengths is not None and not operations_per_chunk(ready.trained, spec.lengths, spec.profile):
-        # A step over a long sample is traced as fast as one over a short one.
-        spec, ready = (dataclasses.replace(one, lengths=None) for one in (spec, ready))
     # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
@@ -71,7 +74,7 @@ def make_plan(
     envelopes = envelopes_of(ready, target)
     for change in asked:
         envelopes = envelopes if change.reshape is None else reshaped(envelopes, change)
-    baseline = fit_of(spec, envelopes, target)
+    baseline = fit_of(spec, envelopes, target, timed=all(change.timed for change in asked))
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
     answer = find_combination(spec, target, precision_is_open=precision_is_open) if fit else None
     cut = Cut(micro_batch_size=baseline.micro_batch_size)

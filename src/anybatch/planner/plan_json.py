@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from anybatch.planner.cost.step_time import StepSeconds
-from anybatch.planner.proposals.answer_text import code_of
-from anybatch.planner.proposals.combinations import Combination
-from anybatch.planner.proposals.ranking import Fit
+from anybatch.planner.proposals.changes import code_of
+from anybatch.planner.proposals.fit import Combination, Fit
 from anybatch.planner.report import Plan
 
 

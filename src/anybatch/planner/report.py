@@ -1,23 +1,23 @@
 """A plan, as a value and as text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from anybatch.core.size_choice import even_size
-from anybatch.core.splitting import BatchPlan
-from anybatch.core.units import in_bytes, per_second
+from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.units import in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory.bar import MemoryBar
-from anybatch.memory.counted import what_is_counted
+from anybatch.memory.counted import Counted, what_is_counted
 from anybatch.memory.timeline import ORDER
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, StepSeconds
-from anybatch.planner.proposals.answer_text import answer_lines, counted_ways, in_seconds, peak_text
-from anybatch.planner.proposals.changes import Change
-from anybatch.planner.proposals.combinations import Answer
-from anybatch.planner.proposals.ranking import Fit, PlanTarget
+from anybatch.planner.proposals.changes import Change, code_of
+from anybatch.planner.proposals.fit import Answer, Combination, Fit, PlanTarget
 from anybatch.planner.trace.step_spec import StepSpec
 
-_NAME_WIDTH = 11
+_NAME_WIDTH, _COLUMNS = 11, 80
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,22 +83,18 @@ class Plan:
     def seconds_on(self, world_size: int) -> StepSeconds | None:
         """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
 
-        The micro-batch size is the largest that fits on the planned number of them, or what there is for each. Where
-        changes were looked for that fit together, it is a step with these.
+        The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
 
         Args:
             world_size: number of devices.
         """
-        best = None if self.answer is None else self.answer.best
-        fit, costs = self.baseline, self.costs
-        if best is not None and best.fit is not None and best.envelopes is not None:
-            fit, costs = best.fit, best.envelopes.costs
+        fit = self.baseline
         # How long gathers take is not known, and so neither is the time on any number of devices.
         if not fit.fits or (self.target.rates is not None and fit.seconds is None):
             return None
         share = self.target.share(world_size)
         size = even_size(share, fit.largest) if fit.asked is None else min(share, fit.asked)
-        return self.target.seconds(costs, size, world_size)
+        return self.target.seconds(self.costs, size, world_size)
 
     def summary(self) -> Mapping[str, str]:
         """Return what fits and why, in words: the text's rows by their labels.
@@ -130,11 +126,28 @@ class Plan:
         if self.changes:
             lines += ["", *_table(self)]
         if self.answer is not None:
-            lines += ["", *answer_lines(self.answer, self.target, self.batch_norms)]
+            lines += ["", *_answer(self, self.answer)]
         # Also below an answer, whose figures are counted in the same ways.
         lines += ["", *what_is_counted(*counted_ways(self.baseline)).splitlines()]
         lines += [*(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
         return "\n".join(lines)
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time with three digits: `85.0 ms`, `1.23 s`."""
+    return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
+
+
+def counted_ways(fit: Fit) -> tuple[Counted, Counted]:
+    """Return what the two figures of `peak_text` count."""
+    return "in tensors", "allocated" if fit.on_cpu else "in all"
+
+
+def peak_text(fit: Fit, budget: Budget) -> str:
+    """Return the most memory of a step: of its tensors, and of the device."""
+    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
+    sizes = zip((fit.tensor_bytes, taken), counted_ways(fit), strict=True)
+    return ", ".join(f"{in_bytes(num_bytes)} {way}" for num_bytes, way in sizes)
 
 
 def _time(plan: Plan) -> list[str]:
@@ -238,6 +251,54 @@ def _table(plan: Plan) -> list[str]:
     return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
 
 
+def _answer(plan: Plan, answer: Answer) -> list[str]:
+    """Return what fits together, what it costs, the lines to write, and what else was tried."""
+    best = answer.best
+    if best is None or best.fit is None:
+        lines = _wrapped("fits with", ["nothing of what was tried"])
+    else:
+        lines = [
+            *_wrapped("fits with", [best.name, *_sizes_of(best.fit, plan.target)]),
+            *_wrapped("costs", _costs(best, best.fit, plan.batch_norms)),
+            *([""] if best.changes or best.strategy else []),
+            *(f"  {line}" for line in code_of(best.changes, best.strategy, best.spec.strategy).splitlines()),
+        ]
+    lines += ["", f"tried  {'micro-batch':>6}  {'steps':>6}  {'memory':>9}  {'s/step':>9}"]
+    for one in answer.tried:
+        fits = _row("", one.fit, plan.budget) if one.fit is not None else ("", "-", "-", "-", "-")
+        _, size, steps, memory, seconds = fits
+        why = one.why or "the answer"
+        lines += [one.name, f"  {size:>11}  {steps:>6}  {memory:>9}  {seconds:>9}  {why}"]
+    return lines
+
+
+def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
+    batch = plan_batch(target.effective_batch_size, fit.world_size, Cut(micro_batch_size=fit.micro_batch_size))
+    lines = [
+        f"micro-batches of {fit.micro_batch_size}: {batch}",
+        f"{peak_text(fit, target.budget)}, of {in_bytes(target.budget.total_bytes)}",
+    ]
+    if fit.seconds is not None:
+        known = "measured rates" if fit.seconds.is_calibrated else "uncalibrated"
+        between = f"{in_seconds(fit.seconds.least)} and {in_seconds(fit.seconds.greatest)}"
+        lines.append(f"{in_seconds(fit.seconds.total)} a step, between {between} ({known})")
+    return lines
+
+
+def _costs(best: Combination, fit: Fit, batch_norms: Sequence[str]) -> list[str]:
+    """Return the cost of each change, and what splitting the batch does to BatchNorm."""
+    lines = [f"{one.name}: {one.costs}" for one in best.changes if one.costs]
+    if best.same_step:
+        lines.append("nothing in exactness: gradient and update are those of the step as it is, up to rounding")
+    if batch_norms and (fit.accumulation_steps > 1 or fit.world_size > 1):
+        shown = ", ".join(batch_norms[:_MAX_NAMES]) + (", ..." if len(batch_norms) > _MAX_NAMES else "")
+        whole = fit.micro_batch_size * fit.accumulation_steps * fit.world_size
+        seen = f"see {fit.micro_batch_size} samples, not {whole}: cutting changes the result"
+        lines.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
+        lines.append('ab.Engine(..., norms="exact") sees the whole batch, "freeze" needs none; GroupNorm does not care')
+    return lines
+
+
 def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
     taken = in_bytes(fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes)
     if not fit.fits:
@@ -251,6 +312,11 @@ def _made(plan: Plan) -> str:
         return f"planned in {plan.seconds:.1f} s without the device"
     sure = "each allocation follows its line" if plan.exact else "allocations follow lines and quadratics"
     return f"planned in {plan.seconds:.1f} s without the device; {sure}, seen at a third size"
+
+
+def _wrapped(name: str, texts: Sequence[str]) -> list[str]:
+    lines = [line for text in texts for line in wrap(text, _COLUMNS - _NAME_WIDTH, subsequent_indent="  ")]
+    return [f"{name if not number else '':<{_NAME_WIDTH}}{line}" for number, line in enumerate(lines)]
 
 
 def _rows(**texts: str) -> list[str]:

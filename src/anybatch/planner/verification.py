@@ -17,7 +17,7 @@ from anybatch.memory.device_memory import outside_bytes
 from anybatch.memory.host_memory import device_name
 from anybatch.parallel.world import World
 from anybatch.planner.envelopes import of_tensors
-from anybatch.planner.proposals.ranking import Fit
+from anybatch.planner.proposals.fit import Fit
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_there
 
 

@@ -15,7 +15,7 @@ from anybatch.engine.update.precision import PrecisionName
 from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.changes import changed, named_change
-from anybatch.planner.proposals.ranking import PlanTarget, fit_of
+from anybatch.planner.proposals.fit import PlanTarget, fit_of
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.blocks import repeated_blocks
+from anybatch.core.blocks import Blocks, repeated_blocks
 from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
@@ -20,20 +20,15 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope
-from anybatch.parallel.strategy import trainable
+from anybatch.parallel.strategy import Strategy, trainable
 from anybatch.planner.cost.device import Autocast
 from anybatch.planner.cost.step_time import CostLine
 from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
-from anybatch.planner.proposals.how_to_write import (
-    adapter_lines,
-    checkpointing_lines,
-    engine_line,
-    four_bit_lines,
-    offloading_lines,
-)
 from anybatch.planner.proposals.stand_ins import (
     AdamW8bit,
     adapted,
+    adapter_lines,
+    four_bit_lines,
     in_bfloat16,
     linear_layers,
     linear_names,
@@ -43,13 +38,32 @@ from anybatch.planner.torch_internals import is_checkpointed
 from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec, built
 
-USUAL_RANK = 16
-"""Rank of adapters where none is named."""
-_LEAST_VOCABULARY = 8192
+DEFAULT_RANK = 16
+"""Rank of adapters."""
+_MIN_VOCABULARY = 8192
 _SCALED: Mapping[Autocast, str] = {
     "bf16": "",
     "fp16": "; losses are scaled, and a step whose gradients overflow is skipped",
 }
+_KEEP_PRODUCTS = [
+    "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",
+    "aten = torch.ops.aten",
+    "products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,",
+    "            aten._scaled_dot_product_flash_attention.default,",
+    "            aten._scaled_dot_product_efficient_attention.default}",
+    "def keep(context, operation, *args, **kwargs):",
+    "    policy = CheckpointPolicy",
+    "    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE",
+    "again = partial(checkpoint, use_reentrant=False,",
+    "                context_fn=partial(create_selective_checkpoint_contexts, keep))",
+]
+_OFFLOADED = [
+    "def offloaded(forward):",
+    "    def run(*args, **kwargs):",
+    "        with torch.autograd.graph.save_on_cpu(pin_memory=True):",
+    "            return forward(*args, **kwargs)",
+    "    return run",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,12 +71,13 @@ class Change:
     """A change of a training step.
 
     Attributes:
-        name: a few words for the table of a plan, by which it can be asked for.
+        name: a few words for the table of a plan; also the name to ask for it by.
         how: the lines to write for it before the engine is made; empty for none.
         engine: the arguments that the engine gets for it, as code; empty for none.
         costs: what it costs, as a clause.
+        timed: how long a step takes with it can be predicted.
         same_step: the step computes the same gradient and update, up to rounding as the step has it already.
-        apply: function step -> the step with it; None where it is worked out from the traces of the step without it.
+        apply: function step -> the step with it; None where it is computed from the traces of the step without it.
         reshape: maps the step's memory to that with the change, where the change itself is not traced.
         recost: the same for its costs; None if they stay.
     """
@@ -71,6 +86,7 @@ class Change:
     how: str = ""
     engine: str = ""
     costs: str = ""
+    timed: bool = True
     same_step: bool = True
     apply: Callable[[TrainSpec], TrainSpec] | None = None
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
@@ -82,13 +98,51 @@ class Change:
         return "\n".join(filter(None, (self.how, engine_line(self.engine))))
 
 
-def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
-    """Return the step with changes, one after the other; those that are worked out from traces leave it as it is.
+def engine_line(arguments: str) -> str:
+    """Return the line that makes the engine with further arguments; empty without any."""
+    return f"engine = ab.Engine(..., {arguments})" if arguments else ""
 
-    Args:
-        spec: the step; a function that makes what is trained stays one.
-        changes: of this step.
-    """
+
+def sharded_in_bfloat16() -> Strategy:
+    """Return FSDP2 that gathers weights in bf16 and reduces gradients in float32."""
+    # Here, because what FSDP2 needs of torch takes two seconds to import.
+    from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
+    from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
+
+    return FSDP(Sharding(param_dtype=torch.bfloat16))
+
+
+def shards(train: TrainSpec) -> str | Callable[[], Strategy]:
+    """Return FSDP2; under bf16 it gathers weights in bf16 too."""
+    return sharded_in_bfloat16 if train.precision == "bf16" else "fsdp"
+
+
+def strategy_lines(strategy: str | Callable[[], Strategy]) -> tuple[list[str], str]:
+    """Return the lines before an engine with a strategy, and its argument."""
+    as_function = "# the optimizer as a function: named_parameters -> optimizer"
+    if isinstance(strategy, str):
+        return [as_function] if strategy == "fsdp" else [], f'strategy="{strategy}"'
+    return [
+        "from anybatch.parallel.fsdp import FSDP",
+        "from anybatch.parallel.sharding import Sharding",
+        as_function,
+    ], "strategy=FSDP(Sharding(param_dtype=torch.bfloat16))"
+
+
+def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
+    """Return the lines to write for changes together, each below its name; the engine is made last, once."""
+    parts = [f"# {one.name}\n{one.how}" for one in changes if one.how]
+    of_engine = {one.name: one.engine for one in changes if one.engine}
+    if named:
+        before, of_engine[named] = strategy_lines(strategy)
+        parts += before
+    if of_engine:
+        parts.append(f"# {', '.join(of_engine)}\n{engine_line(', '.join(dict.fromkeys(of_engine.values())))}")
+    return "\n".join(parts)
+
+
+def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
+    """Return the step with changes, applied in order; those computed from traces leave it unchanged."""
     for change in changes:
         apply, make = change.apply, spec.train
         if apply is not None:
@@ -102,81 +156,42 @@ def _applied(apply: Callable[[TrainSpec], TrainSpec], make: Callable[[], TrainSp
 
 
 def possible_changes(spec: StepSpec, autocast: Autocast = "bf16") -> list[Change]:
-    """Return the changes that this spec has not made yet and that compute the same step, or round it to 16 bits.
-
-    Args:
-        spec: the step as it is; its model is made if it is a function.
-        autocast: the format of 16 bits in which the device multiplies.
-    """
+    """Return the changes not made yet that compute the same step, or round it to 16 bits."""
     ready, _ = built(spec)
-    return [
-        *_of_update(ready),
-        *_of_precision(ready, autocast),
-        *_of_blocks(ready, can_make=_makes(spec)),
-        *_of_head(ready),
-    ]
+    blocks = _of_blocks(ready) if _makes(spec) else []
+    return [*_of_update(ready), *_of_precision(ready, autocast), *blocks, *_of_head(ready)]
 
 
-def other_steps(spec: StepSpec, *, rank: int = USUAL_RANK) -> list[Change]:
-    """Return the changes after which another step is computed: other optimizer state, or other parameters trained.
-
-    In the order of how far they lead from the step as it is.
-
-    Args:
-        spec: the step; its model is made if it is a function.
-        rank: of adapters.
-    """
-    return _other_steps(built(spec)[0], rank, can_make=_makes(spec))
-
-
-def _makes(spec: StepSpec) -> bool:
-    """Whether the step's model can be made anew, as changes of its modules have to be."""
-    return not isinstance(spec.train, TrainSpec)
-
-
-def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
-    found = []
-    if ready.profile != "cpu" and optimizer_name(ready.trained) in {"Adam", "AdamW"}:
-        found.append(_eight_bit())
-    module = as_module(ready.trained.model)
-    has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
-    if not can_make or has_adapters or not linear_layers(module):
-        return found
-    found.append(_adapters(ready, rank, four_bits=False))
-    if ready.profile != "cpu":
-        found.append(_adapters(ready, rank, four_bits=True))
-    return found
+def all_changes(spec: StepSpec, rank: int = DEFAULT_RANK) -> dict[str, Change]:
+    """Return every change that the step can have, by name; also those that compute another step."""
+    ready, _ = built(spec)
+    found = [*_of_update(ready), *_of_precision(ready, "bf16", "fp16"), *_of_head(ready), *_of_state(ready)]
+    if _makes(spec):  # modules are changed in place, so each change needs a new model
+        found += [*_of_blocks(ready), *_of_weights(ready), *_of_host(ready), *_of_adapters(ready, rank)]
+    return {one.name: one for one in found}
 
 
 def named_change(spec: StepSpec, name: str) -> Change:
     """Return the change of a name.
 
-    Args:
-        spec: the step.
-        name: as in a plan's table; adapters are "LoRA of rank 8" or any other.
-
     Raises:
         UserError: the step has no such change.
     """
     rank = re.match(r"LoRA of rank (\d+)", name)
-    can_make, (ready, _) = _makes(spec), built(spec)
-    known = [*_of_update(ready), *_of_precision(ready, "bf16", "fp16"), *_of_blocks(ready, can_make=can_make)]
-    known += [*_of_head(ready), *of_weights(spec), *_of_host(ready, can_make=can_make)]
-    known += _other_steps(ready, USUAL_RANK if rank is None else int(rank[1]), can_make=can_make)
-    found = next((one for one in known if one.name == name), None)
-    if found is None:
-        message = f"{name!r} is no change of this step. It has {', '.join(repr(one.name) for one in known)}."
+    known = all_changes(spec, DEFAULT_RANK if rank is None else int(rank[1]))
+    if name not in known:
+        message = f"{name!r} is no change of this step. It has {', '.join(map(repr, known))}."
         raise UserError(message)
-    return found
+    return known[name]
 
 
-def offloading(spec: StepSpec) -> list[Change]:
-    """Return the change that keeps activations in the host's memory, where there are repeated blocks on a device."""
-    return _of_host(built(spec)[0], can_make=_makes(spec))
+def _makes(spec: StepSpec) -> bool:
+    """Whether the step's model can be made again."""
+    return not isinstance(spec.train, TrainSpec)
 
 
 def optimizer_name(train: TrainSpec) -> str:
-    """Return the class name of an optimizer; of one that is made later over parameters without data."""
+    """Return the class name of an optimizer; a function is called with parameters without data."""
     made = _made(train)
     return getattr(train.optimizer, "__name__", "an optimizer") if made is None else type(made).__name__
 
@@ -185,12 +200,12 @@ def _made(train: TrainSpec) -> Optimizer | None:
     """Return the optimizer; None if its function does not work on parameters without data."""
     if isinstance(train.optimizer, Optimizer):
         return train.optimizer
-    # Over all parameters: a function may take them apart by name or shape.
+    # With all parameters: a function may select some by name or shape.
     try:
         return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules_of(train)).items()])
     except UserError:
         raise
-    except Exception:  # noqa: BLE001 (whatever it is, the engine calls the function again, and raises its own then)
+    except Exception:  # noqa: BLE001 (whatever it is, the engine calls the function again, and raises it then)
         return None
 
 
@@ -205,10 +220,10 @@ def _without_data(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=kind, device="meta"))
 
 
-def _of_update(spec: StepSpec) -> list[Change]:
+def _of_update(ready: StepSpec) -> list[Change]:
     """Return the update in one kernel, without temporaries, where the optimizer offers one."""
-    # An optimizer that is made already cannot be made again with another option.
-    made = None if isinstance(spec.trained.optimizer, Optimizer) else _made(spec.trained)
+    # An existing optimizer cannot be made again with another option.
+    made = None if isinstance(ready.trained.optimizer, Optimizer) else _made(ready.trained)
     if made is None or any("fused" not in group or group["fused"] for group in made.param_groups):
         return []
     name = type(made).__name__
@@ -218,20 +233,21 @@ def _of_update(spec: StepSpec) -> list[Change]:
 
 def _fused(train: TrainSpec) -> TrainSpec:
     make = train.optimizer
-    assert not isinstance(make, Optimizer), "this change is not offered for one that is made"
+    assert not isinstance(make, Optimizer), "this change is offered for functions only"
 
     def fused(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer = make(named)
         for group in optimizer.param_groups:
-            # torch refuses an optimizer that is asked for both.
+            # torch refuses an optimizer with both.
             group["fused"], group["foreach"] = True, False
         return optimizer
 
     return dataclasses.replace(train, optimizer=fused)
 
 
-def _of_precision(spec: StepSpec, *formats: Autocast) -> list[Change]:
-    if spec.trained.precision != "fp32" or spec.profile == "cpu":
+def _of_precision(ready: StepSpec, *formats: Autocast) -> list[Change]:
+    """Return products in 16 bits, where the step is in float32 and on an accelerator."""
+    if ready.trained.precision != "fp32" or ready.profile == "cpu":
         return []
     return [
         Change(
@@ -249,30 +265,39 @@ def _rounded(autocast: Autocast, train: TrainSpec) -> TrainSpec:
     return dataclasses.replace(train, precision=autocast)
 
 
-def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
+def _of_blocks(ready: StepSpec) -> list[Change]:
     """Return the ways to checkpoint activations of repeated blocks."""
-    rows = repeated_blocks(as_module(ready.trained.model))
-    # Blocks are wrapped in place, so each change takes a model of its own.
-    if not rows or not can_make or _checkpoints_itself(as_module(ready.trained.model)):
+    model = as_module(ready.trained.model)
+    rows = repeated_blocks(model)
+    if not rows or _checkpoints_itself(model):
         return []
-    configs = (getattr(one, "config", None) for one in as_module(ready.trained.model).modules())
+    configs = (getattr(one, "config", None) for one in model.modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
-    # What stands for a model of transformers stands for one that fills a cache.
+    # A stand-in for a model of transformers also stands for its cache.
     caching = ["model.config.use_cache = False"] if has_cache or ready.called else []
     ways: tuple[tuple[str, Keeping, int, str], ...] = (
         ("checkpointing", "inputs", 1, "each block's forward runs twice"),
         ("checkpointing every 2nd block", "inputs", 2, "every second block's forward runs twice"),
-        ("checkpointing all but products", "products", 1, "each block runs twice, but for its products"),
+        ("checkpointing all but products", "products", 1, "each block runs twice, except for its products"),
     )
     return [
         Change(
             name=name,
-            how="\n".join([*checkpointing_lines(rows, keeping, every, ready.called), *caching]),
+            how="\n".join([*_checkpointing_lines(rows, keeping, every, ready.called), *caching]),
             costs=costs,
             apply=partial(_checkpointed, keeping, every),
         )
         for name, keeping, every, costs in ways
     ]
+
+
+def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int, called: Mapping[str, str]) -> list[str]:
+    """Return the lines that let blocks run again in the backward."""
+    lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
+    lines += _KEEP_PRODUCTS if keeping == "products" else ["again = partial(checkpoint, use_reentrant=False)"]
+    for loop in _loops(rows, every, called):
+        lines += [*loop, "    block.forward = partial(again, block.forward)"]
+    return lines
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -282,62 +307,44 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 
 def _checkpointed(keeping: Keeping, every: int, train: TrainSpec) -> TrainSpec:
-    without_cache(as_module(train.model))
+    _without_cache(as_module(train.model))
     return dataclasses.replace(train, model=checkpoint_blocks(train.model, keeping, every=every))
 
 
-def without_cache(module: nn.Module) -> None:
-    """Switch off the cache of keys and values, which a block that runs twice would fill twice (transformers).
-
-    Args:
-        module: changed in place.
-    """
+def _without_cache(module: nn.Module) -> None:
+    """Switch off the cache of keys and values (transformers), which a block that runs twice would fill twice."""
     known: dict[int, Any] = {}
     for one in module.modules():
         config: Any = getattr(one, "config", None)
         if getattr(config, "use_cache", False) is True:
-            # A configuration may be the user's, and is left alone.
+            # The configuration may be the user's, so a copy is changed.
             other = known.setdefault(id(config), copy.copy(config))
             other.use_cache = False
             one.config = other
 
 
-def of_weights(spec: StepSpec) -> list[Change]:
-    """Return weights in bf16, in three ways to update them, if the model and the optimizer can be made for them.
-
-    Args:
-        spec: the step; its model is made if it is a function.
-    """
-    can_make, (ready, _) = _makes(spec), built(spec)
-    if not can_make or isinstance(ready.trained.optimizer, Optimizer):
+def _of_weights(ready: StepSpec) -> list[Change]:
+    """Return weights in bf16, in three ways to update them, where the optimizer is a function."""
+    if isinstance(ready.trained.optimizer, Optimizer):
         return []
     how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
-    costs = "forward and backward are rounded to bf16; "
+    lower_bits = "updates go to float32 weights, of which the engine keeps the lower 16 bits"
+    rounded = "so are weights and optimizer state after each update, stochastically"
     ways: tuple[tuple[str, Bf16Weights, str, str], ...] = (
         ("bf16 weights", "copied", "copies", "updates go to copies in float32"),
-        (
-            "bf16 weights, split",
-            "split",
-            "weights",
-            "updates go to float32 weights, of which the engine keeps the lower 16 bits",
-        ),
-        (
-            "bf16 weights, rounded stochastically",
-            "stochastic",
-            "weights",
-            "so are weights and optimizer state after each update, stochastically",
-        ),
+        ("bf16 weights, split", "split", "weights", lower_bits),
+        ("bf16 weights, rounded stochastically", "stochastic", "weights", rounded),
     )
     return [
         Change(
             name=name,
-            how=how + what,
+            how=how + updated,
             engine="" if way == "copied" else f'bf16_weights="{way}"',
-            costs=costs + said,
+            costs=f"forward and backward are rounded to bf16; {costs}",
             same_step=False,
             apply=partial(_in_bfloat16, way),
         )
-        for name, way, what, said in ways
+        for name, way, updated, costs in ways
     ]
 
 
@@ -346,50 +353,74 @@ def _in_bfloat16(way: Bf16Weights, train: TrainSpec) -> TrainSpec:
     return dataclasses.replace(train, bf16_weights=way)
 
 
-def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
-    """Return activations in the host's memory; on a CPU they are there."""
+def _of_host(ready: StepSpec) -> list[Change]:
+    """Return activations in the host's memory; on a CPU they are there already."""
     rows = repeated_blocks(as_module(ready.trained.model))
-    if ready.profile == "cpu" or not can_make or not rows:
+    if ready.profile == "cpu" or not rows:
         return []
+    lines = list(_OFFLOADED)
+    for loop in _loops(rows, 1, ready.called):
+        lines += [*loop, "    block.forward = offloaded(block.forward)"]
     return [
         Change(
             name="offloading",
-            how="\n".join(offloading_lines(rows, ready.called)),
+            how="\n".join(lines),
             costs="what blocks save goes to the host and back over PCIe",
+            timed=False,
             apply=lambda train: dataclasses.replace(train, model=offloaded(train.model)),
         )
     ]
 
 
-def _eight_bit() -> Change:
-    return Change(
-        name="8-bit AdamW",
-        how="import bitsandbytes as bnb\noptimizer = lambda named: bnb.optim.AdamW8bit([p for _, p in named], lr=...)",
-        costs="not the same optimizer: its two averages are rounded to 8 bits, in blocks of 256",
-        same_step=False,
-        apply=lambda train: dataclasses.replace(train, optimizer=_with_eight_bits),
-    )
+def _of_state(ready: StepSpec) -> list[Change]:
+    """Return optimizer state in 8 bits, for Adam on an accelerator."""
+    if ready.profile == "cpu" or optimizer_name(ready.trained) not in {"Adam", "AdamW"}:
+        return []
+    how = "import bitsandbytes as bnb\noptimizer = lambda named: bnb.optim.AdamW8bit([p for _, p in named], lr=...)"
+    return [
+        Change(
+            name="8-bit AdamW",
+            how=how,
+            costs="not the same optimizer: its two averages are rounded to 8 bits, in blocks of 256",
+            same_step=False,
+            apply=lambda train: dataclasses.replace(train, optimizer=_with_eight_bits),
+        )
+    ]
 
 
 def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _adapters(ready: StepSpec, rank: int, *, four_bits: bool) -> Change:
+def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
+    """Return adapters on a base in bf16, and in 4 bits where a library loads the model so."""
     module, called = as_module(ready.trained.model), ready.called
-    # Layers in bf16 take no inputs in float32, as tokens are none and images are.
+    has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
+    if has_adapters or not linear_layers(module):
+        return []
+    # Layers in bf16 accept no float32 inputs, such as images.
     takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(ready.sample))
     autocasts = takes_numbers and ready.trained.precision == "fp32"
-    loading = four_bit_lines(module, repeated_blocks(module), called) if four_bits else ["model.to(torch.bfloat16)"]
     costs = "other parameters are trained: a product of two narrow matrices beside each linear layer, on a base in bf16"
-    return Change(
-        name=f"LoRA of rank {rank}{' on a base in 4 bits' if four_bits else ''}",
-        how="\n".join((*loading, *adapter_lines(linear_names(module), rank, called))),
+    lora = Change(
+        name=f"LoRA of rank {rank}",
+        how="\n".join(("model.to(torch.bfloat16)", *adapter_lines(linear_names(module), rank, called))),
         engine='precision="bf16"' if autocasts else "",
-        costs=costs + ("; its layers are rounded to 4 bits" if four_bits else ""),
+        costs=costs,
         same_step=False,
-        apply=partial(_with_adapters, rank, four_bits, autocasts),
+        apply=partial(_with_adapters, rank, False, autocasts),  # noqa: FBT003 (`partial`)
     )
+    loading = four_bit_lines(module, called)
+    if ready.profile == "cpu" or not loading:
+        return [lora]
+    in_four_bits = dataclasses.replace(
+        lora,
+        name=f"LoRA of rank {rank} on a base in 4 bits",
+        how="\n".join((*loading, *adapter_lines(linear_names(module), rank, called))),
+        costs=f"{costs}; its layers are rounded to 4 bits",
+        apply=partial(_with_adapters, rank, True, autocasts),  # noqa: FBT003 (`partial`)
+    )
+    return [lora, in_four_bits]
 
 
 def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec) -> TrainSpec:  # noqa: FBT001 (`partial`)
@@ -397,17 +428,17 @@ def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec
     return dataclasses.replace(train, model=model, precision="bf16" if autocasts else train.precision)
 
 
-def _of_head(spec: StepSpec) -> list[Change]:
+def _of_head(ready: StepSpec) -> list[Change]:
     """Return a loss over a large vocabulary in chunks."""
-    heads = [one.out_features for one in as_module(spec.trained.model).modules() if isinstance(one, nn.Linear)]
-    # The head is taken to be the widest linear layer: vocabularies are larger than any hidden size in use.
+    heads = [one.out_features for one in as_module(ready.trained.model).modules() if isinstance(one, nn.Linear)]
+    # The widest linear layer is the head: vocabularies are larger than any hidden size in use.
     vocabulary = max(heads, default=0)
-    labels = [tensor for tensor in tensors_of(spec.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
-    if vocabulary < _LEAST_VOCABULARY or not labels:
+    labels = [tensor for tensor in tensors_of(ready.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
+    if vocabulary < _MIN_VOCABULARY or not labels:
         return []
-    # Labels have one entry per token; inputs of a model of images, say, are floating-point and are left out.
+    # Labels have one entry per token; floating-point inputs, such as images, are left out.
     num_tokens = max(tensor[0].numel() for tensor in labels)
-    # Of short samples a chunk would hold about as many logits as the loss has at once.
+    # For short samples a chunk would hold about as many logits as the whole loss.
     if num_tokens <= CHUNK_TOKENS // 2:
         return []
     return [
@@ -419,3 +450,20 @@ def _of_head(spec: StepSpec) -> list[Change]:
             recost=lambda costs: with_head_again(costs, vocabulary),
         )
     ]
+
+
+def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str]) -> list[list[str]]:
+    """Return the heads of loops over repeated blocks, by class, so that they also find blocks that adapters wrap."""
+    kinds = [called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows]
+    if every == 1 or len(set(kinds)) == len(kinds):
+        step = "" if every == 1 else f"[::{every}]"
+        found = "[one for one in model.modules() if type(one).__name__ == {!r}]"
+        return [[f"blocks = {found.format(kind)}", f"for block in blocks{step}:"] for kind in dict.fromkeys(kinds)]
+    loops = []
+    # Every second block of each row, where several rows are of one class.
+    for blocks, kind in zip(rows, kinds, strict=True):
+        where = called.get(blocks.path, blocks.path)
+        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where.split(".") if part)
+        children = f"[one for one in model{path}.children() if type(one).__name__ == {kind!r}]"
+        loops.append([f"blocks = {children}", f"for block in blocks[::{every}]:"])
+    return loops

@@ -1,10 +1,11 @@
-"""What other libraries bring, in the memory it takes: 8-bit optimizer state, adapters, 4-bit weights, offloading.
+"""Stand-ins for layers and optimizers of bitsandbytes and peft, and the lines to write for the real ones.
 
-Adapters compute what they say. The others take, keep and move the memory of the library's own tensors and kernels and
-compute nothing, for tensors without data only: their kernels are not on a CPU.
+A stand-in takes and keeps the memory of the library's tensors. Adapters compute what they say; the others compute
+nothing, and are for tensors without data only.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any, Final, overload
 
 import torch
@@ -18,21 +19,18 @@ from anybatch.planner.trace.checkpointing import as_module
 
 STATE_BLOCK: Final = 256
 """Numbers of 8-bit state that share a scale. Source: bitsandbytes 0.44 and later, `optimizer.py`, block-wise."""
-LEAST_8_BIT: Final = 4096
+MIN_8_BIT: Final = 4096
 """Parameters with fewer elements keep their state in 32 bits (`min_8bit_size` of bitsandbytes)."""
 WEIGHT_BLOCK: Final = 64
 """Numbers of a 4-bit weight that share a scale, which is 8 bits wide itself, in blocks of 256.
 
 Source: Dettmers et al. 2023, "QLoRA", section 3: NF4 with double quantization, 4.127 bits a parameter.
 """
+_LOAD_IN_4_BITS = ("transformers", "diffusers")
 
 
 class AdamW8bit(Optimizer):
-    """Takes and keeps the memory of bitsandbytes' AdamW8bit, and computes nothing.
-
-    Args:
-        params: parameters, or groups of them.
-    """
+    """Keeps the memory of bitsandbytes' AdamW8bit, and computes nothing."""
 
     updates_each_by_itself = True
 
@@ -62,7 +60,7 @@ class AdamW8bit(Optimizer):
     @staticmethod
     def _make(state: dict[str, Tensor], parameter: Tensor) -> None:
         number = parameter.numel()
-        is_small = number < LEAST_8_BIT
+        is_small = number < MIN_8_BIT
         for name in ("exp_avg", "exp_avg_sq"):
             kind = torch.float32 if is_small else torch.uint8
             state[name] = torch.zeros_like(parameter, dtype=kind, memory_format=torch.preserve_format)
@@ -71,16 +69,10 @@ class AdamW8bit(Optimizer):
 
 
 class LoraLinear(nn.Module):
-    """A linear layer that stays as it is, and a product of two narrow matrices that is trained and added: LoRA.
+    """A frozen linear layer plus the product of two narrow matrices that are trained: LoRA, without dropout.
 
-    The added product is computed in the adapter's own type, and the sum has the layer's, as peft does it; without
-    dropout.
+    The product is computed in the adapter's type, and the sum has the layer's, as in peft.
     Source: Hu et al. 2021, "LoRA", section 4.1, with alpha twice the rank.
-
-    Args:
-        base: the layer.
-        rank: width of the narrow matrices.
-        sizes: (features in, features out) of the layer.
     """
 
     def __init__(self, base: nn.Module, rank: int, sizes: tuple[int, int]) -> None:
@@ -91,7 +83,7 @@ class LoraLinear(nn.Module):
         nn.init.zeros_(self.up.weight)  # so that training begins where the base is
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer returns, and the product."""
+        """Return the layer's output plus the product."""
         result: Tensor = self.base(x)
         kind = result.dtype
         # Under peft's names, too, the input in the adapter's type is there until the end.
@@ -101,12 +93,9 @@ class LoraLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """Takes and keeps the memory of bitsandbytes' Linear4bit (NF4, double quantization), and computes nothing.
+    """Keeps the memory of bitsandbytes' Linear4bit (NF4, double quantization), and computes nothing.
 
-    Its kernel makes the weight anew in bf16, in the forward and in the backward.
-
-    Args:
-        linear: the layer in whose place it stands.
+    The kernel makes the weight in bf16 in the forward, and again in the backward.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -128,7 +117,7 @@ class FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Keeps the codes alone: the weight is made again in the backward."""
+    """Saves the codes only: the backward makes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, shape: tuple[int, int]) -> Tensor:  # noqa: ANN401 (torch's type)
@@ -143,15 +132,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
-    """Freeze a model, in bf16, and put adapters on the linear layers of its repeated blocks; return the model.
-
-    Its tensors are left alone: those in their place, and the adapters', have no data.
-
-    Args:
-        model: its modules are changed in place.
-        rank: width of the adapters.
-        four_bits: keep the weights of these layers in 4 bits.
-    """
+    """Freeze a model in bf16, and add adapters to the linear layers of its repeated blocks; return the model."""
     in_bfloat16(as_module(model), trains=False)
     with torch.device("meta"):
         for parent, name, linear in linear_layers(as_module(model)):
@@ -161,12 +142,7 @@ def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
 
 
 def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
-    """Put parameters in bf16, and without data, in the place of a module's; its own are left alone.
-
-    Args:
-        module: it and those below are changed.
-        trains: those that train go on doing so; else none does.
-    """
+    """Replace the parameters of a module by ones in bf16 and without data."""
     known: dict[int, nn.Parameter] = {}
     for one in module.modules():
         for name, old in one.named_parameters(recurse=False):
@@ -180,13 +156,26 @@ def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
                 setattr(one, name, torch.empty_like(old_buffer, dtype=torch.bfloat16, device="meta"))
 
 
+def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Return the linear layers inside of repeated blocks, each with its parent and its name there.
+
+    Subclasses of `nn.Linear` are left out: `nn.MultiheadAttention` reads the weight of its own without calling it, so
+    an adapter there would never run.
+    """
+    return [
+        (parent, name, child)
+        for blocks in repeated_blocks(modules)
+        for block in blocks.modules
+        for parent in block.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+
+
 def linear_names(modules: nn.Module) -> list[str]:
-    """Return what `linear_layers` are called within their blocks, each once; peft goes by how a name ends.
+    """Return the names of `linear_layers` within their blocks, each once.
 
-    A name that ends in another is left out, which means it too: of blocks in blocks there would be hundreds.
-
-    Args:
-        modules: with data or without.
+    peft matches the end of a name, so a name that ends in another one is left out.
     """
     found = {
         name: None
@@ -199,45 +188,52 @@ def linear_names(modules: nn.Module) -> list[str]:
     return [name for name in found if not any(".".join(parts[name][at:]) in found for at in range(1, len(parts[name])))]
 
 
-def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the linear layers inside of repeated blocks, each with its parent and its name there.
-
-    Classes made from `nn.Linear` are none: `nn.MultiheadAttention` reads the weight of its own without calling it, so
-    that an adapter there is never run.
-
-    Args:
-        modules: with data or without.
-    """
+def adapter_lines(names: Sequence[str], rank: int, called: Mapping[str, str]) -> list[str]:
+    """Return the lines that add peft's adapters to layers."""
+    shown = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
+    # peft finds the linear layers of models of transformers by itself.
+    targets, layers = "'all-linear'", []
+    if not called:
+        targets, layers = "layers", ["layers = " + ("\n" + 11 * " ").join(shown)]
     return [
-        (parent, name, child)
-        for blocks in repeated_blocks(modules)
-        for block in blocks.modules
-        for parent in block.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        "from peft import LoraConfig, get_peft_model",
+        *layers,
+        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules={targets})",
+        "model = get_peft_model(model, adapters)",
+    ]
+
+
+def four_bit_lines(model: nn.Module, called: Mapping[str, str]) -> list[str]:
+    """Return the lines that load a model in 4 bits; empty where no library does."""
+    library, _, _ = type(model).__module__.partition(".")
+    loader = type(model).__name__
+    if called:  # a stand-in for a model of transformers that predicts the next token
+        library, loader = "transformers", "AutoModelForCausalLM"
+    if library not in _LOAD_IN_4_BITS:
+        return []
+    return [
+        f"from {library} import BitsAndBytesConfig, {loader}",
+        "four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',",
+        "                               bnb_4bit_use_double_quant=True,",
+        "                               bnb_4bit_compute_dtype=torch.bfloat16)",
+        f"model = {loader}.from_pretrained(..., quantization_config=four_bits)",
     ]
 
 
 class Offloaded(nn.Module):
-    """Runs a block and keeps nothing of it on the device: what is saved for the backward is there again when needed.
-
-    It is `torch.autograd.graph.save_on_cpu` around the block in the memory that it takes, and copies nothing.
-
-    Args:
-        block: what is run.
-    """
+    """Runs a block with the memory of `torch.autograd.graph.save_on_cpu`: nothing saved stays on the device."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the block takes and returns)
-        """Return what the block returns."""
+        """Return the block's output."""
         with torch.autograd.graph.saved_tensors_hooks(_shape_of, _made_again):
             return self.block(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the block has)
-        """Return what the block has of that name, where this has none."""
+        """Return the block's attribute of that name, if this has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -245,11 +241,7 @@ class Offloaded(nn.Module):
 
 
 def offloaded(model: Model) -> Model:
-    """Let the repeated blocks of a model keep nothing on the device; return the model.
-
-    Args:
-        model: changed in place.
-    """
+    """Let the repeated blocks of a model keep nothing on the device; return the model."""
     for blocks in repeated_blocks(as_module(model)):
         for name in blocks.names:
             setattr(blocks.parent, name, Offloaded(blocks.parent.get_submodule(name)))

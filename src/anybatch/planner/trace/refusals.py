@@ -48,6 +48,25 @@ def refuse_undescribed(modules: nn.Module, profile: Profile) -> None:
             raise CannotPlanError(message)
 
 
+MAX_OPERATIONS = 200_000
+"""Operations of a traced step: above these a plan takes many minutes. GPT-2 XL has 13,500."""
+
+
+def refuse_long_loop(num_operations: int) -> None:
+    """Refuse a step of very many operations, as of a model that loops over its tokens in Python.
+
+    Raises:
+        CannotPlanError: it has more than `MAX_OPERATIONS`.
+    """
+    if num_operations > MAX_OPERATIONS:
+        message = (
+            f"cannot plan, will probe: the step has more than {MAX_OPERATIONS:,} operations, too many to trace. Models "
+            "that take their tokens one by one in Python, such as Mamba without its own kernels, have some for each "
+            "token: plan a shorter sequence_length, or let micro_batch_size='auto' try sizes on the device."
+        )
+        raise CannotPlanError(message)
+
+
 def not_followed(modules: nn.Module, *, offloads: bool) -> tuple[str, ...]:
     """Return notes on what a trace does not follow, and what that does to the plan.
 

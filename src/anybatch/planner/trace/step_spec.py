@@ -12,7 +12,6 @@ from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.fake_model import build
 from anybatch.planner.trace.fake_tensor_cache import ResultCache
-from anybatch.planner.trace.sample_lengths import TokenLengths
 
 NUM_MICRO_BATCHES = 2
 """The second one runs with gradients there, as all later ones do."""
@@ -42,8 +41,6 @@ class StepSpec:
             leave them out.
         cache: results of operations on tensors without data, shared by all traces of this step and of its variants;
             `ResultCache(enabled=False)` plans the same without it, in four times the time.
-        lengths: samples of other lengths, for a model that takes its tokens one after the other: its step is worked out
-            from short ones, as far as that can be seen to be right. None to trace the step over `sample` in any case.
     """
 
     train: TrainSpec | MakeTrainSpec
@@ -57,7 +54,6 @@ class StepSpec:
     profile: Profile = "cuda"
     kernels: KernelMemory | None = field(default_factory=KernelMemory)
     cache: ResultCache = field(default_factory=ResultCache)
-    lengths: TokenLengths | None = None
 
     @property
     def trained(self) -> TrainSpec:

@@ -35,7 +35,13 @@ from anybatch.planner.trace.fake_ranks import fake_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.trace.gathered_memory import StreamPools, resizes_booked, with_gradients
 from anybatch.planner.trace.joint_rows import AllRows
-from anybatch.planner.trace.refusals import as_planning_errors, not_followed, refuse_strategy, refuse_undescribed
+from anybatch.planner.trace.refusals import (
+    as_planning_errors,
+    not_followed,
+    refuse_long_loop,
+    refuse_strategy,
+    refuse_undescribed,
+)
 from anybatch.planner.trace.step_spec import StepSpec, built
 
 _PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
@@ -231,6 +237,7 @@ class _TwinRun:
             mode, on_operation=self._operation, pool=StreamPools(), kernels=watch, cache=spec.cache
         )
         self._recorder: OperationRecorder | None = None
+        self._num_operations = 0
         self.offloads = False
         self.computing = False
         self._spec = spec
@@ -297,7 +304,7 @@ class _TwinRun:
         engine = self._engine
         assert engine is not None, "it is made"
         is_first = not engine.num_steps
-        self._recorder = recorder
+        self._recorder, self._num_operations = recorder, 0
         if recorder is not None:
             recorder.cached_result = self.ledger.cached_result
         engine.step(_TracedBatch(self, micro_batch_size * self._spec.num_micro_batches * self._world.size))
@@ -366,6 +373,8 @@ class _TwinRun:
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
         if seen[-1] == "forward":  # what a backward needs is saved there, or again where a block is run again
             self.offloads = self.offloads or saves_on_host()
+        self._num_operations += 1
+        refuse_long_loop(self._num_operations)
         if self._recorder is not None:
             self._recorder(*seen)
 

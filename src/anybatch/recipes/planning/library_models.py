@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from anybatch.core.loss import mean_over_samples, mean_over_tokens
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
-from anybatch.planner.trace.sample_lengths import TokenLengths
 from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, length_of
 
 LIBRARIES = ("transformers", "torchvision", "timm")
@@ -109,7 +107,6 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
         train=lambda: TrainSpec(model=kind(config), optimizer=adamw, loss=loss, clip=1.0),
         sample=sample,
         notes=(*notes, _UNPADDED) if "input_ids" in sample else (),
-        lengths=_lengths(config, kind, length) if "input_ids" in sample else None,
     )
 
 
@@ -227,16 +224,6 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
     # A classifier of sequences has one label for all tokens; one of tokens has a label for each.
     one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
     return {"input_ids": tokens, "labels": torch.zeros(1, dtype=torch.int64) if one_label else tokens}
-
-
-def _lengths(config: Any, kind: Any, length: int | None) -> TokenLengths | None:  # noqa: ANN401 (not a dependency)
-    """Return samples of other lengths; None where a shorter one may be treated otherwise: it is within a window."""
-    values = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
-    windows = [value for name, value in values.items() if "window" in name]
-    if length is None or min(windows, default=length) < length:
-        return None
-    chunk = math.lcm(*(value for name, value in values.items() if "chunk" in name))
-    return TokenLengths(sample=partial(_sample, config, kind), num_tokens=length, chunk_tokens=chunk)
 
 
 def _names(library: str, *, required: bool) -> Sequence[str]:

@@ -152,7 +152,6 @@ def plan(
         # A batch of the user's own is in the memory that a CPU plans for; an accelerator gets it piece by piece.
         input_samples=ceil_div(size, world_size) if on_cpu and subject.own_batch else None,
         called=subject.called,
-        lengths=subject.lengths,
         profile="cpu" if on_cpu else "cuda",
     )
     asked = []

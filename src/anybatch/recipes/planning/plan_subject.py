@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from anybatch.core.tree import Batch
 from anybatch.errors import UserError
-from anybatch.planner.trace.sample_lengths import TokenLengths
 from anybatch.planner.trace.step_spec import MakeTrainSpec
 
 
@@ -27,7 +26,6 @@ class PlanSubject:
             are loaded.
         called: what blocks are called where the user has them, as in `StepSpec`.
         notes: remarks for the user on what the sample stands for.
-        lengths: samples of other lengths, where nothing but their tokens depends on that.
     """
 
     name: str
@@ -37,7 +35,6 @@ class PlanSubject:
     own_batch: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    lengths: TokenLengths | None = None
 
 
 USUAL_TOKENS = 8_192
