@@ -72,7 +72,7 @@ class InMemory:
         """Yield slices."""
         del later_units
         for positions in units:
-            yield {name: value[positions[0] : positions[-1] + 1] for name, value in self.batch.items()}
+            yield {name: value[list(positions)] for name, value in self.batch.items()}
 
 
 def bare_ddp(

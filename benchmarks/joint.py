@@ -95,7 +95,7 @@ class Dealt:
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Return this rank's micro-batches."""
         del later_units
-        return iter([cut(self.batch, positions[0], positions[-1] + 1) for positions in units])
+        return iter([{name: value[list(positions)] for name, value in self.batch.items()} for positions in units])
 
 
 def errors(sizes: list[int]) -> list[tuple[float, float]]:

@@ -325,7 +325,7 @@ def run(features: Features, world: ab.World) -> Found:
             objective.declared(),
             world=world,
             # The check of the declaration runs in all cells of one rank, and on several ranks in tests of its own.
-            **{"norms": "keep", "check_loss": world.size == 1, **arguments(features)},
+            **{"norms": "keep", "check_loss": world.size == 1, "seed": seed, **arguments(features)},
         )
         computed = dense(whole(dict(zip(parameters, engine.gradients(batch).values(), strict=True))))
         report = engine.step(batch)

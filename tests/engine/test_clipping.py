@@ -58,18 +58,6 @@ def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.T
 
 
 @sees(
-    "gradients are clipped in every micro-batch",
-    "src/anybatch/engine/accumulation/accumulate.py",
-    """
-            torch.autograd.backward(scale(total), inputs=inputs)
-""",
-    """
-            torch.autograd.backward(scale(total), inputs=inputs)
-            torch.nn.utils.clip_grad_norm_(inputs, 0.05)
-""",
-    cases=["by norm", "not"],
-)
-@sees(
     "clipping by value cuts off at one side only",
     "src/anybatch/core/torch_internals.py",
     """

@@ -62,6 +62,7 @@ def joint_errors(cases: list[str]) -> Errors:
                 "accumulation_steps": split.accumulation_steps,
                 "deal": split.deal,
                 "strategy": STRATEGIES[strategy](),
+                "seed": 0,  # as in `plain_loss`
             }
             try:
                 with engine_of(case, world=world, **options) as engine:

@@ -167,7 +167,7 @@ def test_arguments(name: str) -> None:
     compute, call = ARGUMENTS[name]
     model = Takes(compute)
 
-    assert error_of(model, lambda m, b: F.cross_entropy(call(m, b), b["y"])) <= 1e-12
+    assert error_of(model, lambda m, b: F.cross_entropy(call(m, b), b["y"]), check_loss=False) <= 1e-12
     assert max(model.rows[1:]) < 8  # the first is the plain one; and no replica has all samples of a micro-batch
 
 

@@ -17,9 +17,9 @@ import anybatch as ab
 from anybatch.errors import (
     AnyBatchError,
     CompositionError,
+    DataError,
     ParameterError,
     RankFailedError,
-    RanksDifferError,
     ReplicaError,
     WorldError,
 )
@@ -213,7 +213,7 @@ def refusals() -> dict[str, str]:
             note("samples", AnyBatchError, lambda: engine.step(mine))
         with engine_over(cut(), world) as engine:
             shifted = batches(1)[0] | {"y": torch.full((7, 4), 1) if world.process else batches(1)[0]["y"]}
-            note("counts", RanksDifferError, lambda: engine.step(InMemory(shifted)))
+            note("counts", DataError, lambda: engine.step(InMemory(shifted)))
         drifting: Any = cut()
         with engine_over(drifting, world) as engine:
             engine.step(InMemory(batches(1)[0]))
@@ -248,7 +248,7 @@ def test_what_would_be_wrong_on_a_mesh_is_refused(four_ranks: RankPool) -> None:
         assert "'first.weight' is a plain tensor" in said["unlike"]
         assert "replicas=2" in said["replicas"]
         assert "rank=engine.world.rank" in said["samples"]
-        assert "not given the same samples" in said["counts"]
+        assert "other samples" in said["counts"]
         assert "'blocks.1.norm.weight'" in said["drift"]
         assert "'blocks.1.up.weight'" in said["parts drift"]
 

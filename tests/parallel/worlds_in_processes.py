@@ -229,6 +229,9 @@ def report():
 atexit.register(report)  # before all others, also those of torch, and so called after them
 from tests.parallel.worlds_in_processes import a_step, an_engine
 
+import torch
+
+torch.manual_seed(0)  # the data of all ranks
 engine = an_engine()
 a_step(engine)
 """

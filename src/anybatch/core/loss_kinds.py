@@ -195,7 +195,10 @@ class CountedBefore:
         """See `LossKind`."""
         # With a tolerance, because a count may be a sum of weights, which is rounded.
         if abs(returned - declared) > 1e-6 * declared and not self.terms[name].is_sum:
-            counted = f"or count in the data set or collate, and declare {name}=ab.counted(lambda batch: ...)"
+            counted = (
+                f"or count in the data set or collate, and declare {name}=ab.counted(lambda batch: ...); if the count "
+                "depends on the model's outputs, use ab.joint(encode, loss), whose function sees all of them"
+            )
             other = counted if self.named else "or pass the bare function"
             message = (
                 f"the loss function returned LossSum with count={returned} for term {name!r}, but the declaration "

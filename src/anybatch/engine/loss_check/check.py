@@ -166,7 +166,8 @@ class LossCheck:
         if self._lockstep and not planned.picks_any:
             source = self._shared_source(source)
         most = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
-        max_samples = min(MAX_SAMPLES, max(FEW_SAMPLES, most))
+        # In lockstep, running out of memory ends the run: no run of the check is larger than the step's micro-batches.
+        max_samples = min(MAX_SAMPLES, max(2 if self._lockstep else FEW_SAMPLES, most))
         verdicts = self._world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
         is_cut = sum(map(len, planned.plan.shares)) > 1
         self._newest, self._undecided = step, ""
@@ -269,7 +270,7 @@ class LossCheck:
         if verdict.kind != "broken":
             return made
         found = diagnose(runs, verdict, in_lockstep=self._lockstep)
-        message = described(self._declared, verdict, found)
+        message = described(self._declared, verdict, found, returned_number=runs.returned_number)
         if found.cause != "form":
             message = f"{message} {found.remedy} {_OTHERWISE}"
         return made._replace(message=message, cause=found.cause, term=found.term)

@@ -101,14 +101,21 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
     return dataclasses.replace(found, term=term)
 
 
-def described(loss: Loss, verdict: Verdict, found: Diagnosis) -> str:
-    """Return a broken verdict and its diagnosis as a message, without the remedy."""
+def described(loss: Loss, verdict: Verdict, found: Diagnosis, *, returned_number: bool = False) -> str:
+    """Return a broken verdict and its diagnosis as a message, without the remedy.
+
+    Args:
+        loss: as declared.
+        verdict: of the check.
+        found: its diagnosis.
+        returned_number: the function returned one number, which is taken as a mean where nothing is declared.
+    """
     if found.cause in ("form", "count"):
         return found.says
     term = loss.names[0] if found.term is None else found.term
     what = f"term {term!r} of the loss" if loss.kind.named else "the loss"
     items = loss.kind.terms[term]
-    kind = f"a {items}" if not loss.kind.brings_count else "a sum with its count"
+    kind = "a sum with its count" if loss.kind.brings_count and not returned_number else f"a {items}"
     declared = f"{what} is {'taken' if loss.kind.brings_count else 'declared'} as {kind}, but {found.says}"
     if loss.kind.encode is not None:
         declared = found.says
