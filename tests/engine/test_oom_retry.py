@@ -324,7 +324,12 @@ def first_step_within(num_bytes: int, rows: Rows) -> tuple[DoesNotFitError | Non
     batch = next(iter(ab.batches(rows, effective_batch_size=8, seed=0)))
     model = nn.Linear(4, 1, dtype=torch.float64)
     before = copy.deepcopy(model)
-    loss = ab.mean_over_samples(lambda model, rows: ((model(rows["x"])[:, 0] - rows["y"]) ** 2).mean())
+
+    def squares(model: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        squared: torch.Tensor = ((model(rows["x"])[:, 0] - rows["y"]) ** 2).mean()
+        return squared
+
+    loss = ab.mean_over(squares, lambda rows: len(rows["y"]))  # its samples are loaded to be counted
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = ab.Engine(model, sgd, loss, micro_batch_size=4, check_loss=False)
     with engine, memory_budget(0, model) as budget:
