@@ -205,7 +205,7 @@ def test_the_control_plane_is_in_the_step() -> None:
         for needs in (False, True)  # gradients that hide nothing
     ]
 
-    assert control.agreement_bytes == 8 * (1 + 100 + 3 + 8)
+    assert control.agreement_bytes == 8 * (1 + 100 + 2 + 8)
     assert control.agreement_seconds(1024, cluster.control) == pytest.approx(11 * 30e-6, rel=0.01)
     assert control.count_seconds(1024, cluster.control) == pytest.approx(11 * 30e-6, rel=0.01)
     assert rows[0].control_seconds == pytest.approx(11 * 30e-6, rel=0.02)

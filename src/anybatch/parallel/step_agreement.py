@@ -16,6 +16,7 @@ from anybatch.parallel.process_groups import PendingMessage
 from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.parallel.world import World
 
+_HOOKS = 2.0**-20  # exact, and less than 1 in a sum over a million ranks
 _NUM_LEAVING = 2  # of flags: whether a rank has run out of memory, and whether it has failed
 
 
@@ -68,7 +69,9 @@ class StepAgreement:
         self._world = world
         self._numbers = numbers
         roll_call = world.roll_call
-        self._own = [*flags, roll_call is not None and roll_call.has_hooks, aborts, False]
+        # One number for both: whether it leaves, and in a fraction whether it has hooks.
+        leaves = float(aborts) or (_HOOKS if roll_call is not None and roll_call.has_hooks else 0.0)
+        self._own: list[float] = [*flags, leaves, False]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
         digests, shards = ((0,) * NUM_DIGESTS, 0) if aborts or roll_call is None else roll_call.compared
         # Parts of weights are equal within a data group alone: each group has a place of its own.
@@ -109,14 +112,14 @@ class StepAgreement:
                 work.wait()
         numbers = self._message[: self._num_together] if self._num_together else self._numbers
         if works[0] is None:  # the other ranks are imagined, and the message may hold no data
-            flags, words = self._own, []
+            sums, words = self._own, []
         else:
-            sums = self._message[self._num_together :].tolist()
-            flags, words = [flag > 0 for flag in sums[: -self._num_words]], sums[-self._num_words :]
-        *flags, any_hooks, any_aborts, any_fails = flags
-        if any_fails:
+            both = self._message[self._num_together :].tolist()
+            sums, words = both[: -self._num_words], both[-self._num_words :]
+        *used, num_leaving, num_failed = sums
+        if num_failed:
             raise StepFailedError
-        if any_aborts:
+        if num_leaving >= 1:
             raise StepAbortedError
         differing = {
             min(number, NUM_DIGESTS - 1)  # weights, whole or in parts
@@ -126,8 +129,8 @@ class StepAgreement:
         if differing:
             raise StepsDifferError(tuple(sorted(differing)))
         if self._world.roll_call is not None:
-            self._world.roll_call.any_hooks = any_hooks
-        return numbers, flags
+            self._world.roll_call.any_hooks = num_leaving > 0
+        return numbers, [flag > 0 for flag in used]
 
     def reset_to_abort(self, *, failed: bool) -> None:
         """Make it the message of a rank that leaves: nothing used, nothing to report. Allocates nothing.

@@ -7,7 +7,7 @@ from anybatch.core.message_rounds import gather_messages, sum_messages
 from anybatch.parallel.roll_call import NUM_DIGESTS
 
 _NUMBER_BYTES = 8
-_NUM_FLAGS = 3
+_NUM_FLAGS = 2
 _NUM_REPORTED = 1  # the loss of one term
 _COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anything to run, and a question
 
@@ -17,9 +17,8 @@ class ControlMessages:
     """The collectives of the control group in a step, once the first ones are over and the loss has been checked.
 
     `parallel/step_agreement.py` sums one message of float64 in each step: numbers of the report, a flag for each
-    parameter, two for leaving and one for hooks, and a digest and its square for each of `NUM_DIGESTS`. Where counts
-    need the data, `World.gather_from` gathers a few numbers before it. No other message is sent while ranks are
-    together.
+    parameter and two for leaving, and a digest and its square for each of `NUM_DIGESTS`. Where counts need the data,
+    `World.gather_from` gathers a few numbers before it. No other message is sent while ranks are together.
 
     Attributes:
         agreement_bytes: of the sum.
