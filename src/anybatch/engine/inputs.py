@@ -66,21 +66,25 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
 
 
 def captured_parameters(loss: Loss) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that loss functions hold themselves, in no module, by the name they have there.
-
-    A function holds its closure, the globals that it names, its defaults, bound arguments and the attributes of its
-    object.
-    """
+    """Return the trainable parameters that loss functions hold outside of modules, by the name they have there."""
     return {
         name: one
         for function in loss.functions.values()
-        for name, value in _held_by(function).items()
+        for name, value in held_by(function).items()
         for one in (value if isinstance(value, (list, tuple)) else [value])
         if isinstance(one, nn.Parameter) and one.requires_grad
     }
 
 
-def _held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
+def held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
+    """Return the objects that a function can reach directly, by name.
+
+    These are the variables of its closure, the globals that it names, its defaults and bound arguments, its object
+    ("self"), and the attributes of that object unless it is a module.
+
+    Args:
+        function: a function, method, partial function or callable object.
+    """
     held: dict[str, Any] = {}
     while isinstance(function, partial):
         held |= {**function.keywords, **{f"argument {number}": one for number, one in enumerate(function.args)}}
@@ -88,6 +92,7 @@ def _held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
     if not inspect.isroutine(function):  # an object that can be called
         function = function.__call__
     owner = getattr(function, "__self__", None)
+    held["self"] = owner
     if owner is not None and not isinstance(owner, nn.Module):
         held |= getattr(owner, "__dict__", {})
     function = inspect.unwrap(getattr(function, "__func__", function))

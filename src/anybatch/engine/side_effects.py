@@ -1,12 +1,10 @@
 """Running a model once more than the user asked for, and leaving no trace of it."""
 
-import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from types import FunctionType
 from typing import Self
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 from anybatch.core.buffers import BufferKeeper
 from anybatch.data.random_state import preserved_random_state, seed_generators
+from anybatch.engine.inputs import held_by
 from anybatch.engine.rng.generators import UnitRandomness
 
 _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
@@ -86,18 +85,8 @@ def modules_of(functions: Iterable[object]) -> list[nn.Module]:
     Args:
         functions: functions, methods, partial functions or callable objects.
     """
-    found: dict[nn.Module, None] = {}
-    for function in functions:
-        inner = getattr(function, "func", getattr(function, "__func__", function))
-        values = [function, getattr(function, "__self__", None), *getattr(function, "args", ())]
-        if isinstance(inner, FunctionType):
-            with suppress(ValueError):  # a variable that is not assigned yet
-                known = inspect.getclosurevars(inner)
-                values += [*known.nonlocals.values(), *known.globals.values()]
-        else:
-            values += vars(inner).values() if hasattr(inner, "__dict__") else ()
-        found.update((value, None) for value in values if isinstance(value, nn.Module))
-    return list(found)
+    held = [value for function in functions for value in held_by(function).values()]
+    return list(dict.fromkeys(value for value in held if isinstance(value, nn.Module)))
 
 
 class SeededGenerators:

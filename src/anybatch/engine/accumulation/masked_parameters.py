@@ -9,6 +9,7 @@ from anybatch.core.buffers import BufferValues
 from anybatch.core.tree import Batch, copied, moved_to, tensors_of
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.inputs import Model
+from anybatch.engine.side_effects import trial_run
 from anybatch.engine.telemetry.notifier import Notifier
 
 _NUM_LOOKS = 2
@@ -54,7 +55,11 @@ class MaskedParameters:
         parameters = [self._context.prepared.parameters[name] for name in names]
         buffers, device = BufferValues(self._modules), parameters[0].device
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), self._context.autocast():
+            with (
+                trial_run(),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                self._context.autocast(),
+            ):
                 output = self._context.loss.function(self._model, moved_to(copied(left_out), device))
                 roots = [one.sum() for one in tensors_of(output) if one.requires_grad]
                 found = torch.autograd.grad(roots, parameters, allow_unused=True) if roots else ()

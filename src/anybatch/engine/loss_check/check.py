@@ -166,7 +166,7 @@ class LossCheck:
         if self._lockstep and not planned.picks_any:
             source = self._shared_source(source)
         most = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
-        # In lockstep, running out of memory ends the run: no run of the check is larger than the step's micro-batches.
+        # In lockstep, running out of memory ends the run: the check takes no more samples than a micro-batch, or two.
         max_samples = min(MAX_SAMPLES, max(2 if self._lockstep else FEW_SAMPLES, most))
         verdicts = self._world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
         is_cut = sum(map(len, planned.plan.shares)) > 1
@@ -210,7 +210,8 @@ class LossCheck:
             places=list(itertools.chain.from_iterable(units)),
             pick=planned.pick,
             num_candidates=_LOADED_CANDIDATES if planned.picks_any else _CANDIDATES,
-            real_units=units,
+            # The first two micro-batches in one piece may not fit, which in lockstep ends the run.
+            real_units=() if self._lockstep else units,
             reads_again=planned.picks_any,
         )
 

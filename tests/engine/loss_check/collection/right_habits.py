@@ -18,6 +18,7 @@ from tests.engine.loss_check.collection.setups import (
     class_weights,
     classify,
     contrast,
+    each,
     mean_over_words,
     pooled,
     positives,
@@ -29,10 +30,6 @@ from tests.engine.loss_check.collection.setups import (
 
 TABLE = Table()
 add = TABLE.add
-
-
-def each(m, b):
-    return classify(m, b, reduction="none")
 
 
 # Losses and counts

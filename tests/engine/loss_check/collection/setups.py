@@ -87,6 +87,11 @@ def classify(m, b, **options):
     return F.cross_entropy(pooled(m, b), b["y"], **options)
 
 
+def each(m, b):
+    """Return one loss per sample."""
+    return classify(m, b, reduction="none")
+
+
 def tag(m, b, **options):
     return F.cross_entropy(m(b["x"]).flatten(0, 1), b["labels"].flatten(), **options)
 

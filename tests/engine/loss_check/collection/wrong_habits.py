@@ -13,6 +13,7 @@ from tests.engine.loss_check.collection.setups import (
     Net,
     Table,
     classify,
+    each,
     mean_over_words,
     pooled,
     positives,
@@ -24,10 +25,6 @@ from tests.engine.loss_check.collection.setups import (
 
 TABLE = Table()
 add = TABLE.add
-
-
-def each(m, b):
-    return classify(m, b, reduction="none")
 
 
 # Counts
