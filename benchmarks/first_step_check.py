@@ -2,7 +2,7 @@
 
     python benchmarks/first_step_check.py [--src FOLDER]... [--out benchmarks/results/NAME.md]
 
-Each way runs in a process of its own, interleaved: without the check, then with the check of each source folder (other
+Each variant runs in its process, interleaved: without the check, then with the check of each source folder (other
 than this project's own, such as one of an earlier version). A process makes three steps; the table gives the first
 step over the median of the others, and the peak of resident memory over that without the check.
 """
@@ -69,7 +69,7 @@ def measured(kind: str, folder: str, *, checks: bool) -> tuple[list[float], floa
 
 
 def rows(folders: list[str]) -> list[str]:
-    """Measure in turns and return the table's rows."""
+    """Measure the variants alternately and return the table's rows."""
     table = ["| model | check of | first step over a step, without | with | MiB more |", "|---|---|--:|--:|--:|"]
     for kind in ("convolution", "small transformer", "transformer"):
         ratios: dict[str, list[float]] = {name: [] for name in ("", *folders)}
@@ -96,7 +96,7 @@ def main() -> None:
         rows([OWN, *arguments.src]),
         title="Cost of the check of the loss in the first step",
         command="python benchmarks/first_step_check.py",
-        setting=f"{NUM_ROUNDS} rounds of fresh processes in turns, medians",
+        setting=f"{NUM_ROUNDS} rounds of fresh processes, alternating, medians",
         out=arguments.out,
     )
 

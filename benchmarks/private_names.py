@@ -6,7 +6,7 @@ python benchmarks/private_names.py
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the search is that of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests have the search
 from tests.architecture.source_tree import PACKAGE, parse
 from tests.architecture.test_torch_internals import HOME, reaches_into
 

@@ -99,7 +99,7 @@ class LossError(UserError):
     Attributes:
         term: name of the term that breaks it.
         unit: the items that the term was declared to be a mean over, such as "samples".
-        cause: what the check of the first step has found, such as "sum", "mean", "joint" or "module"; None where the
+        cause: the finding of the first-step check, such as "sum", "mean", "joint" or "module"; None where the
             error is not of that check.
     """
 

@@ -53,7 +53,7 @@ CALLS = Calls()
 def job(strike: Callable[[], None] | None = None) -> ab.Job:
     """Return the job; `strike` is called in every forward, and else the fault that the environment names.
 
-    Forwards of a step count, those of the check of the first step do not.
+    Forwards of a step count; forwards of the first-step check do not.
     """
     made: list[nn.Module] = []
 

@@ -129,7 +129,7 @@ def _numbers(strategy: str, run: Run, world: ab.World) -> tuple[str, list[float]
 
 
 def measured(world_size: int) -> dict[str, tuple[str, list[float]]]:
-    """Return what rank 0 found on so many ranks."""
+    """Return the results of rank 0 in a world of this size."""
     strategies = tuple(name for name in STRATEGIES if name != "single" or world_size == 1)
     with RankPool(world_size) as pool:
         found: dict[str, tuple[str, list[float]]] = pool.run(numbers_of_rank, strategies)[0]

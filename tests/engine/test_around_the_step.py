@@ -189,7 +189,7 @@ def test_complex_parameters_with_a_late_count() -> None:
 
 
 def test_split_weights_under_another_default_dtype() -> None:
-    """The lower bits of bf16 weights are those of float32, under any default dtype of torch."""
+    """The lower bits of bf16 weights equal float32's, under any default dtype of torch."""
     before, start = torch.get_default_dtype(), perceptron().bfloat16()
     ends = []
     for dtype in (torch.float32, torch.float64):

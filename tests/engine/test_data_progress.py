@@ -315,7 +315,7 @@ def test_ranks_with_different_data_are_refused(second: bool, two_ranks: Ranks) -
     """Another split or other samples on a rank are refused on both, also for the second data set of an engine."""
     for kind in ("split", "by rank"):
         for rank, message in enumerate(two_ranks.run(refusal_of, kind, second)):
-            assert message.startswith(f"DataError: the data set of rank {rank} has other samples than that of rank")
+            assert message.startswith(f"DataError: rank {rank} has other samples in its data set than rank")
     for kind in ("same", "each time", "augmented"):
         assert two_ranks.run(refusal_of, kind, second) == ["", ""]
 

@@ -216,7 +216,7 @@ def test_rounds_of_steps_go_on_in_the_middle() -> None:
 
 @pytest.mark.parametrize("length", [{}, {"epochs": 2}, {"steps": 5}])
 def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
-    """Of two data sets that are trained on in turn, each loses nothing: whole epochs, or steps that go on as in one."""
+    """Two data sets trained alternately lose nothing: whole epochs, or steps that continue as in one."""
     num_epochs = length.get("epochs", 1)
     seen: dict[int, list[int]] = {NUM_SAMPLES: [], 8: []}
     data = {number: Augmented(number) for number in seen}

@@ -266,7 +266,7 @@ def test_what_says_nothing_is_a_decision(loss: Callable[..., Any], options: dict
     "        pass\n",
 )
 def test_a_loss_that_draws_is_checked_on_the_same_numbers() -> None:
-    """Noise and dropout in the loss are no obstacle: every sample gets the same numbers in any piece."""
+    """Noise and dropout in the loss do not disturb the check: every sample gets the same numbers in any piece."""
 
     def diffused(model: nn.Module, batch: Batch) -> torch.Tensor:
         times = torch.rand(len(batch["x"]), 1, dtype=batch["x"].dtype)

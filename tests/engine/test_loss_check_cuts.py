@@ -173,7 +173,7 @@ def of_boxes(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Augmented(Dataset[dict[str, torch.Tensor]]):
-    """Adds noise from a generator of its own, so that a sample is another one each time it is read."""
+    """Adds noise from a private generator, so that a sample is another one each time it is read."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -308,7 +308,7 @@ def with_numpy(model: nn.Module, batch: Any) -> torch.Tensor:
     "            pass\n",
 )
 def test_what_could_not_be_checked_is_a_warning_once() -> None:
-    """The warning names the reason; there is none where nothing is cut."""
+    """The warning names the reason; a batch in one piece gives none."""
     options: dict[str, Any] = {"rng": None, "model": nn.Linear(5, 3).double()}
     engine = engine_of(ab.mean_over_samples(with_numpy), **options)
     with pytest.warns(AnyBatchWarning, match=r"numpy.*ab\.check"):

@@ -63,7 +63,7 @@ ON_RANKS = {
 
 
 def outcomes_on_rank(strategy: str) -> dict[str, str]:
-    """Run on every rank: make the first step of each setup, and return what came of it."""
+    """Run on every rank: make the first step of each setup, and return the outcome."""
     found = {}
     for name in (name for names in ON_RANKS.values() for name in names):
         setup = {**WRONG, **WRONG_HABITS, **RIGHT_HABITS}[name]

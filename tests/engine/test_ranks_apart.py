@@ -62,7 +62,7 @@ def assert_trained(told: Told, numbers: list[int]) -> None:
 @sees(
     "a failed step is taken for one that ran out of memory",
     "src/anybatch/parallel/step_agreement.py",
-    "        if any_fails:\n",
+    "        if num_failed:\n",
     "        if False:\n",
 )
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])

@@ -337,7 +337,7 @@ def test_a_stream_divided_by_rank_is_refused(two_ranks: Ranks) -> None:
     "if leaf is None), first)",
 )
 def test_numbers_that_differ_between_joined_batches_are_refused() -> None:
-    """A number belongs to its batch: joined batches must agree, and only those of one step are joined."""
+    """A number belongs to its batch: joined batches must agree, and only batches of one step are joined."""
     x = torch.arange(12.0)
     for value in (int, str, torch.tensor):
         loader = [{"x": x[k : k + 3], "n": value(k)} for k in (0, 3, 6, 9)]
@@ -359,7 +359,7 @@ def test_numbers_that_differ_between_joined_batches_are_refused() -> None:
 )
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 7])
 def test_a_loader_may_use_its_memory_again(size: int) -> None:
-    """Batches in one buffer, which the next one overwrites, are joined and cut as if each had memory of its own."""
+    """Batches in one buffer, which the next one overwrites, are joined and split as if each had separate memory."""
 
     def loader() -> Iterator[dict[str, Any]]:
         buffer, names = torch.zeros(4), [0] * 4

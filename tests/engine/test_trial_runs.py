@@ -129,7 +129,7 @@ def test_a_step_is_not_begun_again_on_changed_inputs() -> None:
 
 
 class Stop:
-    """A loss during whose first call the process is told to stop, by a signal and by a thread."""
+    """A loss during whose first call a signal and a thread ask the process to stop."""
 
     def __init__(self, seen: list[int]) -> None:
         self.seen = seen

@@ -71,7 +71,7 @@ def with_accumulation_hook(model: Tower) -> None:
 
 
 class OwnParameter(nn.Parameter):
-    """A parameter with a class of its own."""
+    """A parameter of a subclass."""
 
 
 def with_own_class(model: Tower) -> None:
@@ -133,7 +133,7 @@ def ragged(model: Tower, batch: Batch) -> torch.Tensor:
 
 
 def encode(model: Tower, batch: Batch) -> torch.Tensor:
-    """Return what the loss across samples is computed from."""
+    """Return the input of the loss across samples."""
     return model.encode(batch["x"])
 
 
@@ -149,7 +149,7 @@ def prototypes_in_block(model: Tower, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Scaled(nn.Module):
-    """A loss across samples with a parameter of its own."""
+    """A loss across samples with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +166,8 @@ class Attached:
 
     Attributes:
         loss: of the un-split batch, by plain torch.
-        declared: builds what the engine is given.
-        attach: what the user does to the model before.
+        declared: builds the engine's loss.
+        attach: changes the model beforehand.
         optimizer: builds it over named parameters.
         refused: the error under fsdp; None where it trains exactly.
         refused_everywhere: the error is one of every strategy.
@@ -230,7 +230,7 @@ def plain(case: Attached) -> dict[str, Any]:
 def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, float, list[str]]:
     """Run on every rank: return the class of the error, or how far the weights are from plain ones, and the warnings.
 
-    Warnings of anybatch alone are returned; the first step's check has tests of its own.
+    Warnings of anybatch alone are returned; the first-step check is tested elsewhere.
     """
     warnings.filterwarnings("ignore", message=RETURNED_VIEW)
     case, model = CASES[name], tower("plain")
@@ -261,7 +261,7 @@ def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
 def test_trains_as_plain_torch_or_is_refused(strategy: str, name: str, two_ranks: Ranks) -> None:
-    """Under every strategy the weights are those of plain torch, or the error has a remedy; none is torch's own."""
+    """Under every strategy the weights equal plain torch's, or the error has a remedy; none is torch's own."""
     case = CASES[name]
     refused = case.refused if strategy == "fsdp" or case.refused_everywhere else None
     for error, distance, said in two_ranks.run(outcome, name, strategy, {}):

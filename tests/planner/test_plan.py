@@ -234,7 +234,7 @@ def test_nothing_fits() -> None:
 
 @pytest.mark.slow
 def test_one_part_is_named_if_it_is_too_large_alone() -> None:
-    """A category that exceeds the budget by itself is named as the reason."""
+    """A category that alone exceeds the budget is named as the reason."""
     plan = planned(spec_of_classes(num_blocks=8, width=512), "534MiB", 4)
     sizes = plan.baseline.peak.by_category
     largest = max(sizes, key=lambda name: sizes[name])

@@ -17,13 +17,13 @@ class SampleList(list[Any]):
 
 
 class FieldList(list[Any]):
-    """A list that holds fields, although its entries could be samples."""
+    """A list of fields, although its entries could be samples."""
 
     __slots__ = ()
 
 
 class FieldTuple(tuple[Any, ...]):
-    """A tuple that holds fields, although its entries could be samples."""
+    """A tuple of fields, although its entries could be samples."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ def _are_strings(node: object) -> bool:
 
 
 def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
-    """Return what a container holds, each with the end of its path."""
+    """Return the entries of a container, each with the end of its path."""
     if isinstance(node, (dict, Mapping)):
         return ((f"[{key!r}]", value) for key, value in node.items())
     if dataclasses.is_dataclass(node):

@@ -38,7 +38,7 @@ from anybatch.errors import DataError
 Batch = Any
 """Any nested batch. There is no narrower type: the user's collate function decides."""
 _MAX_PLAIN_FIELDS = 3
-"""Tensors of a list that holds fields without further evidence: more of them are more likely samples."""
+"""Up to this many tensors in a list are fields without further evidence; more are likely samples."""
 
 
 def count_samples(batch: Batch) -> int:

@@ -48,7 +48,7 @@ class OpenSource(Protocol):
     """A source that is being read, with its workers.
 
     Attributes:
-        dataset: what is read, as the user gave it.
+        dataset: the user's data set.
         num_samples: samples of an epoch; None for a stream.
         subset_digest: checksum of the indices of a subset; None for a stream.
     """
@@ -66,7 +66,7 @@ class OpenSource(Protocol):
         """Return the checksum of the ids of an epoch up to a position; None for a stream."""
 
     def sampled_order(self, epoch: int) -> torch.Tensor | None:
-        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
+        """Return the ids that a sampler has drawn in an epoch; None without a sampler."""
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
         """Take the order of an epoch from a checkpoint, where there is a sampler."""
@@ -220,8 +220,8 @@ class DatasetBatch:
         Nothing happens to an iteration with a `start` of its own, or that has been told before.
 
         Args:
-            position: where the engine stands in this data set.
-            is_resumed: whether the data go on at exactly this position, as after `Engine.load`; otherwise an epoch that
+            position: of the engine in this data set.
+            is_resumed: whether data continue at exactly this position, as after `Engine.load`; otherwise an epoch that
                 was left in the middle is over.
 
         Returns:

@@ -49,7 +49,7 @@ class OverEffectiveBatch:
 
 
 def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
-    """Return what a collate function has made, with its lists marked by the known number of samples.
+    """Return the result of a collate function, with its lists marked by the known number of samples.
 
     Raises:
         DataError: it has not a row for each sample; with both numbers.

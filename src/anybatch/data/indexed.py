@@ -111,7 +111,7 @@ class OpenIndexed:
         return digest_of_ids(self._walk.ids_before(position), self.subset_digest)
 
     def sampled_order(self, epoch: int) -> torch.Tensor | None:
-        """Return the ids that a sampler has drawn in an epoch; None where there is none."""
+        """Return the ids that a sampler has drawn in an epoch; None without a sampler."""
         return self._walk.sampled.get(epoch)
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
@@ -198,7 +198,7 @@ class _Walk:
 
 
 class _FirstUnit:
-    """Facts about the first unit that hold for the others.
+    """Facts about the first unit that are true for the others.
 
     Attributes:
         num_at_once: units that are loaded together, one at least.

@@ -97,7 +97,7 @@ class Iteration:
         """Return where this iteration begins for an engine that stands at a position, and where it ends."""
         if is_resumed:
             return self._request.span_from(position, resumed=True)
-        # A number of steps need not end where an epoch does, so the next ones go on from there. A loop over epochs that
+        # A number of steps need not end where an epoch does, so the next ones continue there. A loop over epochs that
         # was left in the middle of one is over: nobody counts on the rest.
         if self._request.steps is None and position.sample_offset:
             position = Position(position.epoch + 1)
@@ -120,7 +120,7 @@ def _num_to_skip(number: int, start: Position, position: Position) -> int:
     if not position.sample_offset and start.epoch == 0:
         return number  # the first batches of every epoch
     message = (
-        f"{number} batches were skipped after engine.load, up to {start}, and the run stands at {position}: ab.batches "
+        f"{number} batches were skipped after engine.load, up to {start}, and the run is at {position}: ab.batches "
         "skips finished batches itself. Iterate it from its beginning, or choose a place with ab.batches(start=...)."
     )
     raise DataError(message)

@@ -207,7 +207,7 @@ class GradientRuns:
         """Seed, set modules to evaluation mode, and put buffers, modes and random numbers back."""
         functions = self.loss.functions.values()
         owners = [*self.modules.modules(), *(one for one in functions if not isinstance(one, FunctionType))]
-        # The modules and callable objects are copies, so that no other thread changes what they keep.
+        # The modules and callable objects are copies, so that no other thread changes their attributes.
         kept = [(vars(one), set(vars(one)), _attributes(one)) for one in owners if hasattr(one, "__dict__")]
         with without_side_effects(self.modules, torch.device("cpu"), functions=functions) as draws:
             draws.seed(seed)
@@ -277,7 +277,7 @@ def _kept_by_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(owner: object) -> dict[str, Any]:
-    """Return what an object keeps in attributes, copied where that is a tensor or a container."""
+    """Return the attributes of an object; tensors and containers are copied."""
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
         for name, value in vars(owner).items()

@@ -417,7 +417,7 @@ def _replica_check(arguments: CheckedArguments, prepared: Prepared, updater: Upd
     # Windows are empty between steps: replicas are compared by what the model has.
     updated = target.updated if target.windows is None else target.parameters
     weights = dict(zip(prepared.parameters, updated, strict=True))
-    # A forward may change frozen weights, such as those of a teacher, differently on each rank.
+    # A forward may change frozen weights, such as a teacher's, differently on each rank.
     frozen = {name: one for name, one in arguments.modules.named_parameters() if not one.requires_grad}
     return ReplicaCheck(arguments.world, weights | frozen, enabled=arguments.strategy.capabilities.replicas)
 

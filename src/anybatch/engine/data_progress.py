@@ -165,7 +165,7 @@ class RunProgress:
         loaded = [one for one in self._all if one.iteration is None]
         fitting = [one for one in loaded if one.key in (None, key)]
         if not fitting and key:
-            # Another size or seed: it is compared with what was left in the middle, or with the only data set.
+            # Another size or seed: compare with the data set that was left in an epoch, or with the only one.
             fitting = [one for one in loaded if one.key and (one.position.sample_offset or len(self._all) == 1)]
         if len({one.position for one in fitting}) > 1:
             positions = " and ".join(f"{one.position} of {_named(one.key)}" for one in fitting)

@@ -470,7 +470,7 @@ class Engine:
         return self._parts
 
     def _progress_of(self, batch: Any) -> DataProgress:  # noqa: ANN401 (any nested batch)
-        """Return where this engine stands in the data of a batch, whose iteration goes on from there if it can."""
+        """Return this engine's progress in the data of a batch, whose iteration continues there if possible."""
         progress = self._progress.of(batch)
         remark = progress.begin(batch)
         if remark is not None:

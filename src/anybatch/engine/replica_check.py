@@ -32,7 +32,7 @@ class ReplicaCheck:
 
     Args:
         world: the ranks.
-        weights: what the optimizer updates and what is frozen, by name.
+        weights: trained and frozen ones, by name.
         enabled: whether the strategy keeps whole replicas.
     """
 

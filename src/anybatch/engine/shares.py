@@ -199,7 +199,7 @@ def _duplicates_of_sampler(loader: Any) -> str:  # noqa: ANN401 (any loader)
 
 
 def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
-    """Return what to say of a loader that Accelerate has prepared, whose shards are recognised by their attributes."""
+    """Return the warning about a loader prepared by Accelerate, which its attributes show; else an empty text."""
     sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     if getattr(sampler, "even_batches", False) and hasattr(sampler, "num_processes"):
         shard: Any = sampler
@@ -209,7 +209,7 @@ def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
         source = shard.dataset
     else:
         return ""
-    # Only so many samples fill all ranks.
+    # Multiples of this number fill all ranks.
     multiple_of = shard.batch_size and shard.batch_size * (
         1 if getattr(shard, "split_batches", False) else shard.num_processes
     )

@@ -54,7 +54,7 @@ def trial_run() -> Iterator[None]:
 def without_side_effects(
     modules: nn.Module, device: torch.device, *, functions: Iterable[object] = (), as_compiled: bool = False
 ) -> Iterator["SeededGenerators"]:
-    """Restore buffers and random generators at the end, also after an error. Objects of Python stay as they are.
+    """Restore buffers and random generators at the end, also after an error. Python objects are not restored.
 
     Parameters are expected not to change. Warnings are not shown: the step itself runs the same code a moment later.
 
@@ -62,7 +62,7 @@ def without_side_effects(
         modules: the modules that run.
         device: their device.
         functions: functions of the user's, whose buffers are restored too, see `modules_of`.
-        as_compiled: run compiled modules as they are; otherwise they run uncompiled.
+        as_compiled: run compiled modules compiled; otherwise they run uncompiled.
     """
     buffers = BufferKeeper(nn.ModuleList([modules, *modules_of(functions)]))
     buffers.keep()

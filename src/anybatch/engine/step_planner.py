@@ -47,7 +47,7 @@ class StepPlanner:
         make_seed: function () -> a seed for batches that do not come from `ab.batches`, called before the first.
 
     Attributes:
-        own_seed: that seed; None as long as there was no such batch.
+        own_seed: that seed; None before the first such batch.
     """
 
     def __init__(

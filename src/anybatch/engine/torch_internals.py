@@ -242,7 +242,7 @@ def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.
 def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Any], Any]]:
     """Return shallow copies of modules whose parameters and buffers have another floating-point type.
 
-    A copy has the same class, attributes and hooks, and parameters, buffers and children of its own. What its forward
+    A copy has the same class, attributes and hooks, and separate parameters, buffers and children. What its forward
     assigns to an attribute stays in the copy; lists and dicts are shared. `Parameter.data` is not used: to change its
     type drops the gradient accumulator, and with it the hooks of DDP.
 

@@ -209,7 +209,7 @@ class FSDP:
         if not self._begun:
             self._begin(is_begun=True)
         if turn.backward_only:
-            self._gather()  # the backward in between has freed what the graph needs
+            self._gather()  # the backward in between has freed the gathered weights
         return _NOTHING if turn.last else self._owned
 
     def finish_gradients(
@@ -342,7 +342,7 @@ class FSDP:
         return ShardWatch(self._names) if self._num_calls[code] <= _NUM_WATCHED else _NOTHING
 
     def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Sequence[str]) -> None:
-        """See which parameters backwards reach, and tell of reductions.
+        """Watch which parameters backwards reach, and report reductions.
 
         Args:
             on_reduction: function () -> the observer, or None.

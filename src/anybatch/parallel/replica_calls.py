@@ -111,7 +111,7 @@ class CutCall:
         rows = self.form.rows.setdefault(path, _rows_per_sample(tensors, sizes))
         if rows > 1:
             why = (
-                f"it has {rows} rows for each sample, and shapes do not show whether those of a sample follow each "
+                f"it has {rows} rows for each sample, and shapes do not show whether the rows of a sample follow each "
                 "other or come in separate blocks, as two views in one tensor do"
             )
             raise CompositionError(_refused(what, why))

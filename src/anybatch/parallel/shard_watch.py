@@ -26,7 +26,7 @@ def refuse_gradient_of(name: str) -> Callable[[object], None]:
 
 
 class ShardWatch(TorchFunctionMode):
-    """Refuses operations on shards, before torch raises an error of its own or computes with parts of weights.
+    """Refuses operations on shards, before torch raises a raw error or computes with parts of weights.
 
     Args:
         names: of the trainable parameters, by the id of their shard.

@@ -100,7 +100,7 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
 
 
 def refuse_unshardable(modules: nn.Module) -> None:
-    """Refuse parameters that FSDP2 cannot shard, or that would lose what is attached to them.
+    """Refuse parameters that FSDP2 cannot shard, or that would lose attached hooks or attributes.
 
     Raises:
         ParameterError: with the parameter and a remedy.

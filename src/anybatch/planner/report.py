@@ -139,7 +139,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def counted_ways(fit: Fit) -> tuple[Counted, Counted]:
-    """Return what the two figures of `peak_text` count."""
+    """Return the meaning of the two figures of `peak_text` count."""
     return "in tensors", "allocated" if fit.on_cpu else "in all"
 
 
@@ -252,7 +252,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _answer(plan: Plan, answer: Answer) -> list[str]:
-    """Return what fits together, what it costs, the lines to write, and what else was tried."""
+    """Return the combination that fits, its cost, the lines to write, and the other attempts."""
     best = answer.best
     if best is None or best.fit is None:
         lines = _wrapped("fits with", ["nothing of what was tried"])

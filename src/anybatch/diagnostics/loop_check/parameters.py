@@ -56,7 +56,7 @@ class LoopParameters:
 
     roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
     needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
-    is_stream: bool  # asks for one batch at a time, so that there is no last one
+    is_stream: bool  # asks for one batch at a time, so that none is the last
     uses_ranks: bool  # uses torch.distributed
     expects_wrapper: bool  # expects a model that DistributedDataParallel wraps already
     uses_scaler: bool  # uses a GradScaler
@@ -72,7 +72,7 @@ def read_parameters(function: Callable[..., Any]) -> LoopParameters:
     """Read the arguments that a loop needs from its signature and from the names it uses.
 
     Raises:
-        LoopError: a parameter without default is unknown, or there is no model or no data.
+        LoopError: a parameter without default is unknown, or a model or data are missing.
     """
     roles = _roles_in_signature(function)
     words = _names_used(function)

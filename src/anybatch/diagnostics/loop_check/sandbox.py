@@ -151,7 +151,7 @@ def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy a folder without large files, hidden files and caches; return the paths of what is left out as too large."""
+    """Copy a folder without large files, hidden files and caches; return the paths of files that are too large."""
     bytes_left, entries_left = MAX_BYTES, MAX_ENTRIES
     left_out: list[str] = []
     waiting = [Path()]

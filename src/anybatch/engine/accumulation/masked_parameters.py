@@ -24,7 +24,7 @@ class MaskedParameters:
     micro-batch shows whether it reaches the parameter. Two steps are looked at.
 
     Args:
-        context: what the loop uses.
+        context: of the loop.
         model: what loss functions are called with.
         modules: everything that trains.
         notifier: gives the warning.

@@ -67,7 +67,7 @@ class CountedBatch(NamedTuple):
         micro_batches: this rank's that have something to add, each with its data on the device.
         replay: the data of `micro_batches` once more, from the host, for a loss across samples; nothing for others.
         seed: of what such a loss draws once for the whole effective batch.
-        left_out: a micro-batch of this rank that counts nothing, on the host; None if there is none.
+        left_out: a micro-batch of this rank that counts nothing, on the host; None without one.
     """
 
     planned: PlannedBatch

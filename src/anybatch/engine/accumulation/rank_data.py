@@ -26,7 +26,7 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
     if world.roll_call is None:
         return
     if is_effective_batch(batch):
-        # Hashes of whole numbers, unlike those of strings, are the same in every process.
+        # Hashes of whole numbers are the same in every process; hashes of strings are not.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
         subset = batch.iteration.source.subset_digest if isinstance(batch, DatasetBatch) else 0
         data = (subset, _first_samples(batch))
@@ -74,7 +74,7 @@ def _first_samples(batch: Any) -> Any:  # noqa: ANN401 (an `EffectiveBatch`)
 
 def _differing_data(rank: int, other: int) -> str:
     return (
-        f"the data set of rank {rank} has other samples than that of rank {other}, although their numbers agree. "
+        f"rank {rank} has other samples in its data set than rank {other}, although their numbers agree. "
         "ab.batches gives each rank its share of one data set, so all ranks need the same one. Give random_split and "
         "the like a generator with a common seed: random_split(data, sizes, generator=torch.Generator()"
         ".manual_seed(0))."
@@ -85,13 +85,13 @@ def _differing_streams(rank: int, other: int) -> str:
     return (
         f"rank {rank} reads other samples from the stream than rank {other}. ab.batches gives each rank its share, so "
         "every rank has to read the whole stream; of one that divides itself by rank, samples would be lost. Take the "
-        "division by rank out of the data set, and seed generators of its own alike on every rank; or keep it, and "
+        "division by rank out of the data set, and seed its private generators equally on every rank; or keep it, and "
         "iterate ab.shares(DataLoader(dataset), effective_batch_size=...)."
     )
 
 
 def _fingerprint(sample: Any) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
-    """Return what tells a sample from another one, in any process; of unknown objects their type alone."""
+    """Return values that identify a sample in any process; of unknown objects only the type."""
     if isinstance(sample, torch.Tensor):
         return digest(sample)
     if isinstance(sample, (str, bytes, bool, int, float, type(None))):

@@ -77,7 +77,7 @@ class StepGuard:
         self._call = prepared.call
         self._notifier = notifier
         self._world, self._roll_call = world, world.roll_call
-        # Hooks see whole gradients, as those of the user's own parameters.
+        # Hooks see whole gradients, as on the user's own parameters.
         self._layout = prepared.layout if replaces_parameters else ParameterLayout()
         self._trained = TrainableParts(modules)
         self._hooks: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []

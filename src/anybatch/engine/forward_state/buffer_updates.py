@@ -155,7 +155,7 @@ class BufferUpdates:
 
     def pool(self) -> None:
         """Make the new values, together with all ranks: once none of them can leave the step any more."""
-        # Not those of the plan: a micro-batch that counts nothing does not run.
+        # Not the plan's numbers: a micro-batch that counts nothing does not run.
         rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():

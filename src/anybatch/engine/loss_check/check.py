@@ -71,7 +71,7 @@ class BareLoss:
 class LossCheck:
     """Compares a loss with its declaration in the first step, and again in steps 4, 8 and 16.
 
-    Each rank checks samples of its own share, and all take the same verdict. In lockstep all ranks run the same
+    Each rank checks samples of its share, and all take the same verdict. In lockstep all ranks run the same
     samples, and agree on every number that decides whether another run follows.
 
     Args:
@@ -174,11 +174,11 @@ class LossCheck:
         self._take(verdicts, is_cut=is_cut)
 
     def runs(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> LossRuns:
-        """Return what runs the loss on pieces, for their gradients to be compared.
+        """Return an object that runs the loss on pieces, to compare their gradients.
 
         Args:
             autocast: makes the autocast context of a forward.
-            generators: those that a model or a loss may draw from.
+            generators: from which a model or a loss may draw.
         """
         names, parameters = list(self._prepared.parameters), list(self._prepared.parameters.values())
         leaves_of = (self._lockstep and self._prepared.gradient_leaves) or (lambda: parameters)

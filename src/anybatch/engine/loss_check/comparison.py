@@ -24,9 +24,9 @@ from anybatch.errors import LossError
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Differences up to here are rounding. Above, wider numbers decide."""
 _WIDE_TOLERANCES = {torch.float64: 1e-5, torch.float32: 3e-4}
-"""Not smaller: some models compute parts in float32 whatever the type of their parameters."""
+"""Not smaller: some models compute parts in float32 with parameters of any type."""
 _DEFINITE = 30.0
-"""Without wider numbers, differences above so many tolerances are no rounding."""
+"""Without wider numbers, a difference above this multiple of the tolerance is not rounding."""
 _COUNT_TOLERANCE = 1e-5
 _MOST_LETTERS = 100
 
@@ -41,7 +41,7 @@ class Verdict:
     Attributes:
         kind: "holds", "broken" or "undecided".
         reason: why it is undecided, or a caveat, a clause.
-        is_harmless: undecided, and for a reason that is no sign of a fault.
+        is_harmless: undecided, for a reason that does not suggest a fault.
         fits_others: it holds, and on these samples other declarations would too: all of them count alike.
         error: relative difference of the parameter that differs most.
         tolerance: of a difference that is rounding.

@@ -21,7 +21,7 @@ Cause = Literal[
     "count", "form", "encode", "masked", "sum", "mean", "other_items", "no_count", "inputs", "module", "broadcast",
     "backward", "joint", "unknown",
 ]  # fmt: skip
-"""What is wrong; see `Diagnosis`."""
+"""The kind of fault; see `Diagnosis`."""
 
 _FITS = {torch.float64: 1e-6}
 _FITS_NARROW = 2e-3
@@ -32,14 +32,14 @@ _SHARES_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong with a declaration.
+    """The fault of a declaration.
 
     Attributes:
-        cause: "count" (does not add up over samples), "form" (of what was returned), "encode" (of ab.joint looks across
-            samples), "masked" (samples that count nothing have a gradient), "sum", "mean" (over known items),
-            "other_items" (a mean over items that are not in the batch), "no_count" (the divisor is no count), "inputs"
-            (mixed before the model runs), "module" (samples interact inside one), "broadcast", "backward", "joint"
-            (samples interact in the loss), or "unknown".
+        cause: "count" (does not add up over samples), "form" (of the returned value), "encode" (of ab.joint looks
+            across samples), "masked" (samples that count nothing have a gradient), "sum", "mean" (over known items),
+            "other_items" (a mean over items that are not in the batch), "no_count" (the divisor counts nothing),
+            "inputs" (mixed before the model runs), "module" (samples interact inside one), "broadcast", "backward",
+            "joint" (samples interact in the loss), or "unknown".
         says: a sentence.
         remedy: what to do, a sentence or two.
         term: the term that is broken; None where it is not known.
@@ -64,7 +64,7 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
     """Return why a declaration is broken.
 
     Args:
-        runs: runs the loss; draws are held as they were for the verdict.
+        runs: runs the loss; draws are held as for the verdict.
         verdict: a broken one.
         in_lockstep: other ranks run the same: only what takes the same number of runs everywhere is tried.
     """
@@ -231,7 +231,7 @@ def _masked(runs: LossRuns, pieces: Sequence[Piece]) -> Diagnosis | None:
 
 
 def _flat(whole: Gradients, parts: Sequence[Gradients]) -> tuple[Tensor, Tensor]:
-    """Return the whole gradient as one vector, and those of the parts as columns."""
+    """Return the whole gradient as one vector, and the gradients of the parts as columns."""
     shapes = [next((one for one in column if one is not None), None) for column in zip(whole, *parts, strict=True)]
 
     def flat(gradients: Gradients) -> Tensor:
@@ -244,7 +244,7 @@ def _flat(whole: Gradients, parts: Sequence[Gradients]) -> tuple[Tensor, Tensor]
 
 
 class _Parts(NamedTuple):
-    """The whole gradient, those of its pieces as columns, and the residual that is rounding."""
+    """The whole gradient, the gradients of its pieces as columns, and the residual that rounding explains."""
 
     whole: Tensor
     table: Tensor
@@ -257,7 +257,7 @@ class _Parts(NamedTuple):
 
     @property
     def factors(self) -> list[float]:
-        """Factors with which the pieces add up; none if there are no such, or any would fit by chance."""
+        """Factors with which the pieces add up; empty if none do, or if any would fit by chance."""
         if self.table.shape[0] <= self.table.shape[1]:
             return []
         factors: list[float] = torch.linalg.lstsq(self.table, self.whole[:, None]).solution[:, 0].tolist()
@@ -292,7 +292,7 @@ def _mean(runs: LossRuns, full: Piece, pieces: Sequence[Piece], parts: _Parts) -
 
 
 def _other_mean(term: str, sizes: Sequence[int], parts: _Parts, *, named: bool) -> Diagnosis:
-    """Return that the loss is a mean over unknown items, or that its divisor is no count."""
+    """Return that the loss is a mean over unknown items, or that its divisor does not count anything."""
     shares, close_to = parts.factors, parts.fits * _CLEARLY
     shown = ", ".join(f"{share:.3g}" for share in shares[:_SHARES_SHOWN])
     if abs(sum(shares) - 1.0) < close_to and min(shares) > -close_to:
@@ -306,8 +306,8 @@ def _other_mean(term: str, sizes: Sequence[int], parts: _Parts, *, named: bool) 
         )
     return Diagnosis(
         "no_count",
-        f"it is divided by something that is no count: pieces of {in_words(sizes)} samples add up with the factors "
-        f"{shown}.",
+        f"it is divided by something that does not count items: pieces of {in_words(sizes)} samples add up with the "
+        f"factors {shown}.",
         "Return ab.LossSum(total, count), the sum before any division and the number of its items.",
     )
 
@@ -317,7 +317,7 @@ def _declaration(name: str, term: str, *, named: bool) -> tuple[str, str]:
     if name == "samples":
         return "samples", f"{term}=ab.samples()" if named else "ab.mean_over_samples(loss)"
     if name.startswith("count="):
-        return "what a tensor of the batch counts", (
+        return "the number that a tensor of the batch counts", (
             f"{term}=ab.counted({name})" if named else f"ab.mean_over(loss, {name})"
         )
     ignored = name.partition("ignore_index=")[2].partition(",")[0] or "-100"

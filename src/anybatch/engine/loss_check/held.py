@@ -1,4 +1,4 @@
-"""Fixed random draws and fixed batch statistics: those of a sample depend neither on its batch nor on its place.
+"""Fixed random draws and fixed batch statistics, which do not depend on the other samples or on the order.
 
 With both, the gradient of a batch can be compared with the sum over its pieces, dropout and BatchNorm included.
 """
@@ -35,7 +35,7 @@ class HeldDraws(TorchDispatchMode):
 
     Attributes:
         num_draws: number of draws so far.
-        unknown: names of random operations without a replacement; they ran as they are.
+        unknown: names of random operations without a replacement, which ran unchanged.
     """
 
     def __init__(self, *, constant: bool = False) -> None:

@@ -38,7 +38,7 @@ class NotFiniteError(UndecidedError):
 
 
 class NothingToCompareError(UndecidedError):
-    """These samples say nothing about the loss, which is no sign of a fault."""
+    """These samples say nothing about the loss, which does not suggest a fault."""
 
 
 class Piece(NamedTuple):
@@ -82,8 +82,8 @@ class LossRuns:
     `.grad`, accumulation hooks and DDP alone. Used inside of `without_side_effects`, which undoes the rest.
 
     Args:
-        parts: the loss, and what it runs with.
-        generators: those that a model or a loss may draw from.
+        parts: the loss with its model, modules and device.
+        generators: from which a model or a loss may draw.
 
     Attributes:
         parts: the same, or wider copies meanwhile.
@@ -121,15 +121,15 @@ class LossRuns:
     def widened(self) -> Iterator[torch.dtype]:
         """Run on copies in float64 meanwhile; very large models in bf16 or fp16 run in float32.
 
-        The copies are shallow: what a forward keeps in an attribute is gone with them, and parameters stay the user's.
+        The copies are shallow: attributes that a forward sets are dropped with them, and the user's parameters stay.
 
         Raises:
-            UndecidedError: there are no such copies.
+            UndecidedError: such copies cannot be made.
         """
         num_numbers = sum(one.numel() for one in self.parts.leaves().values())
         dtype = torch.float64 if num_numbers <= _MOST_WIDENED else torch.float32
         if not self.parts.can_widen or torch.finfo(self.narrowest).eps <= torch.finfo(dtype).eps:
-            message = "there are no copies of more precision"
+            message = "copies of more precision cannot be made"
             raise UndecidedError(message)
         before, buffers, default = self.parts, self._buffers, torch.get_default_dtype()
         self.parts = _widened(before, dtype)
@@ -142,7 +142,7 @@ class LossRuns:
             self.parts, self._buffers, self._wide = before, buffers, None
 
     def counts(self, piece: Piece) -> tuple[float, ...]:
-        """Return what a piece counts for each term."""
+        """Return the count of a piece for each term."""
         return unit_counts(self.parts.loss, copied(piece.batch), piece.num_samples)
 
     def gradient(self, pieces: Sequence[Piece], *, is_full: bool = False) -> Gradients:
@@ -152,11 +152,11 @@ class LossRuns:
 
         Args:
             pieces: of the samples, in order.
-            is_full: the statistics of BatchNorm are those of this run, also in later ones.
+            is_full: BatchNorm uses the statistics of this run, also in later runs.
 
         Raises:
-            UndecidedError: there is nothing to compare, or a gradient is not finite.
-            Exception: what the model or the loss raises.
+            UndecidedError: nothing can be compared, or a gradient is not finite.
+            Exception: raised by the model or the loss.
         """
         counts = [self.counts(piece) for piece in pieces]
         divisors = [sum(column) for column in zip(*counts, strict=True)]
@@ -185,7 +185,7 @@ class LossRuns:
             return self._value(self._output(piece), counts, counts)[0]
 
     def plain_gradient(self, piece: Piece) -> Gradients:
-        """Return the gradient of what the loss function returned, whatever the piece counts."""
+        """Return the gradient of the returned loss itself, without the piece's count."""
 
         def value(outputs: Sequence[Any]) -> tuple[Tensor, float]:
             output = outputs[0].total if isinstance(outputs[0], LossSum) else outputs[0]
@@ -288,7 +288,7 @@ def _kept(modules: nn.Module) -> BufferKeeper:
 
 def _adds_up(loss: Loss, name: str, value: object) -> bool:
     """Whether a term returned a finite sum, which belongs to the batch even where a piece counts nothing."""
-    # By name: a declaration that was copied or unpickled has items of its own.
+    # By name: a declaration that was copied or unpickled has equal, not identical items.
     if loss.kind.terms[name].items.name != COUNTED.name:
         return False
     total = value.total if isinstance(value, LossSum) else value
@@ -297,7 +297,7 @@ def _adds_up(loss: Loss, name: str, value: object) -> bool:
 
 
 def _with_counts_read(output: Any) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
-    """Return what a loss returned with its counts on the host: the step itself does not wait for the device."""
+    """Return a loss with its counts on the host; the step itself does not wait for the device."""
     if isinstance(output, Mapping):
         return {name: _with_counts_read(value) for name, value in output.items()}
     return LossSum(output.total, float(output.count)) if isinstance(output, LossSum) else output

@@ -55,7 +55,7 @@ def choose(loss: Loss, source: SampleSource, max_samples: int) -> tuple[list[int
 
     A sample is described by its counts and, for each tensor, the mean, the numbers of -100s and zeros, and the size.
     Farthest-point selection begins with the two lowest counts, and adds the sample that is farthest from all chosen
-    ones. The second order is that of the first principal component: its pieces differ most from each other.
+    ones. The second order follows the first principal component: its pieces differ most from each other.
     """
     places = _spread(source.places, source.num_candidates)
     rows = [_described(loss, batch) for batch in source.pick([[place] for place in places])]
@@ -106,7 +106,7 @@ def _sizes(number: int, *first: int) -> tuple[int, ...]:
 
 
 def _spread(places: Sequence[int], most: int) -> list[int]:
-    """Return at most so many places, evenly spread."""
+    """Return at most `most` places, evenly spread."""
     if len(places) <= most:
         return list(places)
     return [places[round(number * (len(places) - 1) / (most - 1))] for number in range(most)]

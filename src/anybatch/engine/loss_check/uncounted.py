@@ -49,7 +49,7 @@ class UncountedSums:
         self._autocast = autocast
         self._lockstep = lockstep
         self._places = {
-            # By name: a declaration that was copied or unpickled has items of its own.
+            # By name: a declaration that was copied or unpickled has equal, not identical items.
             name: place
             for place, (name, term) in enumerate(loss.kind.terms.items())
             if term.items.name == COUNTED.name

@@ -43,12 +43,12 @@ def advancing_generators(randomness: Randomness) -> list[torch.Generator]:
 
 
 def seed_of_state(modules: nn.Module) -> int:
-    """Return a seed that follows from the state of torch's generator and from weights, and leaves both as they are.
+    """Return a seed that follows from the state of torch's generator and from weights, and changes neither.
 
     So `torch.manual_seed` has an effect, and two models, such as a generator and a critic, draw different numbers.
 
     Args:
-        modules: what is trained; the first values of each parameter count.
+        modules: all trained modules; the first values of each parameter count.
 
     Returns:
         A number from 0 to 2**56 - 1.

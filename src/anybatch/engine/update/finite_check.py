@@ -21,7 +21,7 @@ class FiniteCheck:
 
     Args:
         device: of the numbers.
-        state: function () -> names of weights and buffers that are not finite, as they were before the step.
+        state: function () -> names of weights and buffers that were not finite before the step.
     """
 
     def __init__(self, device: torch.device, state: Callable[[], Sequence[str]] = tuple) -> None:

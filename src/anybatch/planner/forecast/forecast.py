@@ -247,7 +247,7 @@ def _sharded_micro_batch(
 
 
 def expected_maximum(num_ranks: int) -> float:
-    """Return the expected maximum of so many draws of a standard normal distribution (Blom 1958), within 0.03."""
+    """Return the expected maximum of several draws of a standard normal distribution (Blom 1958), within 0.03."""
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
 
 

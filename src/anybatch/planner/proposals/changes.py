@@ -163,7 +163,7 @@ def possible_changes(spec: StepSpec, autocast: Autocast = "bf16") -> list[Change
 
 
 def all_changes(spec: StepSpec, rank: int = DEFAULT_RANK) -> dict[str, Change]:
-    """Return every change that the step can have, by name; also those that compute another step."""
+    """Return every possible change of the step by name, including changes that compute another step."""
     ready, _ = built(spec)
     found = [*_of_update(ready), *_of_precision(ready, "bf16", "fp16"), *_of_head(ready), *_of_state(ready)]
     if _makes(spec):  # modules are changed in place, so each change needs a new model
@@ -180,7 +180,7 @@ def named_change(spec: StepSpec, name: str) -> Change:
     rank = re.match(r"LoRA of rank (\d+)", name)
     known = all_changes(spec, DEFAULT_RANK if rank is None else int(rank[1]))
     if name not in known:
-        message = f"{name!r} is no change of this step. It has {', '.join(map(repr, known))}."
+        message = f"{name!r} is not a change of this step. It has {', '.join(map(repr, known))}."
         raise UserError(message)
     return known[name]
 
@@ -273,7 +273,7 @@ def _of_blocks(ready: StepSpec) -> list[Change]:
         return []
     configs = (getattr(one, "config", None) for one in model.modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
-    # A stand-in for a model of transformers also stands for its cache.
+    # A stand-in for a transformers model also replaces its cache.
     caching = ["model.config.use_cache = False"] if has_cache or ready.called else []
     ways: tuple[tuple[str, Keeping, int, str], ...] = (
         ("checkpointing", "inputs", 1, "each block's forward runs twice"),

@@ -79,7 +79,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Return whether at least one sample fits, or as many as were asked for."""
+        """Return whether at least one sample fits, or the requested number."""
         return self.largest >= (self.asked or 1)
 
 
@@ -308,12 +308,12 @@ class Combination:
 
     @property
     def fits(self) -> bool:
-        """Whether at least one sample fits, or as many as were requested."""
+        """Whether at least one sample fits, or the requested number."""
         return self.fit is not None and self.fit.fits
 
     @property
     def same_step(self) -> bool:
-        """Whether gradient and update are those of the requested step, up to rounding."""
+        """Whether gradient and update equal the requested step's, up to rounding."""
         return all(one.same_step for one in self.changes)
 
 
@@ -492,7 +492,7 @@ def _min_bytes(spec: StepSpec) -> int:
 
 
 def _strategies(spec: StepSpec, level: tuple[Change, ...]) -> list[tuple[str, str | Callable[[], Strategy]]]:
-    """Return the ways to share a step over ranks, those that send least first; a requested one is kept."""
+    """Return the strategies for several ranks, by increasing traffic; only the requested one, if any."""
     if spec.world_size == 1 or spec.strategy != "auto":
         return [("", spec.strategy)]
     ready, _ = built(changed(spec, level))

@@ -1,6 +1,6 @@
 """Stand-ins for layers and optimizers of bitsandbytes and peft, and the lines to write for the real ones.
 
-A stand-in takes and keeps the memory of the library's tensors. Adapters compute what they say; the others compute
+A stand-in takes and keeps the memory of the library's tensors. Adapters compute their result; the others compute
 nothing, and are for tensors without data only.
 """
 
@@ -159,7 +159,7 @@ def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
 def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Return the linear layers inside of repeated blocks, each with its parent and its name there.
 
-    Subclasses of `nn.Linear` are left out: `nn.MultiheadAttention` reads the weight of its own without calling it, so
+    Subclasses of `nn.Linear` are left out: `nn.MultiheadAttention` reads the weight without calling the layer, so
     an adapter there would never run.
     """
     return [
@@ -191,7 +191,7 @@ def linear_names(modules: nn.Module) -> list[str]:
 def adapter_lines(names: Sequence[str], rank: int, called: Mapping[str, str]) -> list[str]:
     """Return the lines that add peft's adapters to layers."""
     shown = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
-    # peft finds the linear layers of models of transformers by itself.
+    # peft finds the linear layers of transformers models.
     targets, layers = "'all-linear'", []
     if not called:
         targets, layers = "layers", ["layers = " + ("\n" + 11 * " ").join(shown)]

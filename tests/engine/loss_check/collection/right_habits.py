@@ -34,7 +34,7 @@ add = TABLE.add
 
 # Losses and counts
 add(
-    "accuracy beside the loss",
+    "accuracy next to the loss",
     lambda m, b: (lambda out: (out.argmax(1) == b["y"]).float().mean().item() * 0 + F.cross_entropy(out, b["y"]))(
         pooled(m, b)
     ),

@@ -133,7 +133,7 @@ class Table:
         self.setups: dict[str, Setup] = {}
 
     def add(self, name, function, declare=ab.mean_over_samples, model=Net, batch=vectors, **options) -> None:
-        """Add a setup; a loss with state is passed as a class, and made anew for each check."""
+        """Add a setup; a loss with state is passed as a class, and made again for each check."""
         assert name not in self.setups, name
         make = function if isinstance(function, type) else lambda: function
         self.setups[name] = Setup(lambda: declare(make()), model, batch, **options)

@@ -1,4 +1,4 @@
-"""Print what the check of the loss finds in all setups: `python -m tests.engine.loss_check.collection.table [WORD]...`.
+"""Print the verdicts of the loss check on all setups: `python -m tests.engine.loss_check.collection.table [WORD]...`.
 
 With words, only setups whose name contains one of them, with the diagnosis of each. `--check` asks `ab.check` as well.
 """
