@@ -28,7 +28,7 @@ from tests.engine.two_pass_cases import JOINT_CASES, pairs
 
 RECORDED = Path(__file__).with_suffix(".json")
 WORLD_SIZES = (1, 2, 3)
-STRATEGIES = ("single", "all_reduce", "ddp", "zero1")
+STRATEGIES = ("single", "all_reduce", "ddp", "zero1", "fsdp")
 LOSSES = (
     "ragged",
     "a sum",

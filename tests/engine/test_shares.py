@@ -408,6 +408,50 @@ def test_samples_that_accelerate_repeats_are_told(num_samples: int, split_batche
             assert even_batches or count == num_samples
 
 
+class EvenBatches(torch.utils.data.BatchSampler):
+    """The attributes of Accelerate's `BatchSamplerShard`, by which it is recognised."""
+
+    def __init__(self, num_samples: int, *, even_batches: bool) -> None:
+        super().__init__(range(num_samples), batch_size=4, drop_last=False)
+        self.batch_sampler, self.even_batches = (
+            torch.utils.data.BatchSampler(range(num_samples), 4, False),
+            even_batches,
+        )
+        self.num_processes, self.split_batches = 2, False
+
+
+class EvenStream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The attributes of Accelerate's `IterableDatasetShard`."""
+
+    def __init__(self, source: Any) -> None:
+        self.dataset, self.num_processes, self.batch_size, self.drop_last = source, 2, 4, False
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (lambda data: DataLoader(data, batch_sampler=EvenBatches(len(data), even_batches=True)), "with 6 duplicates"),
+        (lambda data: DataLoader(data, batch_sampler=EvenBatches(len(data), even_batches=False)), None),
+        (lambda data: DataLoader(EvenStream(data), batch_size=4), "with 6 duplicates"),
+        (lambda data: DataLoader(EvenStream(iter(data)), batch_size=4), "if they do not fill"),
+    ],
+)
+def test_repeated_samples_are_found_by_attributes(loader: Any, said: str | None) -> None:
+    """Without Accelerate itself: ten samples for two ranks in batches of four need six duplicates."""
+    data = [{"x": torch.tensor([float(k)])} for k in range(10)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in ab.shares(loader(data)):
+            break
+
+    messages = [str(one.message) for one in caught if "Accelerate" in str(one.message)]
+    assert len(messages) == (said is not None)
+    assert said is None or said in messages[0]
+
+
 def steps_of_small_data(num_samples: int, size: int, **options: Any) -> list[int]:
     """Return the samples of each step of two epochs."""
     model = perceptron()
