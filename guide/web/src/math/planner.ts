@@ -91,7 +91,7 @@ const MEBIBYTE = 2 ** 20;
 export const NUM_RANKS = [1, 2, 3, 4, 6, 8, 16, 32, 64];
 export const EFFECTIVE_BATCH_SIZES = Array.from({ length: 13 }, (_, power) => 2 ** power);
 
-/** What fits, as src/anybatch/planner/proposals/ranking.py, fit_of, found it. */
+/** The part of a plan that fits: the result of `fit_of` in the planner. */
 export function plan(data: PlannerData, variant: VariantData, { device, effective, ranks }: PlanRequest): Plan {
   const row = data.devices.findIndex((one) => one.name === device);
   const budget = budgetOf(data, row, ranks);
