@@ -1,24 +1,24 @@
-"""Set up, test and check anybatch: `python make.py VERB`, with any Python from 3.11 on and nothing else installed.
+"""Set up, test and check anybatch: `python make.py VERB`, with Python 3.11 or newer and nothing else installed.
 
 ```text
-setup    make .venv and install anybatch and its guide into it, editable, with all that tests and checks need
-train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
-guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
-test     run the tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
-test-published  make again what pages, recordings and documents show, and compare; --draw 0.3 draws some, by --seed
-test-fast  run those that take no ranks and less than a quarter of a second each, in about a minute
-gpu      measure what needs a GPU, in nine minutes: docs/gpu.md; arguments are handed on: make.py gpu --device cpu
-matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
+setup    create .venv and install anybatch and its guide into it, editable, with the tools for tests and checks
+train    train the digits recipe at effective batch size 256; passes arguments on: python make.py train text
+guide    open the guide in a browser; passes arguments on: python make.py guide --no-browser
+test     run the tests, up to four files in parallel; with pytest arguments, in one process: make.py test -k accumulate
+test-published  recreate the outputs in pages, recordings and documents, and compare; --draw 0.3 draws some, by --seed
+test-fast  run the tests without ranks that take less than a quarter of a second each, in about a minute
+gpu      run the benchmarks for a GPU, in nine minutes: docs/gpu.md; passes arguments on: make.py gpu --device cpu
+matrix   run the fast and the exactness tests on every supported and installable torch and Python
 check    lint, formatting, types, import layers and the tests of the architecture
-format   rewrite the sources the way `check` wants them
+format   rewrite the sources as `check` requires
 web      build the guide's page from guide/web/ into its package; this and the next need Node
-web-check  types and tests of guide/web/; then build the page again, and compare it with the committed one, byte by byte
-browser  install what tests of the page need of the system: Chromium (as root, where there is apt), with npm axe-core
+web-check  types and tests of guide/web/; then build the page and compare it with the committed one, byte by byte
+browser  install system packages for the page's tests: Chromium (as root, with apt), and axe-core by npm
 release  write wheels and sources of both packages, and the guide as one file, into dist/, with their digests
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
-`train`, `guide`, `test`, `gpu`, `check`, `format` and `release` set up first, which costs nothing when nothing changed.
+`train`, `guide`, `test`, `gpu`, `check`, `format` and `release` set up first, which is free if nothing changed.
 """
 
 import hashlib
@@ -46,18 +46,18 @@ CACHES = (
     "build",
     "dist",
 )
-GUIDE = ROOT / "guide"  # a package of its own
+GUIDE = ROOT / "guide"  # a separate package
 WEB = GUIDE / "web"
 PAGE = GUIDE / "src" / "anybatch_guide" / "dist"
-MOST_WORKERS = 4  # many tests start ranks of their own
+MOST_WORKERS = 4  # many tests start ranks
 RELEASE = ROOT / "dist"
-CHROMIUM = ("chromium", "fonts-dejavu-core", "fonts-liberation")  # of Debian
+CHROMIUM = ("chromium", "fonts-dejavu-core", "fonts-liberation")  # Debian packages
 SOURCES = ("src", "tests", "guide/src", "guide/tests", "benchmarks", "examples")
 VERSIONS = "import sys, torch; print('python', sys.version.split()[0], '| torch', torch.__version__)"
 
 
 def setup(arguments: Sequence[str] = ()) -> int:
-    """Install everything into .venv, unless the last set-up still stands."""
+    """Install everything into .venv, unless the last set-up is current."""
     refuse(arguments)
     accelerated = shutil.which("nvidia-smi") is not None
     key = setup_key(accelerated=accelerated)
@@ -79,7 +79,7 @@ def setup(arguments: Sequence[str] = ()) -> int:
 
 
 def setup_key(*, accelerated: bool) -> str:
-    """Return a word that changes whenever the set-up would come out differently."""
+    """Return a key that changes if the set-up would give another result."""
     word = hashlib.sha256(f"{sys.version_info[:2]} {accelerated}".encode())
     for path in (ROOT / "pyproject.toml", GUIDE / "pyproject.toml", CPU_CONSTRAINTS):
         word.update(path.read_bytes())
@@ -87,15 +87,15 @@ def setup_key(*, accelerated: bool) -> str:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run the main job; arguments are those of `anybatch train`."""
+    """Train; arguments are passed to `anybatch train`."""
     setup()
     return run([venv_program("anybatch"), "train", *arguments])
 
 
 def guide(arguments: Sequence[str]) -> int:
-    """Serve the guide; arguments are those of `anybatch guide`."""
+    """Serve the guide; arguments are passed to `anybatch guide`."""
     setup()
-    former = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the server, which ends by itself
+    former = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C stops the server
     try:
         return run([venv_program("anybatch"), "guide", *arguments])
     finally:
@@ -103,21 +103,28 @@ def guide(arguments: Sequence[str]) -> int:
 
 
 def run_tests(arguments: Sequence[str]) -> int:
-    """Run the tests: all of them in several processes, file by file, or those that arguments for pytest name in one."""
+    """Run all tests in several processes, file by file, or with pytest arguments in one process."""
     setup()
     keep_what_is_compiled()
-    return run([venv_program("python"), "-m", "pytest", *(arguments or [*side_by_side(), "-m", "not published"])])
+    return run(
+        [
+            venv_program("python"),
+            "-m",
+            "pytest",
+            *(arguments or [*side_by_side(), "--durations", "40", "-m", "not published"]),
+        ]
+    )
 
 
 def run_published_tests(arguments: Sequence[str]) -> int:
-    """Make again what pages, recordings and documents show, and compare; arguments are for pytest: `--draw 0.3`."""
+    """Recreate the outputs in pages, recordings and documents, and compare; takes pytest arguments: `--draw 0.3`."""
     setup()
     keep_what_is_compiled()
     return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-m", "published", *arguments])
 
 
 def run_fast_tests(arguments: Sequence[str]) -> int:
-    """Run the tests that a developer runs all the time: one rank, and none that is slow."""
+    """Run the tests for everyday development: one rank, none slow."""
     refuse(arguments)
     setup()
     keep_what_is_compiled()
@@ -126,20 +133,20 @@ def run_fast_tests(arguments: Sequence[str]) -> int:
 
 
 def keep_what_is_compiled() -> None:
-    """Let Python keep what it compiles, also where it is told not to: tests start hundreds of processes."""
+    """Let Python write compiled files, even if disabled, as tests start hundreds of processes."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def side_by_side() -> list[str]:
-    """Return the options that let pytest run files of tests in several processes."""
-    # One more than there are cores: a third of the time a process waits for others that it has started.
+    """Return pytest options that run test files in several processes."""
+    # One more than the cores: a process waits a third of the time for others that it started.
     workers = str(min(MOST_WORKERS, 1 + (os.cpu_count() or 1)))
-    # In the order of conftest.py, which knows the long files; else those of few tests, often long ones, come last.
+    # In conftest.py's order, which starts long files first; by default files with few tests, often long, come last.
     return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def gpu(arguments: Sequence[str]) -> int:
-    """Measure what needs a GPU, with this Python if it can import anybatch already, else with .venv."""
+    """Run the measurements that need a GPU, with this Python if it can import anybatch, else with .venv."""
     script = "benchmarks/on_a_gpu.py"
     if importable("anybatch"):
         return run([sys.executable, script, *arguments])
@@ -148,18 +155,18 @@ def gpu(arguments: Sequence[str]) -> int:
 
 
 def importable(package: str) -> bool:
-    """Whether this Python can import a package, tried in a process of its own: this one may not import torch."""
+    """Return whether this Python can import a package, tested in a subprocess to avoid importing torch here."""
     done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, check=False)
     return done.returncode == 0
 
 
 def matrix(arguments: Sequence[str]) -> int:
-    """Test on several versions of torch and Python, each in an environment of its own, which takes long."""
+    """Test on several versions of torch and Python in separate environments, which takes long."""
     return run([sys.executable, "benchmarks/version_matrix.py", *arguments])
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Run every check, also after one has failed, and fail if any did."""
+    """Run every check, even after one failed, and fail if any did."""
     refuse(arguments)
     setup()
     commands = {
@@ -175,7 +182,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def format_sources(arguments: Sequence[str]) -> int:
-    """Rewrite the sources: imports, what ruff can mend safely, layout."""
+    """Rewrite the sources: imports, safe fixes of ruff, formatting."""
     refuse(arguments)
     setup()
     unmended = run([venv_program("ruff"), "check", "--fix"])
@@ -190,7 +197,7 @@ def web(arguments: Sequence[str]) -> int:
 
 
 def web_check(arguments: Sequence[str]) -> int:
-    """Check the sources of the page, and that they give the committed one."""
+    """Check the sources of the page, and that they build the committed one."""
     refuse(arguments)
     npm("ci")
     failed = [verb for verb in ("check", "test") if npm("run", verb, stop=False)]
@@ -203,7 +210,7 @@ def web_check(arguments: Sequence[str]) -> int:
 
 
 def browser(arguments: Sequence[str]) -> int:
-    """Install Chromium, with fonts, unless there is one, and axe-core; fail where the tests of the page cannot run."""
+    """Install Chromium and fonts if missing, and axe-core; fail if the tests of the page cannot run."""
     refuse(arguments)
     if shutil.which("chromium") is None and "ANYBATCH_CHROMIUM" not in os.environ:
         apt = shutil.which("apt-get")
@@ -220,7 +227,7 @@ def browser(arguments: Sequence[str]) -> int:
 
 
 def release(arguments: Sequence[str]) -> int:
-    """Write what a release consists of into dist/."""
+    """Write the files of a release into dist/."""
     refuse(arguments)
     setup()
     shutil.rmtree(RELEASE, ignore_errors=True)
@@ -244,7 +251,7 @@ def npm(*arguments: str, stop: bool = True) -> int:
 
 
 def files_that_differ(one: Path, other: Path) -> list[str]:
-    """Return the names of files that are not the same in two folders, or are in one of them only."""
+    """Return the names of files that differ between two folders, or are only in one."""
     here, there = (
         {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (one, other)
@@ -253,7 +260,7 @@ def files_that_differ(one: Path, other: Path) -> list[str]:
 
 
 def clean(arguments: Sequence[str]) -> int:
-    """Go back to a fresh clone, except for the logs and checkpoints in runs/."""
+    """Restore a fresh clone, except for the logs and checkpoints in runs/."""
     refuse(arguments)
     compiled = [path for folder in SOURCES for path in (ROOT / folder).rglob("__pycache__")]
     for path in (VENV, *(ROOT / name for name in CACHES), *compiled):
@@ -262,7 +269,7 @@ def clean(arguments: Sequence[str]) -> int:
 
 
 def refuse(arguments: Sequence[str]) -> None:
-    """End the program if a verb that takes no arguments was given some."""
+    """Exit if a verb without arguments was given some."""
     if arguments:
         sys.exit(
             f"make.py: unexpected arguments {' '.join(arguments)}; "
@@ -271,7 +278,7 @@ def refuse(arguments: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str], *, stop: bool = False) -> int:
-    """Show a command, run it at the root of the project, and return its exit status; end with it if `stop`."""
+    """Print a command, run it in the project's root, and return its exit status; exit on failure if `stop`."""
     shown = [Path(command[0]).name, *command[1:]]
     print("$", " ".join(shown), flush=True)
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -281,7 +288,7 @@ def run(command: Sequence[str], *, stop: bool = False) -> int:
 
 
 def venv_program(name: str) -> str:
-    """Return the path of a program of the environment."""
+    """Return the path of a program in .venv."""
     return str(PROGRAMS / (f"{name}.exe" if os.name == "nt" else name))
 
 
@@ -305,8 +312,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one verb and return the exit status of the program."""
-    if sys.version_info < (3, 11):  # noqa: UP036 (whoever starts it may have an older one)
+    """Run a verb and return the exit status of the program."""
+    if sys.version_info < (3, 11):  # noqa: UP036 (the user's Python may be older)
         sys.exit(f"anybatch needs Python 3.11 or newer, and this is {sys.version.split()[0]} ({sys.executable}).")
     if not arguments or arguments[0] not in VERBS:
         print(__doc__)

@@ -1,10 +1,10 @@
 """Is the batch size that `ab.advise` calls best the one that a sweep finds? Three small jobs on this machine.
 
 For every effective batch size of a sweep, in micro-batches of 16 at most, the learning rate is tuned on a grid (by
-factors of 2), and counted is how many steps training takes to a fixed held-out loss: the median over seeds. Time is
-these steps times the seconds of the engine's step at this size, measured in turns with those of the others. `ab.advise`
-sees one run at a batch size of 64, at the rate that is best there, for as many steps as that takes to the same loss;
-and, since 64 may be the best by chance, another one at 512.
+factors of 2). The sweep counts the steps to a fixed held-out loss: the median over seeds. Time is this number of steps
+times the seconds of the engine's step at this size; steps of all sizes are timed interleaved. `ab.advise` sees one run
+at a batch size of 64 and its best rate, which stops at the same loss; 64 may be the best size by chance, so `ab.advise`
+also sees a run at 512.
 
     python benchmarks/advise.py [--job regression] [--sweep FILE [--count]] [--out benchmarks/results/NAME.md]
 """
@@ -37,7 +37,7 @@ OptimizerOf = Callable[[nn.Module, float], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Task:
-    """A job of a second: model, data to train on and held out, the loss to reach, and rates to try at 64 samples."""
+    """A job of about a second: model, data, the loss to reach, and rates to try at 64 samples."""
 
     model: Callable[[], nn.Module]
     train: Batch
@@ -85,7 +85,7 @@ def digits() -> Task:
 
 
 def text() -> Task:
-    """Return a network that predicts a byte of torch's own sources from the eight bytes before it."""
+    """Return a network that predicts a byte of torch's sources from the eight bytes before it."""
     source = torch.cat([_bytes_of(module) for module in (nn.functional, nn.modules.activation, nn.modules.rnn)])
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, len(source) - 9, (60_000,), generator=generator)
@@ -132,7 +132,7 @@ def _bytes_of(module: Any) -> Tensor:  # noqa: ANN401 (a module of Python's)
 
 
 def batches(data: Batch, size: int, seed: int) -> Iterator[Batch]:
-    """Yield batches of an order that is drawn anew in each pass; what is left of one is dropped."""
+    """Yield batches in a new order for each pass; drop an incomplete last batch."""
     generator = torch.Generator().manual_seed(seed)
     number = len(data["x"])
     while True:
@@ -143,7 +143,7 @@ def batches(data: Batch, size: int, seed: int) -> Iterator[Batch]:
 
 
 def steps_to_loss(task: Task, size: int, rate: float, seed: int, most_steps: int) -> int | None:
-    """Return how many steps training takes; None if it takes more. Batches are native: accumulated ones are equal."""
+    """Return the number of training steps, or None above the limit. Batches are native: accumulated ones are equal."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer, every = task.optimizer(model, rate), max(1, 64 // size)
@@ -165,18 +165,18 @@ def steps_to_loss(task: Task, size: int, rate: float, seed: int, most_steps: int
 
 
 def best_of_rates(task: Task, size: int) -> tuple[float, float]:
-    """Return the fewest steps (the median over seeds) and the rate that took them."""
+    """Return the fewest steps (median over seeds) and their rate."""
     found: dict[float, float] = {}
 
     def tried(power: float) -> float:
         if power not in found:
-            # Of a run that takes twice the steps of the best rate so far, the end is not of interest.
+            # A run is stopped at twice the steps of the best rate so far.
             most = int(min(max(400, task.most_samples // size), 2 * min(found.values(), default=math.inf)))
             steps = [steps_to_loss(task, size, task.rate * 2.0**power, seed, most) for seed in range(SEEDS)]
             found[power] = statistics.median(math.inf if one is None else one for one in steps)
         return found[power]
 
-    # Around what the square root rule says, and on as long as the end of the grid is the best.
+    # Search around the rate of the square root rule; extend the grid as long as its end is the best.
     middle = round(math.log2(size / START) / 2)
     for power in range(middle - 2, middle + 3):
         tried(power)
@@ -196,7 +196,7 @@ def engine_of(task: Task, rate: float, noise: GradientNoise | None = None) -> ab
 
 
 def step_seconds(task: Task) -> dict[int, float]:
-    """Return the seconds of an engine's step by size: medians of steps in turns."""
+    """Return the seconds of an engine's step by size: medians of interleaved steps."""
     engines = {size: engine_of(task, 1e-6) for size in SIZES}
     data = {size: next(batches(task.train, size, 0)) for size in SIZES}
     taken: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -210,20 +210,20 @@ def step_seconds(task: Task) -> dict[int, float]:
 
 
 def advised(task: Task, size: int, rate: float, steps: int) -> Advice:
-    """Return the advice of one run at some size."""
+    """Return the advice of one run at a batch size."""
     engine = engine_of(task, rate, GradientNoise(every=2, decay=0.98))
     return ab.advise(engine, batches(task.train, size, 1), steps=max(40, steps))
 
 
 def swept(name: str, kept: Path | None) -> dict[int, tuple[float, float]]:
-    """Return steps and rate by size, from the file in which an earlier call has kept them, or counted now."""
+    """Return steps and rate by size, from the file of an earlier call or counted now."""
     task = TASKS[name]()
     found = {size: report.kept(kept, f"{name}, {size}", partial(best_of_rates, task, size)) for size in SIZES}
     return {size: (steps, rate) for size, (steps, rate) in found.items()}
 
 
 def job_lines(name: str, kept: Path | None) -> tuple[list[str], str]:
-    """Sweep a job, take advice on it, and return its lines and the verdict."""
+    """Sweep a job, get advice on it, and return its lines and the verdict."""
     task = TASKS[name]()
     found = swept(name, kept)
     seconds = step_seconds(task)
@@ -258,7 +258,7 @@ def job_lines(name: str, kept: Path | None) -> tuple[list[str], str]:
 
 
 def fitted(found: dict[int, tuple[float, float]]) -> float:
-    """Return the critical batch size by which steps(B) = least (1 + B_crit / B) fits best in logarithms."""
+    """Return the critical batch size for which steps(B) = least (1 + B_crit / B) fits best in logarithms."""
     known = {size: steps for size, (steps, _) in found.items() if math.isfinite(steps)}
 
     def error(critical: float) -> float:
@@ -269,7 +269,7 @@ def fitted(found: dict[int, tuple[float, float]]) -> float:
 
 
 def main() -> None:
-    """Print the tables, and write them to a file if asked."""
+    """Print the tables, and write them to a file if requested."""
     parser = report.parser(__doc__)
     parser.add_argument("--job", choices=list(TASKS), action="append", help="only these")
     parser.add_argument("--sweep", type=Path, help="keep the steps that were counted, or take them from there")

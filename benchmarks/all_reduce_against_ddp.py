@@ -54,7 +54,7 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that costs least."""
+    """Return the cheapest optimizer."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
@@ -82,7 +82,7 @@ def bare_ddp(
     find_unused_parameters: bool,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
 ) -> Callable[[InMemory], object]:
-    """Return a step of torch's DDP as one writes it by hand."""
+    """Return a step of torch's DDP as a hand-written loop."""
     wrapper = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
     optimizer = make_optimizer(model.parameters())
 
@@ -134,10 +134,10 @@ def compare(model: str, num_micro_batches: int, rounds: int) -> dict[str, list[f
 def alternated(
     steps: Mapping[str, Callable[[InMemory], object]], batch: InMemory, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each kind of step on this rank; all of them run once in each round."""
+    """Return the seconds of each kind of step on this rank; each runs once per round."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(rounds + WARM_UP_ROUNDS):
-        # Each goes first as often as last: a step that follows a longer one finds other caches and clock rates.
+        # Each goes first equally often: a step after a longer one finds other caches and clock rates.
         for name, step in list(steps.items())[:: -1 if round_number % 2 else 1]:
             dist.barrier()
             begin = time.perf_counter()

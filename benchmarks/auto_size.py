@@ -1,12 +1,12 @@
-"""What "auto" chooses against a search by hand, and what the choice costs.
+"""Compare the size that "auto" chooses with a search by hand, and measure the cost of the choice.
 
-Three models. "auto" settles on a size, three times, each in a new engine. Then whole steps are made at every size that
-cuts the batch into 1, 2, 3, 4, 6, 8, 12, 16, ... equal parts, in turns, so that a noisy machine disturbs all alike. The
-best size is the one with the shortest median step; the figure is the median, over rounds, of its step's time by that of
-the chosen size in the same round: 100% is as fast as the best. Seconds are those of the process, which has one thread.
+Three models. "auto" settles on a size, three times, each in a new engine. Then full steps run at every size that cuts
+the batch into 1, 2, 3, 4, 6, 8, 12, 16, ... equal parts, interleaved, so that a noisy machine affects all alike. The
+best size has the shortest median step; the figure is the median, over rounds, of its step's time relative to the
+chosen size in the same round: 100% is as fast as the best. Seconds are CPU seconds of the process (one thread).
 
-A second table is about asking the planner how large a micro-batch can be (`Auto(largest=...)`), against not asking,
-with memory for everything and under an enforced budget in which 60% of the batch is planned to fit as one micro-batch.
+A second table compares asking the planner for the largest micro-batch (`Auto(largest=...)`) with not asking, with
+enough memory and under an enforced budget in which 60% of the batch is planned to fit as one micro-batch.
 
     python benchmarks/auto_size.py [--only-asking] [--out benchmarks/results/NAME.md]
 """
@@ -34,13 +34,13 @@ from anybatch.testing import memory_budget
 NUM_CHOICES = 3
 NUM_ROUNDS = 5
 CLOCK = time.process_time
-"""One thread computes, so its seconds are those of an idle machine, whatever else is running."""
+"""One thread computes, so its CPU seconds do not depend on other programs."""
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the loss of a batch, and a whole batch."""
+    """A model, the loss of a batch, and a full batch."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -63,7 +63,7 @@ def convolutions() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Two layers of width 128 over 64 tokens of 2,048, and the next one of each."""
+    """Two layers of width 128 over 64 tokens of a vocabulary of 2,048, which predict the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(128, 2048)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the words of each place."""
+        """Return the logits of each position."""
         scores: torch.Tensor = self.head(self.layers(self.tokens(x) + self.places))
         return scores.flatten(0, 1)
 
@@ -108,7 +108,7 @@ def engine(case: Case, size: "int | Auto", function: Callable[[nn.Module, Batch]
 
 
 def choose(case: Case) -> tuple[int, float]:
-    """Return the size that "auto" takes, and how many seconds longer the first step took than the second one."""
+    """Return the size that "auto" chooses, and the extra seconds of the first step over the second."""
     with engine(case, Auto(clock=CLOCK)) as made:
         seconds = []
         for _ in range(2):
@@ -168,11 +168,11 @@ def optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimize
 
 
 class Asked:
-    """Asks the planner, and takes the time.
+    """Asks the planner, and measures the time.
 
     Args:
-        case: what is planned.
-        num_bytes: the budget; None for all there is.
+        case: the case to plan.
+        num_bytes: the budget; None for all available memory.
     """
 
     def __init__(self, case: Case, num_bytes: int | None) -> None:
@@ -195,7 +195,7 @@ class Asked:
 
 
 def settle(case: Case, asked: Asked | None, num_bytes: int | None) -> tuple[float, int]:
-    """Return how many seconds longer the first step took than the second one, and the largest size that was run."""
+    """Return the extra seconds of the first step over the second, and the largest size that ran."""
     sizes: list[int] = []
 
     def seen(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -240,7 +240,7 @@ def row_of_asking(case: Case, *, enforced: bool) -> str:
 
 
 def planned_bytes(case: Case, size: int) -> int:
-    """Return what a step in micro-batches of `size` is planned to hold."""
+    """Return the planned bytes of a step in micro-batches of `size`."""
     spec = StepSpec(
         train=lambda: TrainSpec(model=case.model(), optimizer=optimizer, loss=ab.mean_over_samples(loss)),
         sample=case.batch,

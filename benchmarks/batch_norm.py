@@ -1,10 +1,10 @@
-"""What each policy about BatchNorm leaves of the error, and what it costs, against the native batch.
+"""Compare each BatchNorm policy with the native batch: its remaining error and its cost.
 
 A residual network with smooth activations and 16 BatchNorm layers learns 256 images in micro-batches of 8, in float64.
-Errors are relative, over all parameters and over all running means and variances. The own function of a policy is what
-it computes when the batch is not split. Time is this process's, as a ratio to native steps run in turns with it
+Errors are relative, over all parameters and over all running means and variances. The function that a policy computes
+on the unsplit batch is its "own function". Time is this process's, as a ratio to interleaved native steps
 (median and quartiles). Memory is the peak of bytes that operations have made and that are alive: activations and
-gradients, not parameters and inputs. What "offloaded" copies to the host is not in it, but listed beside it.
+gradients, not parameters and inputs. It excludes the copies of "offloaded" on the host, which have their own column.
 
 torch's SyncBatchNorm does not run on CPUs: norms='sync' is the same formula, over gloo.
 
@@ -35,7 +35,7 @@ from anybatch.norms import Exact, Ghost, replaced
 from anybatch.norms.host_store import _HostCopy
 from anybatch.testing import RankPool, relative_error
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the network is that of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the network comes from the tests
 from tests.engine.cases import Batch, cut
 from tests.norms.residual import classify, images, network
 
@@ -54,7 +54,7 @@ POLICIES: Mapping[str, Any] = {
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of what operations make in this thread, until it is freed."""
+    """Counts the bytes of operations' outputs in this thread, until they are freed."""
 
     def __init__(self, tally: "Tally") -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Living(TorchDispatchMode):
 
 
 class Tally:
-    """Bytes alive in all threads, and the most there were at once."""
+    """Bytes alive in all threads, and their peak."""
 
     def __init__(self) -> None:
         self.peak = self._now = self.on_host = 0
@@ -99,7 +99,7 @@ class Tally:
 
     @contextmanager
     def host_copies_apart(self) -> Iterator[None]:
-        """Count what is copied to the host by itself."""
+        """Count the bytes that the policy copies to the host."""
         original = _HostCopy.__init__
 
         def counted(copied: _HostCopy, tensor: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ TALLIES: list[Tally] = []
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy; counts in whatever thread it runs, while there is a tally."""
+    """Return the mean cross-entropy; count in any thread while there is a tally."""
     if not TALLIES or threading.current_thread() is threading.main_thread():
         return classify(model, batch)
     with Living(TALLIES[-1]):
@@ -144,7 +144,7 @@ def gradients(model: nn.Module) -> Tensors:
 
 
 class KeepGradients(torch.optim.SGD):
-    """Changes nothing and keeps what it was given."""
+    """An identity layer that keeps its inputs."""
 
     def step(self, closure: Any = None) -> None:  # noqa: ANN401
         """Keep the gradients."""
@@ -153,7 +153,7 @@ class KeepGradients(torch.optim.SGD):
 
 
 class Subject:
-    """One row of the table: makes a step on the whole batch, from the same state each time."""
+    """One row of the table: runs a step on the full batch, always from the same state."""
 
     def __init__(self, model: nn.Module, step: Callable[[nn.Module], Tensors]) -> None:
         self.model = model
@@ -222,7 +222,7 @@ def by_engine(model: nn.Module, norms: Any, size: int | None, world: ab.World | 
 
 
 def on_two_ranks(norms: str, sizes: list[int | None]) -> list[tuple[float, float, float, float]]:
-    """Run on every rank: errors of gradient and statistics, time and memory against the native batch, per size."""
+    """Run on every rank: return errors, time and memory by size, relative to the native batch."""
     world = ab.World.from_environment()
     reference = Subject(a_network(), native)
     expected, statistics_expected = reference.step()
@@ -236,7 +236,7 @@ def on_two_ranks(norms: str, sizes: list[int | None]) -> list[tuple[float, float
 
 
 def ratio(subject: Subject, reference: Subject) -> str:
-    """Return the median of the ratios of neighbours in time, with the quartiles."""
+    """Return the median and quartiles of the ratios of neighboring times."""
     subject.step()
     reference.step()
     ratios = [subject.seconds() / reference.seconds() for _ in range(NUM_ROUNDS)]
@@ -245,12 +245,12 @@ def ratio(subject: Subject, reference: Subject) -> str:
 
 
 def written(error: float) -> str:
-    """Return an error as one reads it."""
+    """Return an error as text."""
     return "0" if error == 0 else f"{error:.0e}"
 
 
 def subjects() -> dict[str, tuple[Subject, Subject | None]]:
-    """Return each row with its own function un-split, where that is not the native batch."""
+    """Return each row with its own function on the unsplit batch, if that is not the native one."""
     rows: dict[str, tuple[Subject, Subject | None]] = {"loop in plain torch": (Subject(a_network(), plain_loop), None)}
     for name, norms in POLICIES.items():
         whole = by_engine(a_network(), norms, None)
@@ -287,7 +287,7 @@ def table() -> list[str]:
 
 
 def table_of_ranks() -> list[str]:
-    """Return the table of two ranks, which share what they normalise."""
+    """Return the table of two ranks, which normalize together."""
     lines = [
         "",
         "On 2 ranks, a half of the batch each (time: of both ranks' processes, one step, not repeated):",

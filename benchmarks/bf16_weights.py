@@ -1,12 +1,12 @@
-"""Weights in bf16 and what is kept beside them: how far training goes, what it takes in memory, and in time.
+"""Ways to keep bf16 weights (copies, lower bits, nothing): how far training gets, its memory and its time.
 
 A linear model and a small transformer (text of a Markov chain) are trained by AdamW for some thousand steps at a small
 rate, the same batches each: with float32 copies of the weights, which is the reference, with the lower bits of such,
 with stochastic rounding, and as plain PyTorch does it, where each update is rounded to the nearest bf16 number. The
 error is how far a weight ends from the reference, relative to how far the reference came from the beginning.
 
-Memory is what a step of a wider linear stack allocates, planned and measured; time is that of its update, relative to
-the one with copies, in turns.
+Memory is allocated by a step of a wider linear stack, planned and measured; time is the time of its update, relative
+to the one with copies, interleaved.
 
     python benchmarks/bf16_weights.py [--steps N] [--out benchmarks/results/NAME.md]
 """
@@ -32,7 +32,7 @@ from anybatch.planner.trace.step_trace import trace_step
 
 Batch = dict[str, torch.Tensor]
 WAYS = {"float32 copies": "copied", "split": "split", "stochastic": "stochastic", "plain bf16": ""}
-"""What is kept beside the weights, and what the engine calls it; plain PyTorch has nothing."""
+"""Each way to keep bf16 weights, and the engine's option for it; plain PyTorch has none."""
 WIDTH, WORDS, LENGTH = 48, 64, 24
 ROUNDS = 9
 
@@ -124,7 +124,7 @@ def trained(task: str, way: str, num_steps: int) -> tuple[nn.Module, nn.Module, 
 
 
 def off(one: nn.Module, other: nn.Module) -> float:
-    """Return how far the weights of two models are apart."""
+    """Return the distance of two models' weights."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
 
@@ -143,7 +143,7 @@ def rows_of_training(num_steps: int) -> list[str]:
 
 
 def stack() -> nn.Module:
-    """Return layers whose weights are most of what a step takes: 12.6 million."""
+    """Return layers whose 12.6 million weights dominate the memory of a step."""
     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
 
 
@@ -161,7 +161,7 @@ def engine_of(way: str) -> ab.Engine:
 
 
 def planned(way: str) -> int:
-    """Return the bytes that a step of two micro-batches is planned to take."""
+    """Return the planned bytes of a step of two micro-batches."""
 
     def make() -> TrainSpec:
         model = stack().bfloat16()
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000, help="of each training (default: 3000)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Pieces of the size that a model of some billion weights is updated in, in proportion.
+    # Pieces in proportion to the update of a model with some billion weights.
     bf16_weights.PIECE_BYTES = 1 << 22
     report.publish(
         [*rows_of_training(options.steps), "", *rows_of_memory()],

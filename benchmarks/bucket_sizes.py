@@ -1,7 +1,7 @@
-"""Which bucket size is the fastest, at several speeds of the link: does the usual advice of 25 to 50 MB hold?
+"""Which bucket size is fastest at several link speeds, and is the usual advice of 25 to 50 MB right?
 
-The job of `planted_causes.py`, whose layers sleep as a device would, with larger gradients, on two hosts behind cables
-of several rates; `anybatch scale` tries its usual sizes and the model's own in one process, in turns.
+The job of `planted_causes.py`, with layers that sleep like a device and larger gradients, on two hosts with links of
+several rates; `anybatch scale` tries its default sizes and the model's own in one process, interleaved.
 
     python benchmarks/bucket_sizes.py [--out benchmarks/results/NAME.md]
 """
@@ -14,7 +14,7 @@ from planted_causes import Case, run_cases
 
 from anybatch.core.units import in_bytes
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
 from tests.hosts import NoHostsError
 
 MEBIBYTE = 2**20

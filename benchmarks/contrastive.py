@@ -1,7 +1,7 @@
-"""What a wrong loss costs: the recipe `contrastive`, exact and with each micro-batch's own loss, on held-out images.
+"""The cost of a wrong loss: the recipe `contrastive`, exact and with each micro-batch's own loss, on held-out images.
 
-The naive loop takes the loss of each micro-batch by itself, as accumulation in other trainers does: halves are told
-apart from those of the same micro-batch only. Data, order, model and optimizer are the same.
+The naive loop computes the loss of each micro-batch separately, as accumulation in other trainers does: each half is
+contrasted with its own micro-batch only. Data, order, model and optimizer are the same.
 
     python benchmarks/contrastive.py [--out benchmarks/results/NAME.md]
 """
@@ -21,7 +21,7 @@ SEEDS = (0, 1, 2)
 
 
 def naive_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of a micro-batch by itself."""
+    """Return the loss of a separate micro-batch."""
     return loss(model, encode(model, batch))
 
 

@@ -1,11 +1,11 @@
-"""What the engine sends by itself in a step, on 2 to 64 ranks, and how long it takes: around a ring, and in rounds.
+"""Control messages of a step on 2 to 64 ranks, and their time: around a ring, and in rounds.
 
-Gloo's own sum and gather go around a ring, as those of the control plane did; its rounds are the messages of
-core/message_rounds.py. Both take turns in one run. Three tables. Of ranks on this machine: the control group's messages
+Gloo's own sum and gather go around a ring, as the control plane once did; its rounds are the messages of
+core/message_rounds.py. Both alternate in one run. Three tables. Of ranks on this machine: the control group's messages
 in a step, with a loss that counts samples and with one whose counts need the data; seconds of a sum, of a gather and of
-a step of a tiny model. All ranks share the cores, so that what is measured there is processor time, in proportion to
+a step of a tiny model. All ranks share the cores, so these seconds are processor time, in proportion to
 all ranks' messages. Of hosts that are network namespaces with 5 ms between them: seconds of both, against the formulas
-of core/collective_times.py. And the model at 1,000 ranks, each on a core of its own.
+of core/collective_times.py. And the model at 1,000 ranks, each with one core.
 
     python benchmarks/control_plane.py [--ranks 2 8 32 64] [--hosts 4 8 16] [--out benchmarks/results/NAME.md]
 """
@@ -38,13 +38,13 @@ from anybatch.planner.forecast.control_plane import ControlMessages
 from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS
 from anybatch.testing import RankPool
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
 from tests.hosts import NoHostsError, hosts
 
 NUM_STEPS, NUM_TIMES = 16, 40
 WARM_UP = 3
 NUM_COUNTS, NUM_PARAMETERS = 4, 4
-LEAD_SECONDS = 0.06  # longer than it takes to tell all ranks
+LEAD_SECONDS = 0.06  # longer than it takes to reach all ranks
 NUM_ROUNDS, FREE_TAG = 32, 2**30
 SIZES = (20, 114, 1000)
 FAST = 1e12
@@ -53,18 +53,18 @@ TIMEOUT_SECONDS = 300
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the samples of a batch, as a count that only the data tells."""
+    """Return the samples of a batch, as a count that needs the data."""
     return torch.tensor(float(len(batch["x"])))
 
 
 def sum_around(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
-    """Do as `ControlGroup.start_sum` does, by gloo's ring."""
+    """Sum like `ControlGroup.start_sum`, around gloo's ring."""
     work: Any = dist.all_reduce(numbers, group=group.group, async_op=True)
-    return PendingMessage(work, group._resources, group.roll_call)  # noqa: SLF001 (as it was)
+    return PendingMessage(work, group._resources, group.roll_call)  # noqa: SLF001 (as before)
 
 
 def gather_around(group: ControlGroup, mine: bytes) -> list[bytearray]:
-    """Do as `ControlGroup.gather` does, by gloo's ring."""
+    """Gather like `ControlGroup.gather`, around gloo's ring."""
     rows = [bytearray(len(mine)) for _ in range(dist.get_world_size())]
     tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -80,14 +80,14 @@ WAYS: dict[str, tuple[Any, Any]] = {
 
 
 def together() -> None:
-    """Return at the same moment on all ranks, whose clock is that of one machine."""
+    """Return at the same moment on all ranks, which share a clock."""
     moment = torch.tensor([time.monotonic() + LEAD_SECONDS], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, moment.item() - time.monotonic()))
 
 
 def in_turns(act: Callable[[], object], num_times: int) -> dict[str, list[float]]:
-    """Time something by either way in turns, each first as often as last; all ranks begin together."""
+    """Time both ways interleaved, each first equally often; all ranks begin together."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(num_times + WARM_UP):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
@@ -104,7 +104,7 @@ def of_slowest(world: World, found: dict[str, list[float]]) -> dict[str, list[fl
 
 
 def messages(world: World, num_numbers: int, num_times: int) -> dict[str, dict[str, list[float]]]:
-    """Time sums of so many numbers and gathers of as many as counts take, on the slowest rank."""
+    """Time sums of this many values and gathers of the same size, on the slowest rank."""
 
     def sums() -> None:
         pending = world.start_sum(torch.zeros(num_numbers, dtype=torch.float64))
@@ -118,7 +118,7 @@ def messages(world: World, num_numbers: int, num_times: int) -> dict[str, dict[s
 
 
 def tiny_step(world: World, *, counts_need_data: bool) -> Callable[[], object]:
-    """Return a function that makes a step of a tiny model, of one sample on each rank."""
+    """Return a function that runs a step of a tiny model, with one sample per rank."""
     made = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 10))
     declared = ab.mean_over(loss, rows_of) if counts_need_data else ab.mean_over_samples(loss)
     optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
@@ -150,7 +150,7 @@ def of_a_rank(*, counts_need_data: bool) -> dict[str, Any]:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return how long a call takes."""
+    """Return the seconds of a call."""
     begun = time.perf_counter()
     function()
     return time.perf_counter() - begun
@@ -210,7 +210,7 @@ def on_a_host(out: Path) -> None:
 
 
 def a_round(world: World) -> list[float]:
-    """Return seconds of one round of many, one after the other: what a round takes of processors and of the network."""
+    """Return the seconds of one round in a series: its processor and network time."""
     group, rounds, numbers = world._control.group, sum_rounds(world.rank, 2) * NUM_ROUNDS, torch.zeros(SIZES[1])  # type: ignore[union-attr]  # noqa: SLF001
     found = []
     for number in range(NUM_TIMES):
@@ -220,7 +220,7 @@ def a_round(world: World) -> list[float]:
 
 
 def of_a_round() -> list[str]:
-    """Return what a round takes between two hosts that are as near as can be."""
+    """Return the seconds of a round between two hosts without delay."""
     seconds = from_hosts(2, 0.0)["round"]
     lower, median, upper = (1e6 * one for one in statistics.quantiles(seconds))
     said = "A round between two hosts without latency, in a row of many, on two cores"
@@ -228,7 +228,7 @@ def of_a_round() -> list[str]:
 
 
 def from_hosts(num_hosts: int, latency: float) -> dict[str, Any]:
-    """Run on so many hosts, and return what the first has written."""
+    """Run on this many hosts, and return the output of the first."""
     with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, latency=latency) as made:
         out = Path(folder, "found.json")
         common = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "WORLD_SIZE": str(num_hosts), "LOCAL_RANK": "0"}
@@ -278,7 +278,7 @@ def on_hosts(numbers: list[int], latency: float) -> list[str]:
 
 
 def of_the_model() -> list[str]:
-    """Return what the model says of many ranks."""
+    """Return the model's prediction for many ranks."""
     link = Link(CONTROL_LATENCY_SECONDS, 1.25e9)
     lines = [
         "| ranks | parameters | sum at the end of a step | gather of counts | both, of 200 ms | sum around a ring |",

@@ -55,7 +55,7 @@ def by_engine(model: nn.Module, size: int, strategy: object, world: ab.World) ->
 
 
 def compare(name: str, rounds: int) -> tuple[Seconds, float]:
-    """Run on every rank: return the seconds of each kind of step, and those of making one replica."""
+    """Run on every rank: return the seconds of each kind of step, and of making one replica."""
     torch.set_num_threads(1)
     make, size = MODELS[name]
     world, alone = ab.World.from_environment(), ab.World()
@@ -82,7 +82,7 @@ def compare(name: str, rounds: int) -> tuple[Seconds, float]:
 
 
 def replicating(model: nn.Module, rounds: int) -> float:
-    """Return the median seconds of making one replica."""
+    """Return the median seconds of creating a replica."""
     found = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -96,7 +96,7 @@ def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("--rounds", type=int, default=40)
     chosen = options.parse_args()
-    load = os.getloadavg()[0]  # what else runs here slows two replicas more than one
+    load = os.getloadavg()[0]  # other programs slow two replicas more than one
     lines = ["| model | step | median, ms | over one replica | quartiles |", "|---|---|---|---|---|"]
     made = []
     with RankPool(2, timeout_seconds=600.0) as pool:

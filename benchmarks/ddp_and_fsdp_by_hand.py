@@ -1,7 +1,7 @@
 """The engine under FSDP2 and DDP against accumulation loops written by hand, and the memory that both take.
 
 Steps alternate within one run, on the same model and data: a loop written by hand and the engine, under DDP (no_sync
-until the last micro-batch, no search for unused parameters) and under FSDP2 (`fully_shard` on each block, told to sum,
+until the last micro-batch, no search for unused parameters) and under FSDP2 (`fully_shard` on each block, set to sum,
 gradients reduced in the last micro-batch or in every one). Figures are medians over rounds of the slowest rank's
 seconds, and of the ratios of neighbouring steps, with the quartiles of these. Memory is what each rank's tensors hold
 at the peak of a step, by the operations' own allocations, under DDP, all_reduce and both reductions.
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
 from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.resident_tensors import num_bytes_of
+from anybatch.engine.telemetry.step_memory import num_bytes_of
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.fsdp import FSDP
 from anybatch.planner.trace.step_spec import StepSpec
@@ -37,7 +37,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Block(nn.Module):
-    """A layer of a transformer, but for attention."""
+    """A transformer layer without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what comes in and what the layers make of it."""
+        """Return the sum of the input and the layers' output."""
         out: torch.Tensor = hidden + self.narrow(functional.gelu(self.wide(self.norm(hidden))))
         return out
 
@@ -79,7 +79,7 @@ def adamw(named: object) -> torch.optim.Optimizer:
 
 
 def by_hand(reduction: str) -> Callable[[InMemory], object]:
-    """Return a step of FSDP2 as one writes it by hand."""
+    """Return a step of FSDP2 as a hand-written loop."""
     model = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
@@ -128,7 +128,7 @@ def batch_of(num_micro_batches: int) -> InMemory:
 
 
 def ddp_by_hand() -> Callable[[InMemory], object]:
-    """Return a step of DDP as one writes it by hand."""
+    """Return a step of DDP as a hand-written loop."""
     return bare_ddp(Model(), SIZE, find_unused_parameters=False, make_optimizer=adamw)
 
 
@@ -142,18 +142,18 @@ def compare(kind: str, num_micro_batches: int, rounds: int) -> dict[str, list[fl
 
 
 def resident_and_peak(kind: str) -> tuple[int, int]:
-    """Run on every rank: return the bytes that tensors hold between steps, and at the peak of a step."""
+    """Run on every rank: return the bytes of tensors between steps, and at the peak of a step."""
     strategy = FSDP(reduction=kind) if kind in REDUCTIONS else kind  # type: ignore[arg-type]
     model = Model()
     engine = ab.Engine(model, adamw, ab.mean_over_samples(loss), micro_batch_size=SIZE, strategy=strategy)
     batch = batch_of(2)
     for _ in range(2):
         engine.step(batch)
-    # What the engine's own report counts.
+    # The counts of the engine's own report.
     resident = sum(map(num_bytes_of, engine._parts.resident_tensors().values()))  # noqa: SLF001
-    if kind == "ddp":  # its buckets are made in the first steps, and are nobody's tensors
+    if kind == "ddp":  # its buckets are created in the first steps, and are not in any tensor list
         resident += sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    # One step alone: what gloo's threads free is not recorded, and would add up.
+    # A single step: gloo's threads free memory without a record, which would add up.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         engine.step(batch)
     held = largest = 0

@@ -1,9 +1,9 @@
-"""A step with 8 micro-batches on two hosts, reduced once or in each of them; and the bytes that the cable carried.
+"""A step of 8 micro-batches on two hosts, reduced once or in each of them, and the bytes on the link.
 
-Two hosts, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2), behind cables of 1 Gbit/s
+Two hosts, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2), with links of 1 Gbit/s
 and 1 ms, run one rank each. Three kinds of step alternate in one run: DDP by hand with no_sync until the last
-micro-batch and without it, and the engine under `all_reduce`. Bytes are those that the kernel counted on each host's
-interface, sent and received, between the beginning and the end of a step, headers and the control plane included.
+micro-batch and without it, and the engine under `all_reduce`. The kernel counts the bytes on each host's interface,
+sent and received, between the beginning and the end of a step, including headers and the control plane.
 
     python benchmarks/deferred_reduction.py [--rounds 9] [--out benchmarks/results/NAME.md]
 """
@@ -32,7 +32,7 @@ import anybatch as ab
 from anybatch.diagnostics.comparison.loops import ddp_accumulated, ddp_without_no_sync
 from anybatch.parallel.world import World
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
 from tests.hosts import NoHostsError, hosts
 
 RATE, LATENCY = "1gbit", 0.001
@@ -57,7 +57,7 @@ def batch(num_samples: int) -> InMemory:
 
 
 def carried() -> int:
-    """Return the bytes that this host's cable has carried, in both directions."""
+    """Return the bytes that this host has sent and received."""
     return sum(int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
 
 
@@ -82,7 +82,7 @@ class Taken:
 
 
 def by_engine(world: World, whole: InMemory) -> tuple[Taken, Callable[[], None]]:
-    """Return what a step of the engine takes, and a function that makes one."""
+    """Return the measurements of the engine's steps, and a function that runs a step."""
     taken, net = Taken(world), model()
     engine = ab.Engine(
         net,
@@ -103,7 +103,7 @@ def by_engine(world: World, whole: InMemory) -> tuple[Taken, Callable[[], None]]
 
 
 def by_hand(world: World, whole: InMemory, loop: Callable[..., None]) -> tuple[Taken, Callable[[], None]]:
-    """Return what a step of a loop takes, and a function that makes one: the loop has a thread, and waits in it."""
+    """Return the measurements of a loop's steps, and a function that runs a step in the loop's thread."""
     taken = Taken(world)
     own = slice(world.rank * STEPS * SIZE, (world.rank + 1) * STEPS * SIZE)
     pieces = [
@@ -135,7 +135,7 @@ def by_hand(world: World, whole: InMemory, loop: Callable[..., None]) -> tuple[T
 
 
 def measure(rounds: int, out: Path) -> None:
-    """Run on every rank: alternate the kinds of step, and write what they took."""
+    """Run on every rank: alternate the kinds of step, and write their seconds."""
     torch.set_num_threads(1)
     with World.from_environment() as world:
         whole = batch(STEPS * SIZE * world.size)

@@ -1,4 +1,4 @@
-"""Two-rank programs end in every way, hundreds of times: no aborts, no hangs, nothing left behind, right exit statuses.
+"""Two-rank programs end in every way, hundreds of times: no aborts, hangs or leftovers, right exit statuses.
 
 An ending is a start and an event. Starts: `torchrun` (an agent keeps the store), `rank_0` (rank 0 keeps it, as under
 srun or Kubernetes) and `local` (`anybatch train --ranks 2`). Events: the engine is closed, or not; a rank raises, calls
@@ -6,7 +6,7 @@ sys.exit, or is killed; Ctrl-C; the launcher is killed; a process is killed whil
 drawn from a seed.
 
 Each process is forked from one that has imported torch, and ends as any interpreter does: at the top of its script,
-through atexit and destructors. The fork server of `anybatch train` is started anew each time.
+through atexit and destructors. The fork server of `anybatch train` is started again each time.
 
     python benchmarks/endings.py [--num 500] [--seed 0] [--only local] [--out benchmarks/results/NAME.md]
 """
@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 STARTS = ("torchrun", "rank_0", "local")
 STRATEGIES = ("all_reduce", "all_reduce", "ddp", "zero1", "fsdp")
-NUM_STEPS, LOSS_CALLS = 60, 76  # a rank of `local` calls its loss 75 times, so that every fault comes
+NUM_STEPS, LOSS_CALLS = 60, 76  # a rank of `local` calls its loss 75 times, so every fault happens
 HANG_SECONDS = 60.0
 PATIENCE_SECONDS = 20.0
 """How long the launcher waits for the other rank after one has failed, before it sends SIGTERM."""
@@ -90,9 +90,9 @@ class Event:
     """A way to end.
 
     Attributes:
-        in_step: what a rank runs before a step that is drawn, under `torchrun` and `rank_0`.
+        in_step: function that a rank calls before a randomly drawn step, under `torchrun` and `rank_0`.
         fault: the same of `tests.cli.small`, under `local`; None: it does not exist there.
-        last: what a rank runs after its last step.
+        last: function that a rank calls after its last step.
         signals: who gets which signal from outside ("ranks", "rank 1" or "launcher"), at a moment that is drawn.
         most_delay_seconds: the latest moment.
         statuses: the right exit statuses of rank 0 and rank 1.
@@ -152,10 +152,10 @@ EVENTS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """How one ending went.
+    """The outcome of one ending.
 
     Attributes:
-        faults: what was wrong, in words that can be counted.
+        faults: all faults, in words that can be counted.
         seconds: from the first process to the last one's end.
         detail: statuses and outputs.
     """
@@ -182,7 +182,7 @@ class Forks:
         theirs.close()
 
     def start(self, program: str, words: Sequence[str], variables: Mapping[str, str], folder: Path) -> int:
-        """Start a program in a session and a folder of its own; return its process id."""
+        """Start a program in its own session and folder; return its process id."""
         return int(self._ask("start", program, list(words), dict(variables), str(folder)))
 
     def status(self, pid: int) -> int | None:
@@ -202,7 +202,7 @@ class Forks:
 
 
 def serve(pipe: Connection) -> str:
-    """Fork programs until the pipe closes; returns, in a forked process, the program that it is to be."""
+    """Fork programs until the pipe closes; in a forked process, return the program to run."""
     import torch._dynamo  # noqa: F401, PLC0415
 
     import anybatch.cli.local_ranks  # noqa: F401, PLC0415
@@ -223,7 +223,7 @@ def serve(pipe: Connection) -> str:
             continue
         pid = os.fork()
         if pid:
-            statuses.pop(pid, None)  # numbers of processes come round again
+            statuses.pop(pid, None)  # process ids are reused
             pipe.send(pid)
             continue
         pipe.close()
@@ -233,7 +233,7 @@ def serve(pipe: Connection) -> str:
 
 
 def become(words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
-    """Turn a fork into a process of its own: session, folder, output, arguments and environment."""
+    """Turn a fork into a separate process with its own session, folder, output, arguments and environment."""
     os.setsid()
     os.chdir(folder)
     output = os.open(f"output-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
@@ -272,7 +272,7 @@ class Run:
     outcome: Outcome = field(default_factory=Outcome)
 
     def play(self) -> Outcome:
-        """Run it, and return what was wrong."""
+        """Run it, and return its faults."""
         begun = time.monotonic()
         temporary = self.folder / "tmp"
         temporary.mkdir()
@@ -339,7 +339,7 @@ class Run:
             time.sleep(0.1)
 
     def _wait(self, launcher: int | None, ranks: list[int], begun: float) -> list[int | None]:
-        """Wait as a launcher does: after a failure the others get SIGTERM. Return the statuses of ranks."""
+        """Wait as a launcher does, sending SIGTERM to the others after a failure. Return the ranks' statuses."""
         waited = ranks or ([launcher] if launcher else [])
         failed_at = None
         while True:
@@ -359,7 +359,7 @@ class Run:
                 failed_at = now
             time.sleep(0.02)
         if launcher is not None and ranks and self.forks.status(launcher) is None:
-            os.kill(launcher, signal.SIGKILL)  # the agent, whose store nobody needs any more
+            os.kill(launcher, signal.SIGKILL)  # the agent, whose store is no longer needed
         return statuses
 
     def _judge(self, statuses: Sequence[int | None]) -> None:
@@ -373,7 +373,7 @@ class Run:
 
 
 def play(forks: Forks, start: str, name: str, seed: int) -> Outcome:
-    """Run one ending in a folder of its own."""
+    """Run one ending in its own folder."""
     folder = Path(tempfile.mkdtemp(prefix="endings-"))
     try:
         return Run(forks, start, EVENTS[name], random.Random(seed), folder).play()  # noqa: S311 (no secret)
@@ -382,7 +382,7 @@ def play(forks: Forks, start: str, name: str, seed: int) -> Outcome:
 
 
 def campaign(num: int, seed: int, only: str) -> list[str]:
-    """Run so many endings, two at a time, and return the lines of a table."""
+    """Run this many endings, two at a time, and return the lines of a table."""
     kinds = [
         (start, name)
         for start in STARTS
@@ -420,7 +420,7 @@ def campaign(num: int, seed: int, only: str) -> list[str]:
 
 def run() -> None:
     """Read the command line, and run the campaign."""
-    import report  # noqa: PLC0415 (brings torch, which the forks import by themselves)
+    import report  # noqa: PLC0415 (brings torch, which the forks import themselves)
 
     options = report.parser(__doc__)
     options.add_argument("--num", type=int, default=500)

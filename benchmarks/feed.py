@@ -1,10 +1,10 @@
-"""What feeding costs: steps of a tiny model through `ab.batches`, over a plain loop on a `DataLoader`.
+"""The cost of feeding: steps of a tiny model through `ab.batches`, relative to a plain loop on a `DataLoader`.
 
 Both load the same 16 samples per micro-batch, in 1 to 64 micro-batches per step, in the calling process or in workers.
 Three kinds of data: tensors (`TensorDataset`), a class that indexes tensors, and the same with augmentation that draws
 from torch's generator. The plain loop divides by the number of micro-batches, which is right here, and keys no random
-numbers. Loops alternate step by step; figures are medians, and the ratio that of neighbouring steps. The engine does
-not measure the gradient's norm, as the loop does not.
+numbers. Loops alternate step by step; figures are medians, and the ratio is over neighboring steps. The engine does
+not measure the gradient norm, like the loop.
 
     python benchmarks/feed.py [--out benchmarks/results/NAME.md]
 """
@@ -59,7 +59,7 @@ DATA: dict[str, Callable[[], Dataset[Any]]] = {"tensors": tensors, "a class": In
 
 
 def network() -> nn.Module:
-    """Return a model whose arithmetic costs next to nothing."""
+    """Return a model with negligible arithmetic."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
 
@@ -77,7 +77,7 @@ def forever(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def plain(dataset: Dataset[Any], accumulation_steps: int, num_workers: int) -> Callable[[], None]:
-    """Return a step of the loop that one writes."""
+    """Return a step of a hand-written loop."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loader = DataLoader(

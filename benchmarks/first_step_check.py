@@ -1,10 +1,10 @@
-"""The first step costs little more with the check of the loss: seconds and memory of a process, with and without it.
+"""The cost of the loss check in the first step: seconds and memory of a process, with and without it.
 
     python benchmarks/first_step_check.py [--src FOLDER]... [--out benchmarks/results/NAME.md]
 
-Each variant runs in its process, interleaved: without the check, then with the check of each source folder (other
-than this project's own, such as one of an earlier version). A process makes three steps; the table gives the first
-step over the median of the others, and the peak of resident memory over that without the check.
+Each variant runs in its own process, interleaved: without the check, then with the check of each source folder (other
+than this project's own, such as one of an earlier version). A process runs three steps; the table gives the first
+step over the median of the others, and the peak of resident memory over the one without the check.
 """
 
 import json

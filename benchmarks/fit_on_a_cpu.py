@@ -1,8 +1,8 @@
 """Changes that `--fit` proposes, made by their printed lines and run on a CPU under the memory that was planned.
 
 Three models: a small Llama of transformers, ResNet-18 and a vision transformer of torchvision. For each change that
-runs on a CPU, and for those that `--fit` joins, `ab.plan` says what a step of two micro-batches takes; the lines that
-it prints are then executed as they stand (only `lr=...` becomes a number), and two steps of the engine run with every
+runs on a CPU, and for the changes that `--fit` joins, `ab.plan` predicts the memory of a step of two micro-batches. The
+printed lines are then executed unchanged (only `lr=...` becomes a number), and two steps of the engine run with every
 tensor counted (`anybatch.testing.memory_budget`): once with as much memory as was planned, and once with 3% less, in
 which they run out, unless kernels of convolutions take as much for themselves, which no tensor shows. 8-bit state,
 4-bit weights and offloading have no kernels on a CPU, and are not here.
@@ -83,21 +83,21 @@ def cases() -> dict[str, Case]:
 
 
 def runs(case: Case, code: str, num_bytes: int) -> bool:
-    """Return whether two steps of two micro-batches run in so many bytes, the printed lines executed before.
+    """Execute the printed lines; return whether two steps of two micro-batches then run in `num_bytes`.
 
     Args:
         case: the model.
-        code: the lines, of which the last may make the engine.
+        code: the lines, of which the last may create the engine.
         num_bytes: of memory for tensors.
     """
     made: dict[str, Any] = {"model": case.make().train(), "torch": torch, "optimizer": adamw}
 
-    def engine_of(*_: object, **given: Any) -> ab.Engine:  # noqa: ANN401 (what the lines give it)
+    def engine_of(*_: object, **given: Any) -> ab.Engine:  # noqa: ANN401 (the arguments of the lines)
         fixed = {"micro_batch_size": case.size, "norms": "keep", "check_loss": False}
         return ab.Engine(made["model"], made["optimizer"], case.loss, **fixed, **given)
 
     made["ab"] = SimpleNamespace(Engine=engine_of)
-    exec(code.replace("lr=...", "lr=1e-3"), made)  # noqa: S102 (what a user would write)
+    exec(code.replace("lr=...", "lr=1e-3"), made)  # noqa: S102 (the code that a user would write)
     batch = {name: value.expand(2 * case.size, *value.shape[1:]).clone() for name, value in case.sample.items()}
     engine: ab.Engine = made.get("engine") or engine_of()
     with engine, memory_budget(num_bytes, made["model"], engine.optimizer):

@@ -1,8 +1,8 @@
-"""What `anybatch plan ... --fit` answers to ten questions that people ask, as it prints them.
+"""The answers of `anybatch plan ... --fit` to ten common questions, as printed.
 
     python benchmarks/fit_questions.py [--only WORD] [--out benchmarks/results/NAME.md]
 
-The last three need torchvision, timm and diffusers. Sizes of SDXL's UNet are those of its published configuration.
+The last three need torchvision, timm and diffusers. Sizes of SDXL's UNet are from its published configuration.
 """
 
 import json
@@ -59,11 +59,11 @@ QUESTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ViT-L on 24 GiB": ("timm:vit_large_patch16_224", {"device": "RTX 4090", "effective_batch_size": 1024}),
     "SDXL's UNet on 24 GiB": (SDXL, {"device": "RTX 4090", "effective_batch_size": 16, "precision": "bf16"}),
 }
-"""What is asked, by a name."""
+"""The questions by name."""
 
 
 def answered(what: Any, options: dict[str, Any]) -> str:  # noqa: ANN401 (a name, or a configuration)
-    """Return the plan of one question, as it is printed."""
+    """Return the printed plan of one question."""
     if isinstance(what, str):
         return str(ab.plan(what, fit=True, **options))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,10 @@
-"""Forecasts against steps measured on hosts behind cables of several rates and latencies, and published tables.
+"""Forecasts against steps measured on hosts with several link rates and latencies, and published tables.
 
 Two hosts, and in some settings three, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2),
 run the same engine with one rank each, under `all_reduce`. Steps of a single rank alternate with steps of all, in the
-same processes, so that a machine that others use is equally slow for both. The forecast is made from the single rank's
-times, the gradient's bytes and the link: as it was configured, and with the latency that a word and its answer were
-seen to take. Gloo sums around a ring in segments (`gloo_all_reduce` of core/collective_times.py), and that is what is
-compared.
+same processes, so that other programs slow both equally. The forecast uses the single rank's times, the gradient's
+bytes and the link: as configured, and with the measured latency of a message and its answer. Gloo sums around a ring
+in segments (`gloo_all_reduce` of core/collective_times.py), so that formula is compared.
 
     python benchmarks/forecast_error.py [--rounds 7] [--out benchmarks/results/NAME.md]
 """
@@ -35,7 +34,7 @@ from anybatch.parallel.world import World
 from anybatch.planner.forecast.forecast import forecast
 from anybatch.planner.forecast.workload import Cluster, Workload
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
 from tests.hosts import NoHostsError, hosts
 
 RATES = (100, 250, 1000)  # Mbit/s
@@ -58,7 +57,7 @@ class Measured:
 
 
 def model() -> nn.Module:
-    """Return 8 layers of one width, so that gradients come at an even rate: 8.4 MB in buckets of two layers."""
+    """Return 8 layers of one width, so that gradients arrive at a constant rate: 8.4 MB in buckets of two layers."""
     layers: list[nn.Module] = [nn.Linear(16, WIDTH)]
     for _ in range(LAYERS):
         layers += [nn.ReLU(), nn.Linear(WIDTH, WIDTH)]
@@ -97,7 +96,7 @@ def measure(rounds: int, out: Path) -> None:
             for steps in STEPS:
                 for made, share, into in ((single, 1, alone), (both, world.size, together)):
                     given = batch(share * steps * SIZE)
-                    # All begin together: how late a rank comes would be counted twice otherwise.
+                    # All begin together, otherwise a late rank would be counted twice.
                     world.gather_numbers([0.0])
                     begun = time.perf_counter()
                     made.step(given)
@@ -131,14 +130,14 @@ def measured(num_hosts: int, rate: int, latency: float, rounds: int) -> Measured
                 message = f"a rank ended with status {one.returncode}"
                 raise RuntimeError(message)
         by_rank = json.loads(out.read_text())
-    # A step is over when the slower rank has it; of single steps each rank's median is the mean rank's time.
+    # A step ends with the slower rank; for single steps, each rank's median is used, averaged over ranks.
     together = {
         steps: statistics.median(map(max, zip(*(one["together"][str(steps)] for one in by_rank), strict=True)))
         for steps in STEPS
     }
     alone = {steps: statistics.fmean(statistics.median(one["alone"][str(steps)]) for one in by_rank) for steps in STEPS}
     quartiles = [statistics.quantiles(one["alone"][str(STEPS[-1])], n=4) for one in by_rank]
-    # The distance of the quartiles of a normal distribution is 1.35 standard deviations.
+    # The interquartile range of a normal distribution is 1.35 standard deviations.
     variation = statistics.fmean((high - low) / 1.35 / middle for low, middle, high in quartiles)
     return Measured(alone, together, variation, by_rank[0]["gradient_bytes"], by_rank[0]["num_parameters"])
 

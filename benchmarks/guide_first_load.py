@@ -1,8 +1,8 @@
-"""The guide's first load: what travels before anybody has scrolled, when the page is alive, and how smooth a run is.
+"""The guide's first load: bytes before the first scroll, time until the page responds, and frame rate of a run.
 
 Each page is served compressed, to Chromium on a phone's width whose processor and network Chromium slows down, with the
-cache off. Pages take turns. "Readable" is the first drawing of the text, "alive" the moment at which the slider of the
-first screen can be moved. Frames are those of a run of the playground that streams into the page, with nothing slowed
+cache off. Pages alternate. "Readable" is the first drawing of the text, "alive" the moment at which the slider of the
+first screen can be moved. Frames come from a run of the playground that streams into the page, with nothing slowed
 down, and the engine on the same cores.
 
     python benchmarks/guide_first_load.py [DIST ...] [--rounds 7] [--frames] [--out benchmarks/results/NAME.md]
@@ -51,7 +51,7 @@ FRAMES = """seconds => new Promise(done => {
 
 
 class Compressed(http.server.SimpleHTTPRequestHandler):
-    """Serve files as web servers do, compressed."""
+    """Serve compressed files, as web servers do."""
 
     protocol_version = "HTTP/1.1"
 
@@ -73,12 +73,12 @@ class Compressed(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @functools.cache
 def compressed(file: Path) -> bytes:
-    """Return a file as it travels."""
+    """Return a file compressed."""
     return gzip.compress(file.read_bytes(), 9, mtime=0)
 
 
@@ -93,7 +93,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def kind(url: str) -> str:
-    """Return what a file is, by its address."""
+    """Return the content type of a file, by its address."""
     path = url.partition("//")[2].partition("/")[2]
     if path.startswith("rec/"):
         return "recordings"
@@ -101,7 +101,7 @@ def kind(url: str) -> str:
 
 
 def first_load(browser: Browser, address: str) -> dict[str, float]:
-    """Open a page once, on a slow machine and network; return bytes by kind and the times of two moments."""
+    """Open a page once on a slow machine and network; return bytes by kind and two times."""
     context = browser.new_context(**PHONE)
     page = context.new_page()
     session = context.new_cdp_session(page)
@@ -111,14 +111,14 @@ def first_load(browser: Browser, address: str) -> dict[str, float]:
     session.send("Emulation.setCPUThrottlingRate", {"rate": SLOWER})
     page.goto(address, wait_until="commit")
     alive = page.wait_for_function(ALIVE, polling=20, timeout=120_000).json_value()
-    page.wait_for_timeout(QUIET_MS)  # what comes by itself, such as a font
+    page.wait_for_timeout(QUIET_MS)  # automatic requests, such as a font
     painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? NaN")
     context.close()
     return {**found, "readable": painted / 1000, "alive": alive / 1000}
 
 
 def bytes_by_kind(session: CDPSession) -> dict[str, float]:
-    """Return a table of the bytes that arrive from now on."""
+    """Return a table that is filled with the bytes that arrive from now on."""
     found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     addresses: dict[str, str] = {}
 
@@ -137,7 +137,7 @@ def bytes_by_kind(session: CDPSession) -> dict[str, float]:
 
 
 def frames(browser: Browser, address: str, seconds: float) -> float:
-    """Return the frames a second while a run of the playground streams into the page."""
+    """Return the frames per second while a playground run streams into the page."""
     context = browser.new_context(**DESKTOP)
     page = context.new_page()
     page.goto(f"{address}#playground")
@@ -151,13 +151,13 @@ def frames(browser: Browser, address: str, seconds: float) -> float:
 
 
 def set_steps(page: Page) -> None:
-    """Ask for a run that takes longer than it is watched."""
+    """Set a number of steps that outlasts the measurement."""
     page.evaluate("location.hash = 'playground?v=1&micro=16&accumulation=4&steps=900&seed=0&task=digits'")
     page.wait_for_timeout(1000)
 
 
 def streaming(browser: Browser, rounds: int) -> list[float]:
-    """Return frames a second of some runs, each in a server of its own."""
+    """Return the frames per second of some runs, each in its own server."""
     rates = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:

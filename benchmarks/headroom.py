@@ -1,12 +1,12 @@
-"""What it costs to fill a GPU: speed, allocator retries and memory reserved in vain, at 60 to 99% of what there is.
+"""The cost of filling a GPU: speed, allocator retries and unused reserved memory, at 60 to 99% of its memory.
 
 One training step is run under smaller and smaller limits (`torch.cuda.set_per_process_memory_fraction`), so the work is
-the same at every fill: its peak, as measured without a limit, over the limit. Fills take turns, round by round, and
-each speed is compared with that at 60% of the same round; what is reserved in vain is a share of the limit.
-Micro-batches are of one shape, or of a width drawn anew for each; the allocator's segments are torch's default ones, or
-expandable, in a process of their own.
+the same at every fill: its peak, as measured without a limit, over the limit. Fills alternate, round by round, and
+each speed is compared with 60% in the same round; unused reserved memory is a share of the limit.
+Micro-batches are of one shape, or of a random width each; the allocator's segments are torch's default ones, or
+expandable, in a separate process.
 
-Without a CUDA device it says so and exits with status 0. `--device cpu` runs the same with a model that is tiny, under
+Without a CUDA device it prints a message and exits with status 0. `--device cpu` runs the same with a tiny model under
 a ledger of tensor memory that enforces the limit; it measures nothing, and finds mistakes in this file.
 
     python benchmarks/headroom.py [--device cpu] [--rounds 3] [--out benchmarks/results/NAME.md]
@@ -45,7 +45,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the model and its work are."""
+    """Sizes of the model and its work."""
 
     width: int
     num_layers: int
@@ -59,13 +59,13 @@ SCALES = {"cuda:0": Scale(1024, 12, 32_000, 512, 10), "cpu": Scale(16, 2, 100, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What some steps took under a limit.
+    """Measurements of some steps under a limit.
 
     Attributes:
         seconds: of all steps; None if they ran out of memory.
-        num_retries: how often the allocator let go of its cache, per step.
-        peak_bytes: most that was handed out.
-        reserved_bytes: most that was taken from the device.
+        num_retries: how often the allocator freed its cache, per step.
+        peak_bytes: peak of allocated memory.
+        reserved_bytes: peak of reserved memory.
     """
 
     seconds: float | None
@@ -75,19 +75,19 @@ class Reading:
 
 
 class Device(Protocol):
-    """What has a limit and counts."""
+    """A device with a limit and counters."""
 
     @contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Allow no more than so many bytes; None for all there are. Begins with an empty cache."""
+        """Limit memory to this many bytes, or not at all for None, starting with an empty cache."""
         ...
 
     def begin(self) -> None:
-        """Begin to count."""
+        """Start to count."""
         ...
 
     def read(self) -> tuple[int, int, int]:
-        """Return the peak, what was reserved at most, and retries since the device was begun, once it is idle."""
+        """Return the peak, the reserved peak, and retries since `begin`, once the device is idle."""
         ...
 
 
@@ -111,7 +111,7 @@ class Cuda:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     def begin(self) -> None:
-        """Let the peaks begin anew."""
+        """Reset the peaks."""
         torch.cuda.synchronize()
         begin_peak(self._device)
 
@@ -124,7 +124,7 @@ class Cuda:
 
 
 class Rehearsal:
-    """A CPU whose tensors are booked, and refused above the limit. It reserves nothing, and never retries."""
+    """A CPU with a tensor ledger that enforces the limit. It reserves nothing, and never retries."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -132,7 +132,7 @@ class Rehearsal:
 
     @contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Book tensors and hold them to a limit."""
+        """Record tensors in a ledger and enforce the limit."""
 
         def refuse(held_bytes: int, num_bytes: int, operation: str) -> None:
             if limit_bytes is not None and held_bytes > limit_bytes:
@@ -146,7 +146,7 @@ class Rehearsal:
         self._ledger.forget()
 
     def begin(self) -> None:
-        """Let the peak begin anew."""
+        """Reset the peak."""
         self._ledger.peak_bytes = self._ledger.held_bytes
 
     def read(self) -> tuple[int, int, int]:
@@ -155,7 +155,7 @@ class Rehearsal:
 
 
 class Texts:
-    """An effective batch of token sequences; of one width, or of another width in each micro-batch."""
+    """An effective batch of token sequences, of one width or of a random width for each micro-batch."""
 
     seed = 0
     end = Position(0, 0)
@@ -166,7 +166,7 @@ class Texts:
         self._generator = torch.Generator().manual_seed(number)
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[torch.Tensor]:
-        """Yield micro-batches of words; the second, which finds gradients there, is as wide as any: one peak."""
+        """Yield micro-batches of tokens; the second one, with gradients already allocated, has the maximum width."""
         del later_units
         for positions in units:
             places = self._scale.num_places
@@ -176,7 +176,7 @@ class Texts:
 
 
 class Model(nn.Module):
-    """A transformer that predicts words from themselves: what counts is the memory."""
+    """A transformer that predicts its own input, as only its memory matters."""
 
     def __init__(self, scale: Scale) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Model(nn.Module):
         self.head = nn.Linear(scale.width, scale.num_words)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return a logit for each place and word."""
+        """Return a logit for each position and token."""
         hidden = self.words(words)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -202,7 +202,7 @@ def loss(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
 
 
 def run(device: Device, scale: Scale, *, name: str, variable: bool, limit_bytes: int | None) -> Reading:
-    """Train a new model for some steps under a limit; what it took, and whether it ran out of memory."""
+    """Train a new model for some steps under a limit; return its measurements, and whether it ran out of memory."""
     with device.limited(limit_bytes):
         try:
             return _steps(device, scale, name=name, variable=variable)
@@ -237,7 +237,7 @@ def _steps(device: Device, scale: Scale, *, name: str, variable: bool) -> Readin
 
 
 def measure(name: str, *, rounds: int) -> dict[str, Any]:
-    """Return, by shape of the micro-batches, the peak without a limit and the readings of each fill, round by round."""
+    """Return, by micro-batch shape, the peak without a limit and the readings of each fill by round."""
     device: Device = Rehearsal() if name == "cpu" else Cuda()
     scale = SCALES[name]
     found: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def measure(name: str, *, rounds: int) -> dict[str, Any]:
 
 
 def in_a_process(segments: str, name: str, rounds: int) -> dict[str, Any]:
-    """Measure in a process whose allocator has segments of a kind."""
+    """Measure in a process with one kind of allocator segments."""
     environment = dict(os.environ)
     if segments == "expandable":
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -283,7 +283,7 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def cells(rows: Sequence[Reading], reference: Sequence[Reading], limit_bytes: float) -> str:
-    """Return what a line says: speed, retries, and what was reserved beyond the peak."""
+    """Return a line of the table: speed, retries, and memory reserved above the peak."""
     pairs = [(one.seconds, two.seconds) for one, two in zip(rows, reference, strict=True)]
     ratios = [two / one for one, two in pairs if one is not None and two is not None]
     num_failed = sum(one.seconds is None for one in rows)
@@ -298,7 +298,7 @@ def cells(rows: Sequence[Reading], reference: Sequence[Reading], limit_bytes: fl
 
 
 def main() -> int:
-    """Measure each kind of segments in a process of its own, print the table, and write it to a file if asked."""
+    """Measure each kind of segments in a separate process, print the table, and write it to a file if requested."""
     given = options().parse_args()
     if given.device != "cpu" and not torch.cuda.is_available():
         print("needs a CUDA device, and there is none: nothing was measured (--device cpu tries the program out)")

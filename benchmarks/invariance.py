@@ -22,7 +22,7 @@ Trained = tuple[list[list[int]], list[float], list[float]]
 
 
 class Noisy(Dataset[Sample]):
-    """211 points of 5 classes, each with fresh noise whenever it is loaded."""
+    """211 points of 5 classes, with fresh noise each time they are loaded."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,13 +1,13 @@
-"""What a loss across samples costs and how exact it is: error, time and memory against the un-split batch.
+"""The cost and accuracy of a loss across samples: error, time and memory against the unsplit batch.
 
 Two encoders (perceptrons, averaged over a sequence) with a learnable temperature, under CLIP's loss. Three programs
-make one step each: the un-split batch in bare PyTorch, the loop that takes each micro-batch's own loss (naive: another
+make one step each: the unsplit batch in bare PyTorch, the loop that takes each micro-batch's own loss (naive: another
 loss), and the engine with `ab.joint`.
 
 Errors are in float64, with dropout, over 1 and 2 ranks, against one graph over all samples in which the samples of a
 micro-batch draw their dropout together, as the engine's do. Times are of this process's CPU, in float32 and without
 dropout (drawing numbers takes longer than the layers on a CPU), steps alternating; the figure is the median of the
-ratios of neighbours, with the quartiles. Memory is the most bytes kept at once for backwards, each storage counted once
+ratios of neighbours, with the quartiles. Memory is the peak of bytes kept for backwards, each storage counted once
 and parameters left out, plus the engine's outputs with their gradient.
 
     python benchmarks/joint.py [--out benchmarks/results/NAME.md]
@@ -36,7 +36,7 @@ Step = Callable[[], object]
 
 
 def encoder(dropout: float) -> nn.Module:
-    """Return a perceptron: its backward is two matrix products for each one of the forward."""
+    """Return a perceptron, whose backward has two matrix products for each of the forward."""
     layers: list[nn.Module] = [nn.Linear(NUM_FEATURES, WIDTH), nn.Tanh()]
     for _ in range(NUM_LAYERS):
         layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else [])]
@@ -44,7 +44,7 @@ def encoder(dropout: float) -> nn.Module:
 
 
 class Encoders(nn.Module):
-    """Two of them, and the temperature."""
+    """Two encoders, and the temperature."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def clip(model: Encoders, vectors: Vectors) -> torch.Tensor:
 
 
 def pairs(dtype: torch.dtype) -> Batch:
-    """Return sequences in pairs that have something in common."""
+    """Return pairs of correlated sequences."""
     generator = torch.Generator().manual_seed(1)
     shape = NUM_SAMPLES, NUM_POSITIONS, NUM_FEATURES
     image = torch.randn(shape, generator=generator, dtype=dtype)
@@ -99,7 +99,7 @@ class Dealt:
 
 
 def errors(sizes: list[int]) -> list[tuple[float, float]]:
-    """Run on every rank: return the errors of the engine and of the loop that takes each micro-batch's own loss."""
+    """Run on every rank: return the errors of the engine and of the loop with each micro-batch's own loss."""
     world, batch = ab.World.from_environment(), pairs(torch.float64)
     found = []
     for size in sizes:
@@ -126,7 +126,7 @@ def errors(sizes: list[int]) -> list[tuple[float, float]]:
 
 
 def native(model: Encoders, batch: Batch, *, size: int | None = None) -> Step:
-    """Return a step in bare PyTorch: of the un-split batch or, naively, of each micro-batch's own loss over K."""
+    """Return a plain PyTorch step: on the unsplit batch or, naively, with each micro-batch's own loss over K."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     size = size or NUM_SAMPLES
 
@@ -149,7 +149,7 @@ def by_engine(model: Encoders, batch: Batch, *, size: int) -> Step:
 
 
 def ratios(steps: dict[str, Step], first: str) -> dict[str, list[float]]:
-    """Return the CPU seconds of each step over those of `first` in the same round."""
+    """Return the CPU seconds of each step over the seconds of `first` in the same round."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(NUM_ROUNDS + WARM_UP_ROUNDS):
         for name, step in steps.items():
@@ -161,7 +161,7 @@ def ratios(steps: dict[str, Step], first: str) -> dict[str, list[float]]:
 
 
 def backward_over_forward(batch: Batch) -> float:
-    """Return how many times as long as the forward the backward of the un-split batch takes."""
+    """Return the time of the unsplit batch's backward relative to its forward."""
     model = Encoders()
 
     def forward() -> None:
@@ -172,7 +172,7 @@ def backward_over_forward(batch: Batch) -> float:
 
 
 def kept_bytes(model: Encoders, step: Step) -> int:
-    """Return the most bytes that were kept for backwards at once in a step."""
+    """Return the peak of bytes saved for backwards in a step."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     held: dict[int, int] = {}
     now, peak = 0, 0
@@ -202,7 +202,7 @@ def kept_bytes(model: Encoders, step: Step) -> int:
 
 
 def quartiles(values: list[float]) -> str:
-    """Return the median, and the quartiles beside it."""
+    """Return the median and the quartiles."""
     low, median, high = statistics.quantiles(values, n=4)
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 

@@ -1,9 +1,9 @@
-"""The judges on what nobody wrote for them: loops rewritten from public repositories, and setups with known faults.
+"""The judges on unseen code: loops rewritten from public repositories, and setups with known faults.
 
 `check_loop` judges the loops of tests/diagnostics/published_loops.py in a folder with files of a user's, all of which
 are compared afterwards. A false alarm is a finding in the gradients of a loop that is right; a miss is a wrong loop
-without the finding that it must have. `check` judges the setups of tests/diagnostics/faulty.py: those with a fault must
-be named with the code and place that stand there, and the others must be equal.
+without its required finding. `check` judges the setups of tests/diagnostics/faulty.py: it must report the code and
+place of each fault, and report the other setups as equal.
 
     python benchmarks/judges.py [--out benchmarks/results/NAME.md]
 """
@@ -21,7 +21,7 @@ from anybatch.diagnostics import check_loop
 from anybatch.errors import UserError
 from anybatch.recipes.load import method_of
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups come from the tests
 from tests.diagnostics import published_loops
 from tests.diagnostics.faulty import FAULTS, HELD
 from tests.diagnostics.test_check import HEALTHY
@@ -30,7 +30,7 @@ NUM_RIGHT_SETUPS = 8
 
 
 def loops_table(files: dict[str, str]) -> Iterator[str]:
-    """Yield the table of loops, and how many are judged otherwise than they are."""
+    """Yield the table of loops, and the number of wrong judgments."""
     loops = {loop.__name__: (loop, *known) for loop, known in published_loops.PUBLISHED.items()}
     for name, known in published_loops.METHODS.items():
         owner, _, method = name.rpartition(".")
@@ -62,7 +62,7 @@ def contents() -> dict[str, str]:
 
 
 def setups_table() -> Iterator[str]:
-    """Yield the table of setups, and how many are named."""
+    """Yield the table of setups, and the number of correct ones."""
     wrong, named, equal = 0, 0, 0
     rows = ["| setup | fault | named | where | right |", "|---|---|---|---|---|"]
     for name, fault in FAULTS.items():
@@ -85,7 +85,7 @@ def setups_table() -> Iterator[str]:
 
 
 def main() -> None:
-    """Judge both, and file the tables."""
+    """Judge both, and write the tables."""
     given = report.parser(__doc__).parse_args()
     out = None if given.out is None else given.out.resolve()
     before = Path.cwd()

@@ -1,8 +1,8 @@
-"""Killed while a checkpoint is written in the background, a run loads the former checkpoint or the new one, whole.
+"""A run killed while it writes a checkpoint in the background loads the old checkpoint or the new one, complete.
 
-Two ranks under `fsdp` train and save with `wait=False`; at a random moment behind the appearance of the folder that a
-save is writing, all processes get SIGKILL at once, as when a machine loses power. Then the newest checkpoint is loaded:
-it must be whole, of the step that is in its name, with nothing passed over.
+Two ranks under `fsdp` train and save with `wait=False`; at a random moment after the folder of a save appears, all
+processes get SIGKILL together, as in a power failure. Then the newest checkpoint is loaded: it must be complete, of
+the step in its name, without skipping any.
 
     python benchmarks/kill_while_saving.py [--out benchmarks/results/NAME.md]
 """
@@ -35,7 +35,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(folder: str, rank: int) -> None:
-    """Train and save without waiting until the process is killed; note each save before it begins."""
+    """Train and save without waiting until the process is killed; record each save before it begins."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -48,7 +48,7 @@ def train(folder: str, rank: int) -> None:
         micro_batch_size=4,
         strategy="fsdp",
     )
-    batch = {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))}  # its own share
+    batch = {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))}  # this rank's share
     while True:
         engine.step(batch)
         if engine.num_steps > 1 and rank == 0:
@@ -59,7 +59,7 @@ def train(folder: str, rank: int) -> None:
 
 
 def killed(folder: Path, seconds: float) -> tuple[int, int, str]:
-    """Kill a run so long behind the first file of a later save; return that save's step, what loads, and how it is."""
+    """Kill a run this long after the first file of a later save; return its step, the loaded step and a remark."""
     place = str(Path(__file__).parent)
     runs = [
         subprocess.Popen(

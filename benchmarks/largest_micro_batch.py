@@ -1,10 +1,9 @@
-"""The largest micro-batch size: as planned, and as found by trying under an enforced budget.
+"""The largest micro-batch size: as planned, and as found under an enforced budget.
 
-For six models and three budgets each, the plan says which size is the largest whose tensors fit; the true one is found
-by bisection, by the real engine in two steps of two micro-batches each under `anybatch.testing.memory_budget`. Budgets
-are multiples of what the real engine holds with micro-batches of 2. The whole effective batch is there from the
-beginning, as it is on a CPU. The enforced budget counts tensors, so the plan leaves out what kernels take for
-themselves; with that, a plan for a CPU is smaller than what such a budget lets pass, as it should be.
+For six models and three budgets each, the plan has the largest size whose tensors fit; the true one is found by
+bisection, with the real engine in two steps of two micro-batches each under `anybatch.testing.memory_budget`. Budgets
+are multiples of the real engine's memory with micro-batches of 2. The effective batch is in memory from the
+beginning, as usual on a CPU. The enforced budget counts tensors, and so does the plan.
 
     python benchmarks/largest_micro_batch.py [--out benchmarks/results/NAME.md]
 """
@@ -12,7 +11,6 @@ themselves; with that, a plan for a CPU is smaller than what such a budget lets 
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import report
 import torch
@@ -37,9 +35,9 @@ HEAD = "| model | budget, MiB | planned | true | tries | planned in, s | tried i
 
 
 def run(case: Case, size: int, num_bytes: int) -> tuple[int, bool]:
-    """Make two steps of two micro-batches under a budget; return the most that was held, and whether all of it fitted.
+    """Run two steps of two micro-batches under a budget; return the peak, and whether they fitted.
 
-    An engine that went on with a smaller size did not fit.
+    An engine that continued with a smaller size did not fit.
     """
     model = case.model()
     batch = case.batch(2 * size)
@@ -65,7 +63,7 @@ def run(case: Case, size: int, num_bytes: int) -> tuple[int, bool]:
 
 
 def largest(fits: Callable[[int], bool]) -> tuple[int, int]:
-    """Return the largest size that fits, and how many sizes were tried."""
+    """Return the largest size that fits, and the number of sizes tried."""
     num_tried, low, high = 0, 0, 1
     while True:
         num_tried += 1
@@ -90,7 +88,7 @@ def main() -> None:
         for multiple in MULTIPLES:
             num_bytes = int(base * multiple)
             start = time.perf_counter()
-            planned = find_envelopes(replace(case.spec(), kernels=None), num_bytes).largest_allocated(num_bytes)
+            planned = find_envelopes(case.spec(), num_bytes).largest_allocated(num_bytes)
             planned_at = time.perf_counter()
             true, num_tried = largest(lambda size, case=case, n=num_bytes: run(case, size, n)[1])  # type: ignore[misc]
             tried_at = time.perf_counter()

@@ -4,14 +4,14 @@ Both recipes, shrunk (`small_runs.py`), with SGD and AdamW: a grid of batch size
 all runs of one recipe over the same number of samples. The best rate at the smallest batch is carried to the others by
 each rule, and those runs are made as well.
 
-- *Keeps the loss*: the held-out loss is not above that of the smallest batch, by more than chance (paired by seeds, 95%
+- *Keeps the loss*: the held-out loss does not exceed the smallest batch's, by more than chance (paired by seeds, 95%
   of Student's t), at this and all smaller sizes.
 - *As good as tuned*: the same against the best rate of the grid at the same batch size. A rule can be as good as tuned
-  where no rate keeps the loss: there the batch is too large for the number of samples, whatever the rate.
+  where no rate keeps the loss: there the batch is too large for the number of samples, with any rate.
 
     python benchmarks/learning_rate_rules.py --runs FILE [--seconds N] [--figure FILE.png] [--out NAME.md]
 
-Runs are kept in FILE: stopped, or with `--seconds`, the study goes on there. It takes about half an hour of one core.
+Runs are kept in FILE: after a stop, or with `--seconds`, the study resumes there. It takes half an hour of one core.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from anybatch.core.learning_rate import Memory, ScalingRule, noise_gain, scale_r
 
 SEEDS = range(5)
 STUDENT_95 = 2.776
-"""Of four degrees of freedom: five differences."""
+"""For four degrees of freedom: five differences."""
 BETAS: Mapping[OptimizerName, tuple[float, ...]] = {"SGD": (0.9,), "AdamW": (0.9, 0.99)}
 EPS: Mapping[OptimizerName, float] = {"SGD": 0.0, "AdamW": 1e-8}
 OPTIMIZERS: tuple[OptimizerName, ...] = ("SGD", "AdamW")
@@ -39,7 +39,7 @@ TASKS = ("digits", "text")
 COLOURS = ("#E69F00", "#D55E00", "#009E73", "#56B4E9", "#CC79A7")
 
 Rule = Callable[[Setting, int], Setting]
-"""Function (run at the smallest batch, batch size) -> the run that a rule makes of it there."""
+"""Function (run at the smallest batch, batch size) -> the rule's run at that size."""
 
 
 def scaled(rule: ScalingRule, memory: Memory | None = None) -> Rule:
@@ -65,7 +65,7 @@ def scaled(rule: ScalingRule, memory: Memory | None = None) -> Rule:
 
 
 def gained(noise_scale: float) -> Rule:
-    """Return the rule of the noise's gain, its root under AdamW."""
+    """Return the noise-gain rule, with its square root for AdamW."""
 
     def carry(base: Setting, size: int) -> Setting:
         gain = noise_gain(noise_scale, base_batch_size=base.batch_size, effective_batch_size=size)
@@ -102,7 +102,7 @@ class Study:
     Args:
         name: of the recipe.
         optimizer: its name.
-        runs: those that have been made.
+        runs: all finished runs.
     """
 
     def __init__(self, name: str, optimizer: OptimizerName, runs: Runs) -> None:
@@ -127,7 +127,7 @@ class Study:
         return [self._runs(dataclasses.replace(setting, seed=seed)).held_out for seed in SEEDS]
 
     def best(self, size: int) -> Setting:
-        """Return the run with the lowest mean loss of the grid at a batch size."""
+        """Return the grid's run with the lowest mean loss at a batch size."""
         at_size = [setting_of(self.name, self.optimizer, size, rate, 0) for rate in self.task.rates[self.optimizer]]
         return min(at_size, key=lambda setting: statistics.fmean(self.losses(setting)))
 
@@ -203,7 +203,7 @@ def is_worse(losses: list[float], others: list[float]) -> bool:
 
 
 def mean_and_error(losses: list[float]) -> str:
-    """Return a mean with its standard error, or how many runs diverged."""
+    """Return a mean with its standard error, or the number of diverged runs."""
     lost = sum(not math.isfinite(loss) or loss > 100 for loss in losses)
     if lost:
         return f"{lost} of {len(losses)} diverged"
@@ -211,7 +211,7 @@ def mean_and_error(losses: list[float]) -> str:
 
 
 def noise_scale_of(setting: Setting, *, num_samples: int = 512) -> float:
-    """Return tr(Sigma) / |G|^2 half-way through a run, from the gradient of each of some samples by itself.
+    """Return tr(Sigma) / |G|^2 half-way through a run, from separate gradients of some samples.
 
     Unbiased in numerator and denominator (McCandlish et al. 2018, arXiv 1812.06162, appendix A).
     """
@@ -271,7 +271,7 @@ def draw(studies: list[Study], path: Path) -> None:
 
 
 def main() -> None:
-    """Make what runs are missing, print the tables and draw the figure."""
+    """Run the missing runs, print the tables and draw the figure."""
     torch.set_num_threads(1)
     parser = report.parser(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="file that keeps runs")

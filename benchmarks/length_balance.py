@@ -1,10 +1,10 @@
 """Two ranks on samples of different lengths: how even their work is, and how long a step takes.
 
-The data and the model of `variable_length.py`, log-normal lengths, two ranks (gloo). Three cuts take turns in one run:
+The data and the model of `variable_length.py`, log-normal lengths, two ranks (gloo). Three cuts alternate in one run:
 
 - arrival order, micro-batches of 8 samples, equally many samples for each rank;
-- a token budget for each rank's half by itself: equally many samples, no padding to speak of, uneven work;
-- `ab.token_budget` as it is: dealt by cost.
+- a separate token budget for each rank's half: equally many samples, hardly any padding, uneven work;
+- `ab.token_budget` unchanged: dealt by cost.
 
 The spread is the slowest rank's cost over the mean of both, by the cost model, over 1,000 batches on 2, 8 and 64 ranks.
 Last comes what finding the cut itself takes: the median of seven effective batches of each size.
@@ -34,7 +34,7 @@ SIZE = 2 * variable_length.SIZE
 
 
 def by_halves(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
-    """Give each rank equally many samples, as they come, and cut its share by length."""
+    """Give each rank an equal number of samples, in order, and cut its share by length."""
     total, order, shares, start = len(lengths.tokens), [], [], 0
     for rank in range(world_size):
         places = range(total * rank // world_size, total * (rank + 1) // world_size)
@@ -69,7 +69,7 @@ def spread(plan: Callable[..., BatchPlan], world_size: int) -> float:
 
 
 def seconds_of_cut(num_samples: int, num_ranks: int, *, packed: bool) -> float:
-    """Return the median time of planning an effective batch of so many samples."""
+    """Return the median time of planning an effective batch of this many samples."""
     budget, draw, seconds = ab.token_budget(variable_length.CAP, fixed_tokens=FIXED), random.Random(0), []  # noqa: S311
     for _ in range(7):
         tokens = [min(512, max(2, variable_length.log_normal(draw))) for _ in range(num_samples)]
@@ -116,7 +116,7 @@ def seconds_of_steps(rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 1):
         for name in ways if number % 2 else reversed(ways):
             engine, batches, plan = steps[name]
-            cutting.plan_by_length = plan  # the engine asks here
+            cutting.plan_by_length = plan  # called by the engine
             world.gather_numbers([0.0])  # both begin together
             begun = time.perf_counter()
             engine.step(next(batches))

@@ -1,7 +1,7 @@
-"""A transformer of the Llama family, to plan with: root-mean-square norms, rotary positions, grouped queries, SwiGLU.
+"""A Llama-like transformer for planning: root-mean-square norms, rotary positions, grouped queries, SwiGLU.
 
-It computes what those models compute, operation by operation as an eager implementation does it, since what is planned
-is memory. Weights start as torch's layers start them.
+It has the operations of an eager implementation, since its memory is planned.
+Weights are initialized like torch's layers.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ ATTENTION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The numbers that make one model of the family.
+    """The sizes of a model of the family.
 
     Args:
-        checkpointing: "none"; "full": a block's input is all that is kept of it; "selective": what attention gives
-            and every other matrix product are kept as well.
+        checkpointing: "none"; "full": only the inputs of blocks are saved; "selective": the outputs of attention
+            and of every other matrix product are saved as well.
     """
 
     num_layers: int
@@ -94,18 +94,18 @@ class Attention(nn.Module):
 
 
 def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of numbers by an angle that grows with the position."""
+    """Rotate each pair of values by an angle that grows with the position."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[: x.shape[1], None]).flatten(-2).type_as(x)
 
 
 def shared(x: torch.Tensor, num_shared: int) -> torch.Tensor:
-    """Repeat each head of keys or values for the queries that share it."""
+    """Repeat each key or value head for the queries that share it."""
     return x if num_shared == 1 else x[:, :, :, None].expand(-1, -1, -1, num_shared, -1).flatten(2, 3)
 
 
 class Gated(nn.Module):
-    """Two layers, the first of them gated."""
+    """Two layers, the first one gated."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ class Llama(nn.Module):
 
 
 class EveryOtherProduct:
-    """Keeps what attention gives and every other matrix product; the rest is computed again in the backward."""
+    """Saves attention outputs and every other matrix product; the rest is recomputed in the backward."""
 
     def __init__(self) -> None:
         self.num_products = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:  # noqa: ANN401
-        """Say what becomes of the result of an operation."""
+        """Return the policy for the result of an operation."""
         keep = operation in ATTENTION
         if operation is torch.ops.aten.mm.default:
             self.num_products[context.is_recompute] += 1
@@ -174,7 +174,7 @@ class EveryOtherProduct:
 
 
 def selective_contexts() -> Any:  # noqa: ANN401 (two contexts of torch's own types)
-    """Return the contexts of one block's forward and of its recomputation."""
+    """Return the contexts for one block's forward and its recomputation."""
     return create_selective_checkpoint_contexts(EveryOtherProduct())
 
 

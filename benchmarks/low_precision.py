@@ -1,6 +1,6 @@
-"""How gradients of bf16 parameters add up: in bf16, as `.grad` does, and in float32, as the engine does.
+"""Accumulation of bf16 gradients: in bf16, as in `.grad`, and in float32, as in the engine.
 
-The reference is the float64 sum of the very same bf16 micro-batch gradients, so that only the adding is judged.
+The reference is the float64 sum of the same bf16 micro-batch gradients, so only the accumulation is compared.
 
     python benchmarks/low_precision.py [--out benchmarks/results/NAME.md]
 """
@@ -22,7 +22,7 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def errors(num_micro_batches: int) -> tuple[float, float]:
-    """Return the relative errors of adding up in bf16 and in float32."""
+    """Return the relative errors of accumulating in bf16 and in float32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).bfloat16()
     size = 2 * num_micro_batches

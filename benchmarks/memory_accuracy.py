@@ -1,10 +1,10 @@
-"""Memory as planned without data against memory as allocated: the same engine, the same step, on a CPU.
+"""Memory planned without data against memory allocated: the same engine and step, on a CPU.
 
 Planned: two traces without data, at micro-batch sizes 2 and 3, and the envelope through them. Allocated: the real
-engine takes two steps under torch's profiler, which sees every allocation of the CPU allocator in every thread; the
-figure is the most that was allocated at once during the second step. Beside it: the most that the tensors of that same
-run held, as the ledger books them; what is allocated beyond them is taken by kernels for themselves, and given back
-before they return. Two micro-batches a step, at sizes that were not traced.
+engine runs two steps under torch's profiler, which sees every allocation of the CPU allocator in every thread; the
+figure is the peak of allocated bytes during the second step. Next to it is the peak of the same run's tensors by the
+ledger; kernels allocate the rest for internal use and free it before they return. Two micro-batches a step, at sizes
+that were not traced.
 
     python benchmarks/memory_accuracy.py [--only WORD] [--out benchmarks/results/NAME.md]
 """
@@ -41,7 +41,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class Block(nn.Module):
-    """A transformer block: attention and a perceptron, each after a norm and beside a skip."""
+    """A transformer block: attention and a perceptron, each after a norm and with a skip connection."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def images(width: int, norm: Callable[[int], nn.Module]) -> nn.Module:
 
 
 def frozen_backbone() -> nn.Module:
-    """Return a language model of which only the norm and the head train."""
+    """Return a language model with only the norm and the head trainable."""
     model = Language(4, 256)
     model.requires_grad_(requires_grad=False)
     for part in (model.norm, model.head):
@@ -106,7 +106,7 @@ def frozen_backbone() -> nn.Module:
 
 
 def of_transformers(kind: str, **options: Any) -> nn.Module:  # noqa: ANN401 (options of its configuration)
-    """Return a model of transformers' classes with random weights."""
+    """Return a transformers model with random weights."""
     import transformers  # noqa: PLC0415 (half of the cases do without it)
 
     transformers.logging.set_verbosity_error()
@@ -126,7 +126,7 @@ def of_transformers(kind: str, **options: Any) -> nn.Module:  # noqa: ANN401 (op
 
 
 def text(num_tokens: int) -> Callable[[int], Batch]:
-    """Return a function (samples) -> batch of that many tokens each."""
+    """Return a function (samples) -> batch of this many tokens each."""
     return lambda number: {
         "ids": torch.randint(VOCABULARY, (number, num_tokens)),
         "labels": torch.randint(VOCABULARY, (number, num_tokens)),
@@ -134,7 +134,7 @@ def text(num_tokens: int) -> Callable[[int], Batch]:
 
 
 def padded(number: int) -> Batch:
-    """Return a batch for models of transformers; the last tokens are padding."""
+    """Return a batch for transformers models, with padding at the end."""
     ids = torch.randint(VOCABULARY, (number, 128))
     mask = torch.ones_like(ids)
     mask[:, -16:] = 0
@@ -147,7 +147,7 @@ def pictures(number: int) -> Batch:
 
 
 def large_pictures(number: int) -> Batch:
-    """Return images and classes as models of transformers call them."""
+    """Return images and classes under the names of transformers models."""
     return {"pixel_values": torch.randn(number, 3, 64, 64), "labels": torch.randint(10, (number,))}
 
 
@@ -162,7 +162,7 @@ def of_class(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def own(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss that a model of transformers computes itself."""
+    """Return the loss that a transformers model computes itself."""
     value: torch.Tensor = model(**batch).loss
     return value
 
@@ -184,7 +184,7 @@ def adafactor(named: Named) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration, and the micro-batch sizes to compare at."""
+    """One configuration, and the micro-batch sizes to compare."""
 
     model: Callable[[], nn.Module]
     loss: Any
@@ -195,7 +195,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def spec(self) -> StepSpec:
-        """Return what is planned."""
+        """Return the planned bytes."""
         options = dict(self.options)
         strategy = options.pop("strategy", "auto")
 
@@ -262,14 +262,14 @@ HEAD = (
 
 
 def planned(case: Case) -> tuple[MemoryEnvelope, float]:
-    """Return the envelope of a step, and how long it took to find."""
+    """Return the envelope of a step, and the time to find it."""
     start = time.perf_counter()
     low, high = (trace_step(case.spec(), size).steady for size in (2, 3))
     return fit(low, 2, high, 3), time.perf_counter() - start
 
 
 def allocated(name: str, size: int) -> tuple[int, int]:
-    """Return the most that is allocated at once in the second step of the real engine, and the most tensors hold."""
+    """Return the peaks of allocated bytes and of tensors in the real engine's second step."""
     torch.set_num_threads(1)
     case = CASES[name]
     world = ab.World.from_environment(device="cpu")
@@ -297,9 +297,9 @@ def allocated(name: str, size: int) -> tuple[int, int]:
 
 
 class AllocatorEvents:
-    """What the CPU allocator hands out while this is entered, in this thread and in all that start meanwhile.
+    """Allocations of the CPU allocator in the context, in this thread and in threads started meanwhile.
 
-    torch's profilers look at one thread each, and exact BatchNorm runs every micro-batch in a thread of its own.
+    torch's profilers observe one thread each, and exact BatchNorm runs every micro-batch in a separate thread.
     """
 
     def __init__(self) -> None:
@@ -318,7 +318,7 @@ class AllocatorEvents:
         threading.Thread.run = self._run  # type: ignore[method-assign]
 
     def most_bytes(self) -> int:
-        """Return the largest number of bytes that were allocated at once during the second step."""
+        """Return the peak of allocated bytes during the second step."""
         events = [event for record in self._records for event in record]
         first = events[0]
         begins, ends = (first.cpu_elapsed_us(event) for event in self._of_second_step())
@@ -331,7 +331,7 @@ class AllocatorEvents:
         return most
 
     def _of_second_step(self) -> tuple[Any, Any]:
-        """Return the events at which the second step begins and ends: everything within it is of higher rank."""
+        """Return the events of the beginning and end of the second step."""
         main = self._records[-1]
         place = next(number for number, event in enumerate(main) if event.name() == SECOND_STEP)
         handle = main[place].handle()

@@ -1,8 +1,8 @@
-"""One rank misbehaves in more than a hundred ways under each strategy: do all ranks end soon, with the right reason?
+"""One rank misbehaves in over a hundred ways under each strategy: do all ranks end soon, with the right reason?
 
-Each case runs a program of five steps, a save, an evaluation and a load on two or three forked gloo ranks, one of which
-raises, dies, is late, calls or builds something else, or has other data. Right is an end within 60 seconds with an
-error that names the cause on every rank, or the same weights on all ranks.
+Each case runs five steps, a save, an evaluation and a load on two or three forked gloo ranks, one of which raises,
+dies, is late, calls or builds something else, or has other data. The correct result is an end within 60 seconds with
+an error that names the cause on every rank, or the same weights on all ranks.
 
     python benchmarks/misbehaving_ranks.py [WORD ...] [--strategy NAME ...] [--jobs 2] [--out FILE]
 """
@@ -28,7 +28,7 @@ KINDS = ("right", "hang", "raw error", "wrong reason", "numbers")
 
 
 def run_named(name: str, strategy: Strategy, deadline_seconds: float) -> Verdict:
-    """Run a case, and print what is not right."""
+    """Run a case, and print its failures."""
     verdict = run_case(all_misbehaviours()[name], strategy, deadline_seconds=deadline_seconds)
     if verdict.kind != "right":
         lines = [f"{verdict.kind}: {name}, {strategy}"]
@@ -40,7 +40,7 @@ def run_named(name: str, strategy: Strategy, deadline_seconds: float) -> Verdict
 
 
 def main() -> None:
-    """Run the cases that were chosen, and print a table."""
+    """Run the selected cases, and print a table."""
     parser = report.parser(__doc__)
     parser.add_argument("words", nargs="*", help="parts of the names of cases to run; none: all")
     parser.add_argument("--strategy", nargs="*", default=list(get_args(Strategy)))
@@ -55,7 +55,7 @@ def main() -> None:
         if strategy in arguments.strategy
     ]
     begun = time.monotonic()
-    # Each worker forks its ranks, and has no threads.
+    # Each worker forks its ranks, so it must not have threads.
     with ProcessPoolExecutor(arguments.jobs, get_context("fork")) as executor:
         names, strategies = [case.name for case, _ in cases], [strategy for _, strategy in cases]
         verdicts = list(executor.map(run_named, names, strategies, repeat(arguments.deadline)))

@@ -1,4 +1,4 @@
-"""Is the noise scale that a run measures that of its data? Against the gradient of every single sample.
+"""Does a run measure the true noise scale of its data? Against the gradient of every single sample.
 
 Three models at fixed parameters (a learning rate of 0) on 1 and 2 ranks, in ragged micro-batches: a network on vectors,
 the convolutions of the recipe `digits`, and a small transformer over bytes whose targets are masked at random. Truth is
@@ -6,8 +6,8 @@ made of the gradients of all samples, one by one; batches are drawn from these s
 
 How many steps an estimate within 10% needs is predicted from the same gradients, before anything is measured: the
 variance of one step's estimate (the squared norm's, the variance's and their covariance, for Gaussian noise). Runs of
-so many steps are repeated, and the root mean square of their errors should be 10%. The interval is tried on many short
-runs of a toy.
+this number of steps are repeated, and the root mean square of their errors should be 10%. The interval is tried on many
+short runs of a toy.
 
     python benchmarks/noise_against_brute_force.py [--kept FILE] [--out benchmarks/results/NAME.md]
 """
@@ -40,7 +40,7 @@ Loss = Callable[[Any, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model at fixed parameters, all of its data, its loss per sample as (sum, count), and sizes of batches."""
+    """A model at fixed parameters, its data, its loss per sample as (sum, count), and batch sizes."""
 
     model: nn.Module
     data: Batch
@@ -51,7 +51,7 @@ class Case:
 
 
 def trained(case: Case, steps: int, rate: float) -> Case:
-    """Return the case after some steps, where the gradient is no longer huge."""
+    """Return the case after some steps, with a small gradient."""
     optimizer, generator = torch.optim.SGD(case.model.parameters(), lr=rate), torch.Generator().manual_seed(1)
     for _ in range(steps):
         batch = drawn(case.data, 64, generator)
@@ -68,14 +68,14 @@ def drawn(data: Batch, number: int, generator: torch.Generator) -> Batch:
     return {name: value[chosen] for name, value in data.items()}
 
 
-def cross_entropy(model: Any, batch: Batch) -> Tensor:  # noqa: ANN401 (a module, or what stands for one)
+def cross_entropy(model: Any, batch: Batch) -> Tensor:  # noqa: ANN401 (a module or its replacement)
     """Return the sum over unmasked targets."""
     logits = model(batch["x"])
     return functional.cross_entropy(logits.flatten(0, -2), batch["y"].flatten(), ignore_index=-100, reduction="sum")
 
 
 def unmasked(batch: Batch) -> Tensor:
-    """Return the number of targets that count, by sample."""
+    """Return the number of counting targets, by sample."""
     return (batch["y"].flatten(1) != -100).sum(1) if batch["y"].dim() > 1 else torch.ones(len(batch["y"]))
 
 
@@ -97,7 +97,7 @@ def digits() -> Case:
 
 
 def text() -> Case:
-    """Return a small transformer over bytes; a third of all targets is masked, more in some samples than in others."""
+    """Return a small transformer over bytes with a third of the targets masked, unevenly over samples."""
     torch.manual_seed(0)
     source = torch.frombuffer(bytearray(str(__doc__).encode() * 40), dtype=torch.uint8).long()
     windows = torch.stack([source[start : start + 17] for start in torch.randint(0, len(source) - 17, (1024,))])
@@ -112,7 +112,7 @@ CASES = {"network on vectors": vectors, "digits": digits, "masked text": text}
 
 @dataclass(frozen=True)
 class Truth:
-    """Squared norm, variance of a sample, and the relative standard deviation of one step's noise scale."""
+    """Squared norm, variance per sample, and the relative standard deviation of one step's noise scale."""
 
     squared_norm: float
     variance: float
@@ -125,7 +125,7 @@ class Truth:
 
 
 def truth_of(case: Case, sizes: list[int]) -> Truth:
-    """Return what the gradients of single samples say, for micro-batches of these sizes."""
+    """Compute the truth from gradients of single samples, for micro-batches of these sizes."""
     parameters = {name: value.detach() for name, value in case.model.named_parameters()}
 
     def of_one(values: dict[str, Tensor], sample: Batch) -> Tensor:
@@ -139,7 +139,7 @@ def truth_of(case: Case, sizes: list[int]) -> Truth:
         pieces.append(torch.cat([one.flatten(1) for one in gradients.values()], dim=1))
     sums, counts = torch.cat(pieces).double(), case.count(case.data).double()
     mean = sums.sum(0) / counts.sum()
-    # What a sample adds to the error of a mean over counted items.
+    # The contribution of a sample to the error of a mean over counted items.
     off = (sums - counts[:, None] * mean) / counts.mean()
     gram, number, total = off @ off.T / len(off), len(off), float(sum(sizes))
     norm, variance = float(mean @ mean), float(gram.trace())
@@ -170,7 +170,7 @@ def engine_of(case: Case, world: ab.World | None = None) -> ab.Engine:
 
 
 def moments_of(name: str, runs: int, steps: int) -> list[Tensor]:
-    """Return the moments of each of some runs; called on every rank, whose shares differ by two thirds."""
+    """Return the moments of each of some runs; called on every rank, with shares that differ by two thirds."""
     torch.set_num_threads(1)
     world = ab.World.from_environment()
     case, found = CASES[name](), []
@@ -200,7 +200,7 @@ def sizes_of(case: Case, num_ranks: int) -> list[int]:
 
 
 def row(name: str, num_ranks: int, pool: RankPool) -> str:
-    """Predict the number of steps, measure so many, several times, and return the line."""
+    """Predict the number of steps, measure it several times, and return the line."""
     case = CASES[name]()
     truth = truth_of(case, sizes_of(case, num_ranks))
     needed = math.ceil((truth.of_step / 0.1) ** 2)
@@ -222,7 +222,7 @@ def row(name: str, num_ranks: int, pool: RankPool) -> str:
 
 
 def coverage() -> list[str]:
-    """Return how often the 95% interval of short runs of the first model holds the truth."""
+    """Return how often the 95% interval of short runs contains the truth, for the first model."""
     lines = ["", f"Intervals of {RUNS} runs of {STEPS_PER_RUN} steps each (network on vectors, 1 rank):", ""]
     case = CASES["network on vectors"]()
     truth = truth_of(case, sizes_of(case, 1))

@@ -1,11 +1,11 @@
-"""What measuring the gradient's noise costs: a measured step against the same engine's step without `noise`.
+"""The cost of measuring gradient noise: a measured step against the same engine's step without `noise`.
 
 A transformer over bytes (the recipe `text`: 0.8 million parameters, micro-batches of 4 x 64 bytes) is the realistic
 case; the 10 million parameters of `overhead.py` under micro-batches of 4 vectors are the worst one, where a backward
-hardly does more than write the gradient. Each at 1, 8 and 64 micro-batches: with one there is nothing to measure.
+hardly does more than write the gradient. Each at 1, 8 and 64 micro-batches: one micro-batch needs no measurement.
 
-Steps without, measured, preconditioned and without again take turns; the second without says what chance does. A step
-in ten is measured by default, so a run costs a tenth of the ratio. Memory is the most that tensors hold in a step.
+Steps without, measured, preconditioned and without again alternate; the second "without" shows the effect of chance. A
+step in ten is measured by default, so a run costs a tenth of the ratio. Memory is the peak of tensors in a step.
 
     python benchmarks/noise_scale.py [--seconds 40] [--micro-batches 8] [--out benchmarks/results/NAME.md]
 """
@@ -68,14 +68,14 @@ def engine(make: Callable[[], nn.Module], loss: object, noise: GradientNoise | N
 
 
 def peak_bytes(one: ab.Engine, batch: Batch) -> int:
-    """Return the most that tensors of a step hold beside what was there before."""
+    """Return the peak of a step's tensor memory above the level before it."""
     with MemoryLedger() as ledger:
         one.step(batch)
     return ledger.peak_bytes
 
 
 def rows(case: str, num_micro_batches: int, seconds: float) -> list[str]:
-    """Measure all sides of a case in turns, and return their lines."""
+    """Measure all sides of a case interleaved, and return their lines."""
     make, make_batch, loss = CASES[case]
     batch = make_batch(SIZE * num_micro_batches)
     engines = {name: engine(make, loss, noise) for name, noise in SIDES.items()}

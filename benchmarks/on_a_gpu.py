@@ -1,7 +1,7 @@
 """Measure everything that needs a GPU, in one command: `make gpu`, or `python benchmarks/on_a_gpu.py`.
 
-Six stages run in order of value. Each has a process and a time limit of its own and writes one file with its tables to
-`--out`; rows are kept as soon as they are measured, so a stage that is cut off keeps what it has. Nine minutes in all.
+Six stages run in order of value. Each has its own process and time limit and writes one file with its tables to
+`--out`; rows are kept once they are measured, so a stage that is cut off keeps its rows. Nine minutes in all.
 docs/gpu.md says what each stage measures, and how to send your results.
 
     python benchmarks/on_a_gpu.py --device cpu --size small    # rehearses every stage without a GPU
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOUND_NONE = "no CUDA device: nothing was run (`--device cpu` rehearses every stage on the CPU)"
 SECONDS_TO_END = 5
 SOME_FAILED = 3
-"""Exit status of a stage some of whose checks failed; they are in its table."""
+"""Exit status of a stage with failed checks, which its table lists."""
 SMALLER_FACTOR = 4
 """A rehearsal on a CPU may take longer than the same stage on a GPU."""
 
@@ -41,7 +41,7 @@ class Stage:
 
     Attributes:
         name: of its module in benchmarks/gpu/, and of its result file.
-        seconds: how long it may take on a GPU.
+        seconds: time limit on a GPU.
     """
 
     name: str
@@ -59,13 +59,13 @@ STAGES = (
 
 
 def run_here(stage: str, setting: Setting, rows: Path) -> int:
-    """Run a stage in this process, and return how many of its checks failed."""
+    """Run a stage in this process, and return its number of failed checks."""
     module: Any = importlib.import_module(f"gpu.{stage}")
     return run_checks(module.CHECKS, setting, row_writer(rows))
 
 
 def run_apart(stage: Stage, setting: Setting, rows: Path, seconds: float) -> str:
-    """Run a stage in a process of its own, end it at its limit, and return how it ended."""
+    """Run a stage in a separate process with a time limit, and return how it ended."""
     command = [sys.executable, __file__, "--stage", stage.name, "--rows", str(rows)]
     command += ["--device", setting.device, "--size", setting.size]
     begin = time.monotonic()
@@ -85,7 +85,7 @@ def run_apart(stage: Stage, setting: Setting, rows: Path, seconds: float) -> str
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a stage with everything that it has started."""
+    """End a stage and all its processes."""
     for number in (signal.SIGTERM, signal.SIGKILL) if os.name != "nt" else ():
         try:
             os.killpg(process.pid, number)
@@ -100,7 +100,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def machine(device: str) -> str:
-    """Return what was measured on, in one line."""
+    """Return the hardware and versions in one line."""
     cores = f"Python {platform.python_version()}, {os.cpu_count()} cores"
     if device == "cpu":
         return f"torch {torch.__version__}, {cores}, {platform.machine()} CPU: a rehearsal, no GPU"
@@ -169,7 +169,7 @@ def run_stages(given: argparse.Namespace, setting: Setting) -> int:
             ending = "interrupted: later rows are missing"
             try:
                 ending = run_apart(stage, setting, rows, stage.seconds * factor)
-            finally:  # a Ctrl-C ends the program, and this stage keeps what it has
+            finally:  # on Ctrl-C the program ends, and this stage keeps its rows
                 found = read_rows(rows)
                 path = write_tables(stage.name, found, setting, given.out, ending=ending, commit=commit)
                 print(f"{stage.name}: {ending}; {path}", flush=True)

@@ -1,11 +1,11 @@
-"""Out of memory at every allocation of a step: does the run end where the run planned with the smaller cut ends?
+"""Out of memory at every allocation of a step: is the result the run planned with the smaller size?
 
-A small model with convolution, BatchNorm, dropout and a buffer of its own, AdamW, three steps. In the second step the
+A small model with convolution, BatchNorm, dropout and an extra buffer, AdamW, three steps. In the second step the
 k-th allocation fails, for every k up to the clipping; on two ranks it fails on the second one. "exact" counts the runs
-whose parameters and buffers are, bit for bit and on every rank, those of the run that was planned with the cut.
+whose parameters and buffers equal, bit for bit and on every rank, the run planned with that size.
 
-Beside it what a plain loop does that runs the failed micro-batch again and keeps the gradients, and what a failure
-inside of the optimizer's step leaves behind.
+For comparison: a plain loop that repeats the failed micro-batch and keeps the gradients, and the state after a failure
+inside the optimizer's step.
 
     python benchmarks/out_of_memory.py [--out benchmarks/results/NAME.md]
 """
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the model and the runs are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the model and the runs come from the tests
 
 import anybatch as ab
 from anybatch.testing import RankPool, out_of_memory_at
@@ -49,13 +49,13 @@ RUNS: Mapping[str, tuple[int, Run, int]] = {
 
 
 def planned(run: Run, times: int) -> Run:
-    """Return the run that is cut from the start as the other one ends up."""
+    """Return the run that starts with the size that the other one ends with."""
     sizes = HALF if times == 1 else QUARTER
     return Run(strategy=run.strategy, loss=run.loss, num_samples=run.num_samples, sizes=sizes, options=run.options)
 
 
 def every_point(run: Run, times: int) -> list[tuple[str, bool]]:
-    """Run on every rank: fail everywhere on the last rank; return (phase, exact on this rank) for each point."""
+    """Run on every rank: fail at each point on the last rank; return (phase, exact on this rank) for each."""
     world = ab.World.from_environment(device="cpu")
     gc.freeze()
     torch.set_num_threads(1)
@@ -68,20 +68,20 @@ def every_point(run: Run, times: int) -> list[tuple[str, bool]]:
             run, Fault(at=tuple(at if rank == world.size - 1 else 0 for rank in range(world.size)), times=times)
         )
         phases = world.gather_objects(phase_of(end))
-        if len(end.too_large) == times:  # otherwise the second try has fewer allocations than that
+        if len(end.too_large) == times:  # otherwise the second attempt has fewer allocations
             found.append((phases[-1], same(end.weights, expected.weights)))
     return found
 
 
 def last_point(run: Run, whole: End) -> int:
-    """Return the last allocation that is failed: the last of all, or the one before DDP's reduction is prepared."""
+    """Return the last allocation to fail: the last of all, or the one before DDP's reduction is prepared."""
     if run.strategy != "ddp":
         return whole.num_allocations
     return whole.num_allocations // 2  # the first of two micro-batches
 
 
 def phase_of(end: End) -> str:
-    """Return the phase that failed first."""
+    """Return the phase of the first failure."""
     return end.failed[0] if end.failed else ""
 
 
@@ -93,7 +93,7 @@ def small() -> nn.Module:
 
 
 def naive() -> list[str]:
-    """Return rows about a plain loop that runs only the failed micro-batch again, in halves."""
+    """Return rows about a plain loop that repeats only the failed micro-batch, in halves."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(16, 3, 10, 10, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 10, (16,), generator=generator)
@@ -127,7 +127,7 @@ def naive() -> list[str]:
 
 
 def half_updated() -> str:
-    """Return a row about failures inside of AdamW's step."""
+    """Return a row about failures inside AdamW's step."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What the engine costs over the best loop one can write by hand.
+"""The overhead of the engine over the best hand-written loop.
 
 Two models (tiny, about 10 million parameters), 1 to 64 accumulation steps. The hand-written loop divides each loss by
 the known count, zeroes gradients to None and steps the optimizer; a second one also measures and clips the gradient
@@ -26,7 +26,7 @@ Step = Callable[[Batch], object]
 
 
 def tiny() -> nn.Module:
-    """Return a model whose arithmetic costs next to nothing."""
+    """Return a model with negligible arithmetic."""
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
@@ -44,7 +44,7 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def by_hand(model: nn.Module, micro_batch_size: int, *, clip: float | None) -> Step:
-    """Return the leanest exact accumulation step one can write."""
+    """Return the leanest exact accumulation step written by hand."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     parameters = list(model.parameters())
 
@@ -66,7 +66,7 @@ def by_hand(model: nn.Module, micro_batch_size: int, *, clip: float | None) -> S
 
 
 def by_engine(model: nn.Module, micro_batch_size: int, *, clip: float | None) -> Step:
-    """Return the engine's step; without clipping it does not measure the norm either, like the loop by hand."""
+    """Return the engine's step; without clipping it does not measure the norm, like the hand-written loop."""
     engine = ab.Engine(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -80,7 +80,7 @@ def by_engine(model: nn.Module, micro_batch_size: int, *, clip: float | None) ->
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What two loops took for the same steps: medians in seconds, and the median of the rounds' ratios."""
+    """Results of two loops for the same steps: medians in seconds, and the median of the rounds' ratios."""
 
     by_hand: float
     by_engine: float
@@ -88,7 +88,7 @@ class Measured:
 
 
 def measure(by_hand_step: Step, by_engine_step: Step, batch: Batch, rounds: int) -> Measured:
-    """Run both loops alternately, the one that goes first changing by the round."""
+    """Run both loops alternately, changing which goes first."""
     pair = (by_hand_step, by_engine_step)
     seconds: list[list[float]] = [[], []]
     for number in range(rounds + WARM_UP_ROUNDS):

@@ -1,6 +1,6 @@
-"""What dropout masks by sample cost: against torch's own dropout, alone and in a model's whole step.
+"""The cost of dropout masks by sample: against torch's own dropout, alone and in a model's whole step.
 
-`F.dropout` forward and backward by itself, at four sizes; then the engine's step with rng="per_sample" over that with
+`F.dropout` forward and backward alone, at four sizes; then the engine's step with rng="per_sample" over one with
 rng="micro_batch", on a small transformer-like stack that drops five times. Sides alternate call by call; the figure is
 the median of the ratios of neighbours, with the quartiles.
 
@@ -28,7 +28,7 @@ BATCH, MICRO_BATCH, WIDTH = 32, 8, 128
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return how long a call takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -61,7 +61,7 @@ def alone(shape: tuple[int, ...]) -> str:
 
 
 def stack() -> nn.Module:
-    """Return five blocks that drop."""
+    """Return five blocks with dropout."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(5)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 10))

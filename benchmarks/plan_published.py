@@ -1,15 +1,15 @@
-"""Plans against figures of GPUs that others have published, with their sources: nothing is measured here.
+"""Plans against published GPU figures, with their sources: nothing is measured here.
 
     python benchmarks/plan_published.py [--out benchmarks/results/NAME.md]
 
-Of transformers' guide: bert-large-uncased as a classifier, 512 tokens, on a V100 of 16 GB; memory as `nvidia-smi` has
-it, context and all. The guide gives the context of that machine by itself (1343 MB), which is taken instead of the
-usual one. Of torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed sequences, batch 2; active
-memory. Plans are of eager execution, and their adapters are on one matrix of a block more (keys).
-FSDP2 on 8 and 128 H100s is compared in `plan_sharded`.
+From transformers' guide: bert-large-uncased as a classifier, 512 tokens, on a V100 of 16 GB; memory as printed by
+`nvidia-smi`, including the context. The guide gives that machine's context (1343 MB), which replaces the default one.
+From torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed sequences, batch 2; active memory.
+Plans are of eager execution, with adapters on one more matrix per block (keys). FSDP2 on 8 and 128 H100s is compared
+in `plan_sharded`.
 
-The second table takes a full fine-tuning of the same page apart that sums gradients in bf16, which the engine does not:
-what of it is another number of bytes, and what is a number that is not known.
+The second table splits the memory of a full fine-tuning of the same page, which sums gradients in bf16 while the engine
+does not: parts that follow from arithmetic, and parts with no known number.
 """
 
 from collections import Counter
@@ -29,12 +29,12 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 GUIDE = "https://huggingface.co/docs/transformers/v4.27.2/en/perf_train_gpu_one"
 TORCHTUNE = "https://github.com/pytorch/torchtune (README, 2025)"
 CONTEXT = 1343 * MEBIBYTE
-"""What one number on that V100 takes, as the guide's predecessor prints it."""
+"""Bytes of a single number on that V100, as printed by the guide's predecessor."""
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def adamw(named: Named) -> torch.optim.Optimizer:
-    """Return AdamW that updates one parameter after the other, as transformers' own did."""
+    """Return AdamW without foreach, as transformers' own was."""
     return torch.optim.AdamW([p for _, p in named], lr=5e-5, foreach=False)
 
 
@@ -65,7 +65,7 @@ BERT: tuple[tuple[str, int, dict[str, Any], int], ...] = (
         5363,
     ),
 )
-"""What is trained how, the micro-batch size, the options of the plan, and MB as published."""
+"""Training job, micro-batch size, options of the plan, and published MB."""
 LORA = "LoRA of rank 8"
 LLAMA: tuple[tuple[str, str, int, list[str], float], ...] = (
     ("8B, LoRA", "llama-3.1-8b", 2048, [LORA, "checkpointing", "loss in chunks of 1024 tokens"], 16.2),
@@ -85,11 +85,11 @@ LLAMA: tuple[tuple[str, str, int, list[str], float], ...] = (
         4.6,
     ),
 )
-"""What is trained how, the model, tokens of a sample, changes, and GiB as published."""
+"""Training job, model, tokens of a sample, changes, and published GiB."""
 
 
 def bert() -> nn.Module:
-    """Return bert-large-uncased as a classifier, with the attention that its library had then."""
+    """Return bert-large-uncased as a classifier, with its library's attention at the time."""
     import transformers  # noqa: PLC0415
 
     transformers.logging.set_verbosity_error()
@@ -105,7 +105,7 @@ def bert() -> nn.Module:
 
 
 def rows() -> Iterator[tuple[str, float, float, str]]:
-    """Yield what was trained, GiB as planned and as published, and the source."""
+    """Yield the training job, GiB as planned and as published, and the source."""
     sample = {"input_ids": torch.zeros(1, 512, dtype=torch.int64), "labels": torch.zeros(1, dtype=torch.int64)}
     for name, size, options, published in BERT:
         optimizer: Callable[[Named], torch.optim.Optimizer] = options.get("optimizer", adamw)
@@ -116,7 +116,7 @@ def rows() -> Iterator[tuple[str, float, float, str]]:
             ab.mean_over_samples(own_loss),
             sample,
             device="V100-16",
-            # Gradients were set to zero and stayed, so that the second of two micro-batches is what a step held.
+            # Gradients were zeroed and kept, so a step had the memory of its second micro-batch.
             effective_batch_size=max(4, 2 * size),
             micro_batch_size=size,
             proposals=False,
@@ -145,9 +145,9 @@ PUBLISHED_FULL = 24.9
 
 
 def parts() -> Iterator[str]:
-    """Yield the table of that recipe's memory, part by part: as published, as far as arithmetic tells, and as planned.
+    """Yield the table of that recipe's memory, part by part: as published, by arithmetic, and as planned.
 
-    What is published has weights, gradients and both averages in bf16, whose bytes are known; the rest is what is left.
+    The published run has weights, gradients and both averages in bf16, whose bytes are known; the table shows the rest.
     """
     plan = ab.plan(
         "llama-3.2-3b",
@@ -177,7 +177,7 @@ def parts() -> Iterator[str]:
 
 
 def highest(trace: MemoryTrace, phase: Phase) -> dict[str, int]:
-    """Return the bytes by category at the moment of a phase at which the most is held."""
+    """Return the bytes by category at a phase's peak."""
     held: Counter[str] = Counter()
     most: dict[str, int] = {}
     for event in trace.events:

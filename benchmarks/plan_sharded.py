@@ -1,11 +1,10 @@
-"""Memory of sharded steps as it is planned without devices: against published figures, real ranks, and known limits.
+"""Memory of sharded steps as planned without devices: against published figures, real ranks, and known limits.
 
 1. torchtitan's own figures for Llama 3.1 8B on H100s: 8,192 tokens, two samples per device, selective checkpointing.
 2. The engine on two and four gloo ranks on this machine, in the second step, on the rank that holds most, against what
-   `ab.plan(device="cpu:64GiB", world_size=..., strategy=...)` says of it. Two micro-batches a step. Tensors: the most
-   that they hold, by the memory ledger. Allocated: the most that torch's CPU allocator has handed out, by its profiler;
-   beside tensors that is what kernels take for themselves, which is planned, and what gloo copies in a thread of its
-   own and lets go when it comes to it, which is not.
+   `ab.plan(device="cpu:64GiB", world_size=..., strategy=...)` predicts. Two micro-batches a step. Tensors: the peak of
+   the memory ledger. Allocated: the peak of torch's CPU allocator, by its profiler;
+   apart from tensors these are the workspaces of kernels, and gloo's copies in its own thread; neither is planned.
 3. The fewest devices of 80 GiB that hold a step of a 70-billion-parameter model, whose weights at two bytes are 140 GB.
 
     python benchmarks/plan_sharded.py [--only-ranks] [--out benchmarks/results/NAME.md]
@@ -56,7 +55,7 @@ class Case:
     optimizer: Callable[[Named], torch.optim.Optimizer] = adamw
 
     def spec(self) -> TrainSpec:
-        """Return what is trained."""
+        """Return the training specification."""
         return TrainSpec(model=self.model(), optimizer=self.optimizer, loss=self.loss, check_loss=False)  # type: ignore[arg-type]
 
 
@@ -78,7 +77,7 @@ STRATEGIES: dict[str, str | Callable[[], Strategy]] = {
 
 
 def in_bfloat16() -> Strategy:
-    """Return FSDP2 as torchtitan has it: weights gathered in bf16, gradients reduced in float32 as they come."""
+    """Return FSDP2 as in torchtitan: weights gathered in bf16, gradients reduced in float32 in every micro-batch."""
     return FSDP(Sharding(param_dtype=torch.bfloat16), reduction="every_micro_batch")
 
 
@@ -100,7 +99,7 @@ def against_published() -> list[str]:
 
 
 def planned_peak(name: str, strategy: str, num_ranks: int) -> int:
-    """Return the bytes that a plan for a CPU says each rank holds."""
+    """Return the planned bytes per rank for a CPU."""
     case = CASES[name]
     plan = ab.plan(
         case.spec,
@@ -115,7 +114,7 @@ def planned_peak(name: str, strategy: str, num_ranks: int) -> int:
 
 
 def real_peaks(name: str, strategy: str) -> tuple[int, int]:
-    """Run on every rank: return the most that tensors hold during the second step, and the most that is allocated."""
+    """Run on every rank: return the peaks of tensor memory and of allocated memory in the second step."""
     torch.set_num_threads(1)
     case, how = CASES[name], STRATEGIES[strategy]
     gc.collect()
@@ -135,7 +134,7 @@ def real_peaks(name: str, strategy: str) -> tuple[int, int]:
                 check_loss=False,
                 world=world,
             )
-            torch.manual_seed(world.rank)  # ranks have samples of their own
+            torch.manual_seed(world.rank)  # each rank has different samples
             batch = case.batch(NUM_MICRO_BATCHES * case.size)
             engine.step(batch)
             start = ledger.num_events

@@ -1,15 +1,15 @@
-"""How long it takes to plan the memory of small and large models, and how much memory the planner itself takes.
+"""The time to plan the memory of small and large models, and the planner's own memory.
 
 Each plan is made in a fresh process, from its start to its end, on one thread: two models on one device, where a plan
-is traces at two micro-batch sizes, one more at the answer, and the allocator's replay; and two under FSDP2, where it is
-one trace and the replay. A small Mamba is one of transformers as it runs without its own kernels: its scan takes the
-tokens one after the other, so that a step has a hundred times as many operations as layers would need.
+traces at two micro-batch sizes, one more at the answer, and the allocator's replay; and two under FSDP2, which need
+one trace and the replay. A small Mamba comes from transformers and runs without its own kernels: its scan takes the
+tokens one after the other, so that a step has a hundred times more operations than layers would need.
 
     python benchmarks/plan_speed.py [--only WORD] [--out benchmarks/results/NAME.md]
     python benchmarks/plan_speed.py --against PATH
 
-With `--against` each plan that both know is made in turns with this checkout and with another one, each with its own
-source and its own copy of this script, and what is compared is seconds of the CPU, and what both say.
+With `--against` each plan that both versions support alternates between this checkout and another one, each with its
+own source and its own copy of this script. The comparison is of CPU seconds and of the resulting plans.
 """
 
 import itertools
@@ -37,9 +37,9 @@ class Case:
     """One plan.
 
     Args:
-        words: what is planned.
-        make: makes the plan; returns what it says.
-        aim_seconds: how long it may take.
+        words: a description.
+        make: makes the plan; returns its result.
+        aim_seconds: target time.
     """
 
     words: str
@@ -60,7 +60,7 @@ def on_one_device(name: str) -> str:
 
 
 def scanned(num_tokens: int, **shape: int) -> str:
-    """Plan a Mamba by its configuration; return the largest micro-batch that fits, and what tensors hold of it."""
+    """Plan a Mamba by its configuration; return the largest micro-batch that fits and its tensor memory."""
     import logging  # noqa: PLC0415
 
     import transformers  # noqa: PLC0415
@@ -74,7 +74,7 @@ def scanned(num_tokens: int, **shape: int) -> str:
 
 
 def convolved() -> str:
-    """Plan a network of convolutions; return the largest micro-batch that fits, and what tensors hold of it."""
+    """Plan a convolutional network; return the largest micro-batch that fits and its tensor memory."""
     import torch  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
 
@@ -99,7 +99,7 @@ def convolved() -> str:
 
 
 def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: int) -> str:
-    """Plan one micro-batch size under FSDP2; return what is held."""
+    """Plan one micro-batch size under FSDP2; return the planned bytes."""
     import llama  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
@@ -130,7 +130,7 @@ CASES = {
 
 
 def in_this_process(name: str) -> None:
-    """Make one plan and print what it took."""
+    """Make one plan and print its cost."""
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def script_of(checkout: Path) -> Path:
 
 
 def made(name: str, checkout: Path | None = None) -> dict[str, Any]:
-    """Plan in a fresh process, with another checkout or with this one; return what it says and took."""
+    """Plan in a fresh process, with this checkout or another; return the result and its cost."""
     source = Path(__file__).parents[1] if checkout is None else checkout
     environment = {**os.environ, "PYTHONPATH": str(source / "src")}
     command = [sys.executable, str(script_of(source)), name]
@@ -156,7 +156,7 @@ def made(name: str, checkout: Path | None = None) -> dict[str, Any]:
 
 
 def turns(name: str, checkout: Path, num_turns: int) -> str:
-    """Plan in turns with this source and another one; return the table's row."""
+    """Plan with this source and another one, interleaved; return the table's row."""
     pairs = [(made(name, checkout), made(name)) for _ in range(num_turns)]
     ratios = sorted(new["cpu_seconds"] / old["cpu_seconds"] for old, new in pairs)
     before, after = (median(pair[side]["cpu_seconds"] for pair in pairs) for side in (0, 1))

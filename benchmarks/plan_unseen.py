@@ -1,16 +1,16 @@
-"""Plans of models that nobody chose, against what a CPU's allocator hands out: drawn by a seed from five libraries.
+"""Plans of randomly drawn models from five libraries, against the memory that a CPU's allocator hands out.
 
 Drawn are classifiers of torchvision and timm, model types of transformers (made small), networks of diffusers (made
 small), and models of transformers with adapters of peft; each with an optimizer and a precision. Each is planned by
 `ab.plan` from Python, as a user would, and then run: two steps of two micro-batches, of which the second is measured,
-every allocation of torch's CPU allocator counted. What does not build or run by itself is left out, and counted.
+every allocation of torch's CPU allocator counted. Models that do not build or run are left out, and counted.
 
     python benchmarks/plan_unseen.py [--seed 18] [--seconds 3600] [--library NAME] [--out benchmarks/results/NAME.md]
     python benchmarks/plan_unseen.py --times
 
 With `--times` the seconds of a step are compared instead: as predicted from a calibration of this CPU, and the median
-of five steps. Models are taken in turn from the libraries, until the time is up. The band of unseen models
-(`UNSEEN_SPREAD`) is what one draw says (seed 21), and is judged on another (seed 22).
+of five steps. Libraries alternate until the time is up. The band of unseen models
+(`UNSEEN_SPREAD`) comes from one draw (seed 21), and is judged on another (seed 22).
 
 It needs torchvision, timm, transformers, diffusers and peft; a torchvision for another build of torch will do, since
 its own operations are not used.
@@ -47,7 +47,7 @@ MOST_PARAMETERS = 60_000_000
 LEARNING_RATE = 1e-4
 Batch = dict[str, Any]
 NUM_DRAWN = {"torchvision": 14, "timm": 20, "transformers": 26, "diffusers": 6, "peft": 8}
-"""How many are drawn of each library."""
+"""Number of models drawn per library."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda named: torch.optim.AdamW([p for _, p in named], lr=LEARNING_RATE),
     "SGD": lambda named: torch.optim.SGD([p for _, p in named], lr=LEARNING_RATE, momentum=0.9),
@@ -71,7 +71,7 @@ _SMALL = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
-"""What makes a configuration of transformers small, where it has a value of that name."""
+"""Values that make a transformers configuration small, for attributes that it has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +93,13 @@ def of_classes(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def own(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss that a model of transformers computes itself."""
+    """Return the loss that a transformers model computes itself."""
     loss: torch.Tensor = model(**batch).loss
     return loss
 
 
 def of_noise(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean squared error of a network of diffusers."""
+    """Return the mean squared error of a diffusers network."""
     inputs = {name: value for name, value in batch.items() if name != "target"}
     return F.mse_loss(model(**inputs, return_dict=False)[0].float(), batch["target"])
 
@@ -124,7 +124,7 @@ def of_torchvision(draw: random.Random) -> Iterator[tuple[Any, ...]]:
 
 
 def of_timm(draw: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Yield classifiers at the size they were published for."""
+    """Yield classifiers at their published size."""
     import timm  # noqa: PLC0415
 
     names = timm.list_models()
@@ -135,7 +135,7 @@ def of_timm(draw: random.Random) -> Iterator[tuple[Any, ...]]:
 
 
 def small_config(kind: str) -> Any:  # noqa: ANN401 (of transformers)
-    """Return a small configuration of a model type, with the class that is trained most."""
+    """Return a small configuration of a model type, with its most common training class."""
     import transformers  # noqa: PLC0415
 
     from anybatch.recipes.planning.library_models import _class_of  # noqa: PLC0415 (as `anybatch plan` does it)
@@ -147,7 +147,7 @@ def small_config(kind: str) -> Any:  # noqa: ANN401 (of transformers)
 
 
 def of_transformers(draw: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Yield small models of any type that predicts tokens or classes of images."""
+    """Yield small models of any type that predicts tokens or image classes."""
     import transformers  # noqa: PLC0415
 
     auto = transformers.models.auto.modeling_auto
@@ -237,7 +237,7 @@ def _latents(channels: int, side: int, text: int | None) -> Callable[[int], Batc
 
 
 def of_peft(draw: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Yield models of transformers with adapters."""
+    """Yield transformers models with adapters."""
     import peft  # noqa: PLC0415
 
     kinds = ("llama", "mistral", "qwen2", "gemma", "opt", "gpt_neox", "bert", "roberta", "t5", "phi")
@@ -260,7 +260,7 @@ def of_peft(draw: random.Random) -> Iterator[tuple[Any, ...]]:
 
 
 def drawn(seed: int, only: str = "") -> Iterator[tuple[str, Drawn]]:
-    """Yield the configurations of a seed: those that have few enough parameters, by library."""
+    """Yield a seed's configurations with few enough parameters, by library."""
     sources = {
         "torchvision": of_torchvision,
         "timm": of_timm,
@@ -284,16 +284,16 @@ def drawn(seed: int, only: str = "") -> Iterator[tuple[str, Drawn]]:
 
 
 def small_enough(make: Callable[[], nn.Module]) -> bool:
-    """Whether a model can be made without memory, and has few enough parameters to be run here."""
+    """Return whether a model can be created without memory, and is small enough to run here."""
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in make().parameters()) <= MOST_PARAMETERS
-    except Exception:  # noqa: BLE001 (it may still be made with its memory)
+    except Exception:  # noqa: BLE001 (it may still be created with memory)
         return True
 
 
 def planned(one: Drawn, rates: Rates | None = None) -> Plan:
-    """Return the plan of one, as a user asks for it."""
+    """Return the plan of a configuration, as a user gets it."""
     return ab.plan(
         one.make,
         OPTIMIZERS[one.optimizer],
@@ -309,7 +309,7 @@ def planned(one: Drawn, rates: Rates | None = None) -> Plan:
 
 
 def engine_of(one: Drawn) -> ab.Engine:
-    """Return the engine that runs one."""
+    """Return the engine for a configuration."""
     torch.manual_seed(0)
     return ab.Engine(
         one.make(),
@@ -324,7 +324,7 @@ def engine_of(one: Drawn) -> ab.Engine:
 
 
 def allocated(one: Drawn) -> int:
-    """Return the most that is allocated at once in the second step of the real engine."""
+    """Return the peak of allocated bytes in the second step of the real engine."""
     gc.collect()
     with AllocatorEvents() as allocator:
         batch = one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
@@ -337,25 +337,25 @@ def allocated(one: Drawn) -> int:
 
 
 def stand_in_for_missing_operations() -> None:
-    """Declare what a torchvision whose own operations do not load asks for while it is imported."""
+    """Declare operations that torchvision needs on import if its own ones do not load."""
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
 
 
 def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
-    """Return the row of one configuration, its error in percent where it has one, and what became of it."""
+    """Return the row of a configuration, its error in percent if there is one, and its outcome."""
     start, what = time.perf_counter(), f"| {library} | {one.name} | {one.optimizer} | {one.precision} |"
     try:
         plan, refused = planned(one), ""
     except UserError as error:
         plan, refused = None, str(error)
-    except Exception as error:  # noqa: BLE001 (of a model that cannot be made; else a fault of the planner)
+    except Exception as error:  # noqa: BLE001 (the model cannot be created; else a fault of the planner)
         plan, refused = None, f"NOT AS AN ERROR OF OURS: {type(error).__name__}: {error}"
     took = time.perf_counter() - start
     try:
         found = allocated(one)
-    except Exception as error:  # noqa: BLE001 (whatever the model raises by itself)
+    except Exception as error:  # noqa: BLE001 (any error of the model itself)
         said = f"{type(error).__name__}: {error}".splitlines()[0][:160].replace("|", "/")
         return f"{what} - | - | - | {took:.1f} | does not run: {said} |", None, "does not run"
     if plan is None:
@@ -368,7 +368,7 @@ def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
 
 
 def timed(seed: int, seconds: float) -> list[str]:
-    """Return the table of predicted and measured times of a step, and what it comes to."""
+    """Return the table of predicted and measured times of a step, and its summary."""
     by_library: dict[str, list[Drawn]] = {}
     for library, one in drawn(seed):
         by_library.setdefault(library, []).append(one)
@@ -393,7 +393,7 @@ def timed(seed: int, seconds: float) -> list[str]:
     inside = sum(rates.band[0] <= one <= rates.band[1] for one in ratios)
     band = f"{inside} of {len(ratios)} within the band of {rates.band[0]:.2f} to {rates.band[1]:.2f}"
     said = f"{band}; off by a factor of {off[len(off) // 2]:.2f} in the middle, {off[-1]:.2f} at most."
-    # Of a further model that is drawn alike nine in ten lie below: the rank of conformal prediction.
+    # The rank of conformal prediction: nine in ten further models drawn alike are below.
     rank = math.ceil(0.9 * (len(off) + 1))
     if rank <= len(off):
         said += f" The {rank}th of {len(off)} factors, below which nine in ten further models lie: {off[rank - 1]:.2f}."
@@ -401,14 +401,14 @@ def timed(seed: int, seconds: float) -> list[str]:
 
 
 def _seconds_of(engine: ab.Engine, batch: Batch) -> float:
-    # What this thread computes: others use the machine, too.
+    # CPU time of this thread, as other programs use the machine.
     start = time.thread_time()
     engine.step(batch)
     return time.thread_time() - start
 
 
 def summary(errors: list[float], counts: dict[str, int]) -> list[str]:
-    """Return what the table comes to."""
+    """Return the summary of the table."""
     sizes = sorted(map(abs, errors))
     within = {limit: sum(one <= limit for one in sizes) for limit in (0.1, 0.25, 1.0, 3.0)}
     said = ", ".join(f"{number} within {limit}%" for limit, number in within.items())
@@ -454,7 +454,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     only = f" --library {options.library}" if options.library else ""
-    # The lists that are drawn from grow: another version of a library draws other models of it by the same seed.
+    # Lists grow: another version of a library draws other models by the same seed.
     versions = ", ".join(f"{library} {version(library)}" for library in NUM_DRAWN)
     report.publish(
         [*summary(errors, counts), "", *lines],

@@ -1,16 +1,16 @@
-"""Causes of bad scaling, planted one by one and in pairs: is the right one named first, and does the gain come?
+"""Causes of bad scaling, planted alone and in pairs: is the right one reported first, with the predicted gain?
 
 A small job runs on two hosts (network namespaces of this machine, `tests/hosts.py`; root and iproute2). Its layers
-sleep for a time per sample, in forward and backward, as a device that works beside its host: so compute does not
-depend on what else this machine does, and reductions have something to hide behind. Gradients travel over real sockets.
-Planted are samples that take long to load, too few workers for them, a slow cable, a cable with latency, a rank that
-computes more, a bucket for every parameter, and one bucket for all. A pair is right if one of the two is named first.
-Healthy jobs have none of these. That ranks wait for a core (`shared_cores`) is left out: it is what other programs of
-this machine do, and no job is planted with it; how often it was named is said. Where the first cause has a change that
-can be tried, it is, and both gains are shown.
+sleep for a time per sample, in forward and backward, like an asynchronous device, so compute does not depend on other
+programs of this machine, and reductions can overlap. Gradients travel over real sockets. Planted are samples that load
+slowly, too few workers for them, a slow link, a link with latency, a rank that computes more, a bucket for every
+parameter, and one bucket for all. A pair is right if either cause is reported first. Healthy jobs have none of these.
+Waiting for a core (`shared_cores`) is left out: it depends on other programs of this machine, and no job is planted
+with it; the table counts how often it was reported. If the first cause has a change to try, the benchmark tries it and
+shows both gains.
 
     python benchmarks/planted_causes.py [--only WORD] [--out benchmarks/results/NAME.md]
-    python benchmarks/planted_causes.py --kept FILE --seconds 240    # a part of it; again until all have been run
+    python benchmarks/planted_causes.py --kept FILE --seconds 240    # run a part; repeat until all have run
 """
 
 import argparse
@@ -38,16 +38,16 @@ from anybatch.diagnostics.scaling.scale import scale_on_ranks
 from anybatch.engine.spec import TrainSpec
 from anybatch.parallel.world import World
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
 from tests.hosts import NoHostsError, hosts
 
 ROOT = Path(__file__).parents[1]
 EFFECTIVE_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_RANKS = 32, 8, 2
-NUM_CORES = 64  # sleeping takes none
+NUM_CORES = 64  # sleeping needs none
 TIMEOUT_SECONDS = 900
 BUCKET_SIZES = (2**16, 2**20, 2**21, 2**30)
 MACHINE = "shared_cores"
-MOST_TOGETHER = 4  # jobs of one network that ranks join once for
+MOST_TOGETHER = 4  # jobs on one network, which ranks join once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Case:
         straggles: how much longer rank 1 computes.
         rate: of the cable.
         latency: seconds from host to host.
-        bucket_sizes: bytes of the buckets that are tried; none for those of `anybatch scale`.
+        bucket_sizes: bytes of the buckets that are tried; empty for the usual ones of `anybatch scale`.
     """
 
     planted: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ HEALTHY = (
 
 
 def planted(*names: str) -> Case:
-    """Return the job with these causes; where two say otherwise, what makes the other one harder to see stays out."""
+    """Return the job with these causes; if two conflict, the change that hides the other one is dropped."""
     values: dict[str, Any] = {}
     for name in names:
         values |= PLANT[name]
@@ -118,30 +118,30 @@ def planted(*names: str) -> Case:
 
 
 def cases() -> list[Case]:
-    """Return all jobs: healthy ones, each cause, and each pair that can be."""
+    """Return all jobs: healthy ones, each cause, and each possible pair."""
     pairs = [pair for pair in itertools.combinations(PLANT, 2) if set(pair) not in EXCLUSIVE]
     return [*HEALTHY, *(planted(name) for name in PLANT), *(planted(*pair) for pair in pairs)]
 
 
 class Device(torch.autograd.Function):
-    """Passes its input on, after the time that a device would take."""
+    """Passes its input on after a device's time."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:  # noqa: ANN401 (torch's)
-        """Sleep, a third of the time."""
+        """Sleep for a third of the time."""
         context.seconds = seconds
         time.sleep(seconds / 3 * len(x))
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401 (torch's)
-        """Sleep, the rest of it."""
+        """Sleep for the rest of it."""
         time.sleep(2 * context.seconds / 3 * len(gradients[0]))
         return gradients[0], None
 
 
 class Layers(nn.Module):
-    """Layers that take their time."""
+    """Layers with a simulated duration."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples that take their time."""
+    """Samples with a simulated loading time."""
 
     case: Case
 
@@ -186,7 +186,7 @@ class PlantedJob:
     case: Case
 
     def train_spec(self) -> TrainSpec:
-        """Return what is trained."""
+        """Return the training specification."""
         return TrainSpec(
             model=Layers(self.case),
             optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-6),
@@ -202,9 +202,9 @@ class PlantedJob:
 
 
 def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
-    """Be one rank: measure each job, try the change, and write what was found."""
+    """Run as one rank: measure each job, try the change, and write the findings."""
     torch.set_num_threads(1)
-    # Open until the end, so that ranks join once.
+    # Kept open until the end, so that ranks join once.
     world = World.from_environment(device="cpu")
     for number, case in enumerate(cases_of_network):
         job = PlantedJob(case)
@@ -226,12 +226,12 @@ def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
             causes = [[cause.code, cause.cost / step] for cause in found.causes]
             values = {"causes": causes, "tried": tried, "text": str(found), "report": found.as_json()}
             Path(out, f"{number}.json").write_text(json.dumps(values))
-    world.gather_numbers([0.0])  # rank 0 keeps the store: it ends when all are done
+    world.gather_numbers([0.0])  # rank 0 has the store, so it ends last
     world.close()
 
 
 def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:
-    """Run jobs of the same network on hosts, and return what rank 0 has found of each."""
+    """Run jobs on the same network of hosts, and return rank 0's findings for each."""
     first = cases_of_network[0]
     with tempfile.TemporaryDirectory() as folder:
         with hosts(NUM_RANKS, rate=first.rate, latency=first.latency) as made:
@@ -254,14 +254,14 @@ def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def case_of(values: dict[str, Any]) -> Case:
-    """Return a job as JSON has brought it."""
+    """Return a job parsed from JSON."""
     sizes = values["bucket_sizes"]
     tuples = {"planted": tuple(values["planted"]), "bucket_sizes": sizes and tuple(sizes)}
     return Case(**values | tuples)
 
 
 def network_of(case: Case) -> tuple[bool, str, float]:
-    """Return what jobs have in common that run on the same hosts: whether they are pairs, rate and latency."""
+    """Return the properties shared by jobs on the same hosts: whether they are pairs, rate and latency."""
     return len(case.planted) > 1, case.rate or "", case.latency
 
 
@@ -275,13 +275,13 @@ def row_of(case: Case, found: dict[str, Any]) -> str:
 
 
 def is_right(case: Case, found: dict[str, Any]) -> bool:
-    """Whether one of the planted causes is named first; of a healthy job, whether none is named."""
+    """Return whether a planted cause is reported first, or none for a healthy job."""
     first = found["causes"][0][0] if found["causes"] else None
     return first in case.planted if case.planted else first is None
 
 
 def summary(results: Iterable[tuple[Case, dict[str, Any]]]) -> list[str]:
-    """Return the hit rates, and how the gains compare."""
+    """Return the hit rates, and a comparison of the gains."""
     results = list(results)
     busy = sum(found["busy"] for _, found in results)
     lines = [f"- ranks wait for a core, a tenth of a step or more, which is left out: {busy} of {len(results)} runs"]
@@ -324,7 +324,7 @@ def main() -> None:
     kept = json.loads(given.kept.read_text()) if given.kept and given.kept.exists() else []
     known = {case_of(values): found for values, found in kept}
     begun = time.perf_counter()
-    with contextlib.suppress(KeyboardInterrupt):  # what was run until then is shown
+    with contextlib.suppress(KeyboardInterrupt):  # the finished part is shown
         # Single causes first.
         for network in sorted({network_of(case) for case in chosen}):
             same = [case for case in chosen if network_of(case) == network and case not in known]

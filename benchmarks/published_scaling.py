@@ -1,7 +1,7 @@
-"""Forecasts against published scaling tables, each with its source. Nothing is fitted: rates are published too.
+"""Forecasts against published scaling tables, with sources. Nothing is fitted: rates are published too.
 
-Latencies were not published: 5 us over a network and 2 us within a host are taken for all. Bandwidths are those of the
-hardware's data sheets. The number of bytes is that of the published model's parameters in float32, as they travelled.
+Latencies were not published: 5 us over a network and 2 us within a host are assumed for all. Bandwidths are from the
+hardware's data sheets. The number of bytes follows from the published model's float32 parameters, as transmitted.
 
     python benchmarks/published_scaling.py [--out benchmarks/results/NAME.md]
 """
@@ -102,7 +102,7 @@ TABLES = (
 
 
 def forecast_efficiency(table: Published, num_ranks: int) -> float:
-    """Return the forecast efficiency, with the reduction that is faster for each size, on weak scaling."""
+    """Return the forecast weak-scaling efficiency, with the faster reduction for each size."""
     workload = Workload(
         micro_batch=SecondsFit(0.0, 1 / table.rate),
         micro_batch_size=table.size,
@@ -113,14 +113,14 @@ def forecast_efficiency(table: Published, num_ranks: int) -> float:
         link=Link(NETWORK, table.gigabits * 1e9 / 8),
         inner_link=Link(WITHIN, table.inner),
         devices_per_host=table.devices,
-        control_link=Link(0.0, float("inf")),  # none of these programs sends what the engine does
+        control_link=Link(0.0, float("inf")),  # these programs do not send the engine's control messages
     )
     rates = {size: rate_at(workload, cluster, size) for size in (table.against, num_ranks)}
     return rates[num_ranks] / rates[table.against] * table.against / num_ranks
 
 
 def rate_at(workload: Workload, cluster: Cluster, num_ranks: int) -> float:
-    """Return samples per second on so many ranks."""
+    """Return samples per second on this many ranks."""
     rows = forecast(workload, cluster, world_size=max(2, num_ranks)).rows
     return next(row.samples_per_second for row in rows if row.world_size == num_ranks)
 

@@ -1,4 +1,4 @@
-"""How every benchmark prints its table, and files it with date, versions and machine."""
+"""Print the table of a benchmark, and write it to a file with date, versions and machine."""
 
 import argparse
 import json
@@ -14,23 +14,23 @@ Kept = TypeVar("Kept")
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the one option that all benchmarks have."""
+    """Return a parser with the option that all benchmarks have."""
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, help="file to write the table to, in Markdown")
     return made
 
 
 def device_name() -> str:
-    """Return what the benchmark ran on, in words."""
+    """Return the hardware and versions as text."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU"
 
 
 def kept(path: Path | None, key: str, make: Callable[[], Kept]) -> Kept:
-    """Return what an earlier call has kept under a key in a JSON file, or make it and keep it there.
+    """Return the result of an earlier call under a key in a JSON file, or make it and keep it there.
 
-    A benchmark that takes long can so be run in parts.
+    So a long benchmark can be run in parts.
     """
     known = json.loads(path.read_text()) if path is not None and path.exists() else {}
     if key not in known:
@@ -42,7 +42,7 @@ def kept(path: Path | None, key: str, make: Callable[[], Kept]) -> Kept:
 
 
 def publish(lines: Sequence[str], *, title: str, command: str, setting: str, out: Path | None) -> None:
-    """Print the lines, and write them to `out` under a heading that says where they are from."""
+    """Print the lines, and write them to `out` under a heading with their source."""
     print("\n".join(lines))
     if out is None:
         return

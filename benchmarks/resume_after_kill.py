@@ -1,9 +1,9 @@
-"""Killed at random moments and resumed, a run ends as one that was never killed: the recipe `digits`, 1 and 2 ranks.
+"""A run killed at random moments and resumed ends like an uninterrupted one: the recipe `digits`, 1 and 2 ranks.
 
-At each of ten random steps of a run of five epochs, all its processes get SIGKILL at once, as when a machine loses
-power, at a random moment within the step. Resumed with the printed command, on as many ranks, its parameters are
-compared with those of the run that went through, bit for bit; and each of its steps must stand in its log, and end
-where that of the other run ended in the data.
+At each of ten random steps of a run of five epochs, all its processes get SIGKILL together, as in a power failure, at
+a random moment within the step. It resumes with the printed command, on the same number of ranks. Its parameters are
+compared with the uninterrupted run, bit for bit; each of its steps must be in its log, at the same position in the
+data as in the other run.
 
     python benchmarks/resume_after_kill.py [--out benchmarks/results/NAME.md]
 """
@@ -31,7 +31,7 @@ Run = dict[int, tuple[int, int]]
 
 
 def start(folder: Path, *options: str) -> "subprocess.Popen[bytes]":
-    """Start `anybatch train` in a session of its own, so that all of its processes can be killed at once."""
+    """Start `anybatch train` in its own session, so that all of its processes can be killed together."""
     return subprocess.Popen(
         [sys.executable, "-m", "anybatch", "train", "--out", str(folder), *options],
         stdout=subprocess.DEVNULL,
@@ -41,7 +41,7 @@ def start(folder: Path, *options: str) -> "subprocess.Popen[bytes]":
 
 
 def kill_in_step(process: "subprocess.Popen[bytes]", folder: Path, step: int, seconds: float) -> None:
-    """Wait until the log has a step, then for so many seconds, then kill every process of the run."""
+    """Wait until the log has a step, then for this many seconds, then kill every process of the run."""
     log = folder / "events.jsonl"
     needle = f'"kind":"step","rank":0,"step":{step},'
     while not log.exists() or needle not in log.read_text():
@@ -55,7 +55,7 @@ def kill_in_step(process: "subprocess.Popen[bytes]", folder: Path, step: int, se
 
 
 def positions(folder: Path) -> Run:
-    """Return step -> (epoch, samples of it) after that step, the last word on each step."""
+    """Return step -> (epoch, samples of it) after that step, by the last record of each step."""
     return {
         line["step"]: (line["epoch"], line["sample_offset"])
         for line in read_jsonl(folder / "events.jsonl")
@@ -64,7 +64,7 @@ def positions(folder: Path) -> Run:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether the parameters and the optimizer of two runs are the same, bit for bit."""
+    """Return whether the parameters and the optimizer of two runs are bitwise equal."""
     first, second = (load_latest(folder / "checkpoints").state for folder in (one, other))
     moments, others = first["optimizer"]["state"], second["optimizer"]["state"]
     return all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"]) and all(

@@ -1,8 +1,8 @@
-"""Two ranks that are killed can be resumed as one, two or three: each step has the same samples, losses up to rounding.
+"""Two killed ranks are resumed as one, two or three: each step has the same samples, losses up to rounding.
 
 The recipe `digits` runs for two epochs on two ranks and gets SIGKILL at a random moment of the second one. It has one
-sample in each micro-batch, so that the logs name every sample: each step must have the samples of the run that went
-through, and each loss is compared with its own.
+sample in each micro-batch, so that logs name every sample: each step must have the samples of the uninterrupted run,
+and each loss is compared with that run's.
 
     python benchmarks/resume_on_other_ranks.py [--out benchmarks/results/NAME.md]
 """
@@ -21,20 +21,20 @@ OPTIONS = ("digits", "--epochs", "2", "--micro-batch-size", "1", "--ranks", "2")
 
 
 def sessions(folder: Path) -> list[tuple[int, int]]:
-    """Return the first step and the ranks of each session of a run, as rank 0 tells them."""
+    """Return the first step and the ranks of each session of a run, from rank 0's log."""
     starts = [line for line in read_jsonl(folder / "events.jsonl") if line["kind"] == "start"]
     return [(line["first_step"], line["world_size"]) for line in starts]
 
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:
-    """Return step -> its samples over all ranks; what a resume has undone is left out."""
+    """Return step -> its samples over all ranks, without steps that a resume discarded."""
     samples: dict[int, list[int]] = {}
     told = sessions(folder)
     for rank, log in enumerate([folder / "events.jsonl", *sorted(folder.glob("events-rank-*.jsonl"))]):
         own = iter([number for number, (_, world_size) in enumerate(told) if rank < world_size])
         end = 0
         for line in read_jsonl(log):
-            if line["kind"] == "start":  # of the next session in which this rank was there
+            if line["kind"] == "start":  # of the next session with this rank
                 end = min((first for first, _ in told[next(own) + 1 :]), default=NUM_STEPS)
             elif line["kind"] == "micro_batch" and line["event"] == "begin" and line["step"] < end:
                 samples.setdefault(line["step"], []).append(line["first_sample_id"])
@@ -42,7 +42,7 @@ def samples_of_steps(folder: Path) -> dict[int, list[int]]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Return step -> its loss, as it was made last."""
+    """Return step -> its last recorded loss."""
     return {line["step"]: line["loss"] for line in read_jsonl(folder / "events.jsonl") if line["kind"] == "step"}
 
 

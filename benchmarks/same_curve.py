@@ -1,9 +1,9 @@
 """The recipes as `anybatch train` runs them: the same loss curve on any cut and any number of ranks.
 
-`digits` runs for 30 epochs on 1 and 2 ranks, in micro-batches of 4, 16 and 256, and every loss is compared with that of
+`digits` runs for 30 epochs on 1 and 2 ranks, in micro-batches of 4, 16 and 256, and every loss is compared with
 1 rank and one micro-batch. In float32 rounding grows over the steps of a training run, so the same job is also run in
 float64. `text` runs for its 200 steps. `finetune` runs in float64 for 12 steps, cut into micro-batches of 8 in arrival
-order, by length at 2,048 tokens, and packed at 2,048 tokens; each twice, in turns.
+order, by length at 2,048 tokens, and packed at 2,048 tokens; each twice, interleaved.
 
     python benchmarks/same_curve.py [--only finetune] [--out benchmarks/results/NAME.md]
 """
@@ -70,7 +70,7 @@ def in_double(job: ab.Job) -> ab.Job:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run's log says."""
+    """The contents of a run's log."""
 
     losses: list[float]
     metrics: dict[str, float]
@@ -83,7 +83,7 @@ class Curve:
 
 
 def train(root: Path, recipe: str, *options: str) -> Curve:
-    """Run `anybatch train` in a process of its own."""
+    """Run `anybatch train` in a separate process."""
     folder = Path(tempfile.mkdtemp(dir=root)) / "run"
     command = [sys.executable, "-m", "anybatch", "train", recipe, "--out", str(folder), *options]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -91,7 +91,7 @@ def train(root: Path, recipe: str, *options: str) -> Curve:
     return Curve(
         losses=[line["loss"] for line in lines if line["kind"] == "step"],
         metrics=[line["metrics"] for line in lines if line["kind"] == "evaluate"][-1],
-        samples_per_second=done.stdout.splitlines()[0].split(", ")[-1].removesuffix(" samples/s while stepping"),
+        samples_per_second=done.stdout.splitlines()[0].split(", ")[-1].removesuffix(" samples/s while training"),
     )
 
 

@@ -1,9 +1,9 @@
-"""What a checkpoint costs: how long training stands still, and how much memory rank 0 takes, in each way of saving.
+"""The cost of a checkpoint for each way of saving: the pause in training, and rank 0's memory.
 
-Two ranks under `fsdp` make steps and save whole (gathered, by rank 0), in parts, and in parts without waiting, one
-after the other, again and again. Times are those of the call of `engine.save` beside those of a step; of the last way
-also those of a step while a checkpoint is being written. Memory is the highest resident set within the call, above the
-one before it.
+Two ranks under `fsdp` run steps and save whole (gathered, by rank 0), in parts, and in parts without waiting, one after
+the other, repeatedly. The table compares the time of a call of `engine.save` with the time of a step; for the last way
+also the time of a step while a checkpoint is being written. Memory is the highest resident set within the call, above
+the one before it.
 
     python benchmarks/saving.py [--out benchmarks/results/NAME.md]
 """
@@ -37,12 +37,12 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def watched(function: Callable[[], object]) -> tuple[float, int]:
-    """Return the seconds that a call takes, and how far memory rises above where it was."""
+    """Return the seconds of a call, and how far memory rises above its level before."""
     before, highest, is_over = resident_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -81,7 +81,7 @@ def measure(folder: str, rank: int) -> None:
                 torch.distributed.barrier()
                 took, more = watched(partial(engine.save, Path(folder, name), keep_last=1, **way))
                 beside, _ = watched(lambda: engine.step(batch))
-                # Until the thread is done, so that no way pays for another one.
+                # Wait for the thread, so that no way pays for another one.
                 while any(thread.name == "anybatch checkpoint" for thread in threading.enumerate()):
                     time.sleep(0.005)
                 torch.distributed.barrier()

@@ -1,9 +1,9 @@
-"""Hosts behind cables of 1 Gbit/s and 1 ms: every launcher, a host that is killed within a step, and one that comes.
+"""Hosts on cables of 1 Gbit/s and 1 ms: every launcher, a host that is killed within a step, and one that comes.
 
 Hosts are network namespaces of this machine (`tests/hosts.py`; root, iproute2). One recipe runs on one host and,
 started by torchrun, by srun, by the variables of a Kubernetes operator and by Ray Train, on several, one rank on each.
-Its parameters at the end are compared with those of one host, in float64; and counted is how often each sample of each
-epoch is among the steps that led to them. srun is that of a SLURM that is started on these hosts (Debian: slurmctld
+Its final parameters are compared with a run on one host, in float64; the benchmark counts how often each sample of each
+epoch is among the steps that led to them. srun belongs to a SLURM that is started on these hosts (Debian: slurmctld
 slurmd slurm-client munge, and cgroups of version 1); Ray's workers run on this machine itself (`anybatch[ray]`).
 Then elastic runs of torchrun lose a host within a step, by a signal or by its cable, and another gets one.
 
@@ -31,7 +31,7 @@ from anybatch.recipes.run.session import train
 from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts and the job are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts and the job come from the tests
 from tests.cli.small import NUM_SAMPLES, SPEC, STEPS_PER_EPOCH, job, parameters, samples_of_steps
 from tests.hosts import Host, NoHostsError, hosts
 
@@ -65,13 +65,13 @@ Agents = list["subprocess.Popen[str]"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of every rank."""
+    """Return the environment of each rank."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
 def training(folder: Path, epochs: int) -> list[str]:
-    """Return the words behind `python`: one sample at a time, so that the log names each of them."""
+    """Return the arguments of `python`: one sample at a time, so that logs name every sample."""
     return ["-m", "anybatch", "train", SPEC, "--micro-batch-size", "1", "--epochs", str(epochs), "--out", str(folder)]
 
 
@@ -80,18 +80,18 @@ def torchrun(host: Host, folder: Path, nodes: str, epochs: int) -> "subprocess.P
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400", "--rdzv-conf", "last_call_timeout=3"]
     elastic = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job", *meeting]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, *training(folder, epochs)]
-    # torchrun 2.13 shares the store of the first round, and does not say where it is to hosts that come later.
+    # torchrun 2.13 shares the first round's store, and does not tell later hosts its address.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return host.start(command, env=environment(**own_store), out=said(folder, host))
 
 
 def said(folder: Path, host: Host) -> int:
-    """Return a file for what a host says."""
+    """Return a file for a host's output."""
     return os.open(folder.with_name(f"{folder.name}.{host.name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def end(agents: Agents, folder: Path) -> None:
-    """Wait until launchers have ended well."""
+    """Wait for launchers to end successfully."""
     for agent in agents:
         if agent.wait(TIMEOUT_SECONDS):
             texts = [path.read_text()[-2000:] for path in folder.parent.glob(f"{folder.name}.*")]
@@ -115,7 +115,7 @@ def with_kubernetes(made: list[Host], folder: Path) -> None:
 
 
 def with_srun(made: list[Host], folder: Path) -> None:
-    """Run with srun, in a SLURM of these hosts."""
+    """Run with srun, in a SLURM on these hosts."""
     place = folder.with_name(f"{folder.name}-slurm")
     place.mkdir()
     nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2" for host in made)
@@ -146,13 +146,13 @@ def why_not_srun() -> str:
 
 
 def in_a_worker(config: dict[str, str]) -> None:
-    """Train in a worker of Ray: Ray has let them meet, and the world is what torch.distributed says."""
+    """Train in a worker of Ray, with the world of torch.distributed."""
     world = World.from_environment(device="cpu")
     train(job(), config["folder"], Choices(micro_batch_size=1, epochs=SHORT), world=world, stop=lambda: False)
 
 
 def with_ray(made: list[Host], folder: Path) -> None:
-    """Run in as many workers of Ray Train, in a cluster of this machine."""
+    """Run in the same number of workers of Ray Train, in a cluster of this machine."""
     import ray  # noqa: PLC0415 (an extra)
     from ray.train import ScalingConfig  # noqa: PLC0415
     from ray.train.torch import TorchTrainer  # noqa: PLC0415
@@ -179,7 +179,7 @@ def sessions(folder: Path) -> list[tuple[int, int]]:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the number of the newest step in rank 0's log; -1 if there is none in its newest session."""
+    """Return the newest step in the newest session of rank 0's log; -1 if it is empty."""
     log = folder / "events.jsonl"
     newest = -1
     for line in read_jsonl(log) if log.exists() else []:
@@ -188,7 +188,7 @@ def newest_step(folder: Path) -> int:
 
 
 def wait_for_step(folder: Path, step: int, num_sessions: int) -> None:
-    """Wait for a step of a run, in that session of it."""
+    """Wait for a step in that session of a run."""
     until = time.monotonic() + TIMEOUT_SECONDS
     while len(sessions(folder)) < num_sessions or newest_step(folder) < step:
         if time.monotonic() > until:
@@ -213,12 +213,12 @@ def error_of(folder: Path, reference: Path) -> str:
 
 
 def a_host_is_killed(made: list[Host], folder: Path) -> str:
-    """Kill all programs of the last host within a step; return the seconds until the next step of the others."""
+    """Kill all programs of the last host within a step; return the seconds until the others' next step."""
     return _without_the_last(made, folder, made[-1].kill)
 
 
 def a_host_vanishes(made: list[Host], folder: Path) -> str:
-    """Cut the cable of the last host within a step, so that nobody is told; return the same."""
+    """Cut the link of the last host within a step, without a message; return the same."""
     return _without_the_last(made, folder, made[-1].vanish)
 
 
@@ -236,7 +236,7 @@ def _without_the_last(made: list[Host], folder: Path, end_it: Callable[[], None]
 
 
 def a_host_comes(made: list[Host], folder: Path) -> str:
-    """Start an elastic run without the last host, then start it there too; return the seconds until all step."""
+    """Start an elastic run without the last host, then start that one too; return the seconds until all step."""
     agents = [torchrun(host, folder, f"1:{len(made)}", LONGEST) for host in made[:-1]]
     wait_for_step(folder, BEFORE_THE_EVENT, 1)
     before = newest_step(folder)
@@ -249,13 +249,13 @@ def a_host_comes(made: list[Host], folder: Path) -> str:
 
 
 def run(num_hosts: int, what: Callable[[list[Host], Path], object], folder: Path) -> object:
-    """Make hosts, and do something on them."""
+    """Create hosts, and run a function on them."""
     with hosts(num_hosts, rate=RATE, latency=LATENCY) as made:
         return what(made, folder)
 
 
 def round_trip(num_words: int = 200, **switch: float) -> float:
-    """Return the milliseconds of a word and its answer from host to host."""
+    """Return the milliseconds of a message and its answer between hosts."""
     listen = "import socket; c = socket.create_server(('0.0.0.0', 5000)).accept()[0]\nwhile d := c.recv(1): c.send(d)"
     ask = (
         "import socket, time\nwhile True:\n    try: s = socket.create_connection(('host0', 5000)); break\n"

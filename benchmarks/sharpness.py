@@ -1,13 +1,13 @@
-"""Do larger batches end in sharper minima, and do those generalise worse?
+"""Do larger batches end in sharper minima, and do those generalize worse?
 
 `digits`, shrunk (`small_runs.py`): trained at several batch sizes, with the same learning rate, with the rate of its
-optimizer's rule (linear under SGD, square root under AdamW), and with that rate for as many *steps* as the smallest
-batch makes, that is for more samples. At the end of each run: the largest eigenvalue of the Hessian over all samples
-that were trained on (`measure_sharpness`), the loss over them, and accuracy and loss on held-out ones. Five seeds.
+optimizer's rule (linear under SGD, square root under AdamW), and with that rate for the same number of *steps* as the
+smallest batch, so for more samples. At the end of each run: the largest eigenvalue of the Hessian over all training
+samples (`measure_sharpness`), the loss over them, and accuracy and loss on held-out ones. Five seeds.
 
     python benchmarks/sharpness.py --runs FILE [--seconds N] [--out benchmarks/results/NAME.md]
 
-Runs are kept in FILE: stopped, or with `--seconds`, the benchmark goes on there.
+Runs are kept in FILE: after a stop, or with `--seconds`, the benchmark resumes there.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from anybatch.engine.spec import Hardware, TrainSpec
 SEEDS = range(5)
 SIZES = (16, 64, 256, 1024)
 LONG_SIZES = (64, 256)
-"""Batch sizes that are also run for as many steps as the smallest."""
+"""Batch sizes that are also run for the same number of steps as the smallest."""
 RATES = {"SGD": 0.02, "AdamW": 0.008}
 BETAS = {"SGD": (0.9,), "AdamW": (0.9, 0.99)}
 RULES = {"SGD": scaled("linear"), "AdamW": scaled("sqrt")}
@@ -39,7 +39,7 @@ FIELDS = ("sharpness", "train_loss", "held_out", "accuracy")
 
 
 def settings(optimizer: OptimizerName) -> Iterator[tuple[str, Setting]]:
-    """Yield every run, without its seed, with what is done about its rate."""
+    """Yield every run, without its seed, with a description of its rate."""
     base = Setting(
         task="digits",
         optimizer=optimizer,
@@ -60,7 +60,7 @@ def settings(optimizer: OptimizerName) -> Iterator[tuple[str, Setting]]:
 
 
 def measured(setting: Setting) -> dict[str, float]:
-    """Make a run, and return what is asked of it."""
+    """Run it, and return the measurements."""
     model, outcome = train(setting)
     task = task_of("digits")
     found = dict.fromkeys(FIELDS, math.nan)
@@ -77,7 +77,7 @@ def measured(setting: Setting) -> dict[str, float]:
 
 
 class Measured:
-    """What has been measured, in a file; a run that is not there yet is made."""
+    """All measurements, stored in a file; runs missing ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +85,7 @@ class Measured:
         self._known: dict[str, dict[str, Any]] = {line["key"]: line for line in map(json.loads, lines)}
 
     def __call__(self, setting: Setting) -> dict[str, Any]:
-        """Return what a run gave."""
+        """Return the measurements of a run."""
         key = json.dumps(asdict(setting), sort_keys=True)
         if key not in self._known:
             self._known[key] = {"key": key, **measured(setting)}
@@ -94,7 +94,7 @@ class Measured:
         return self._known[key]
 
     def values(self, setting: Setting, name: str) -> list[float]:
-        """Return one of the numbers, for each seed."""
+        """Return one of the values, for each seed."""
         return [float(self(dataclasses.replace(setting, seed=seed))[name]) for seed in SEEDS]
 
 
@@ -140,7 +140,7 @@ def rows(runs: Measured, optimizer: OptimizerName) -> list[str]:
 
 
 def main() -> None:
-    """Make what runs are missing, and print the tables."""
+    """Run the missing runs, and print the tables."""
     torch.set_num_threads(1)
     parser = report.parser(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="file that keeps runs")

@@ -1,12 +1,12 @@
-"""Small training runs that the studies of the learning rate have in common: both recipes, shrunk, many times over.
+"""Small training runs shared by the studies of the learning rate: both recipes, shrunk, many times.
 
-A run sees a fixed number of samples in one global order, whatever its batch size, so that two runs of a seed differ in
-nothing but how many samples make a step, and in what the optimizer does with them. Runs are kept in a file, one line of
-JSON each, so that a study can be stopped and goes on where it was.
+A run sees a fixed number of samples in one global order at any batch size, so that two runs of a seed differ only in
+the number of samples per step and in the optimizer's treatment of them. Runs are stored in a file, one line of JSON
+each, so that a study can be stopped and resumed.
 
-Both recipes are made smaller, so that thousands of runs take minutes on one core: `digits` has two convolutions of 8
-and 16 channels and reads its images without shifting them, `text` has one block of width 32 and windows of 32 bytes.
-Nothing is clipped, since clipping would hide where a learning rate is too high.
+Both recipes are smaller, so that thousands of runs take minutes on one core: `digits` has two convolutions of 8 and 16
+channels and images without shifts, `text` has one block of width 32 and windows of 32 bytes. Nothing is clipped, since
+clipping would hide a learning rate that is too high.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from anybatch.recipes import digits, text
 
 MICRO_BATCH_SIZE = 128
 WARM_UP = 0.1
-"""Part of the samples over which the rate rises, before it comes down along a cosine to a tenth."""
+"""Fraction of the samples for the warm-up, followed by a cosine to a tenth."""
 NUM_POINTS = 16
 """Points of a curve of losses."""
 
@@ -40,7 +40,7 @@ OptimizerName = Literal["SGD", "AdamW"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is learned.
+    """A learning task.
 
     Attributes:
         model: function () -> a new model.
@@ -63,7 +63,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One run: what a rule can change, and the seed.
+    """One run: the settings that a rule can change, and the seed.
 
     Attributes:
         task: "digits" or "text".
@@ -86,11 +86,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run went; infinite where it diverged.
+    """The result of a run; infinite if it diverged.
 
     Attributes:
         held_out: mean loss over the held-out samples at the end.
-        accuracy: part of them whose label (next byte) was found.
+        accuracy: fraction of them with the right label (next byte).
         curve: mean training loss over each of 16 equal parts of the samples.
     """
 
@@ -112,7 +112,7 @@ class SmallNetwork(nn.Sequential):
 
 @cache
 def task_of(name: str) -> Task:
-    """Return a task by its name; its data are read once. "digits x 4" sees four times as many samples."""
+    """Return a task by its name; its data are read once. The suffix "x 4" multiplies the samples by four."""
     name, _, times = name.partition(" x ")
     task = {"digits": _digits, "text": _text}[name]()
     return dataclasses.replace(task, num_samples=task.num_samples * int(times or 1))
@@ -164,7 +164,7 @@ def taken(rows: Rows, ids: Tensor) -> Rows:
 
 
 def batches_of(setting: Setting) -> Iterator[Tensor]:
-    """Yield the sample ids of each step: those that `ab.batches` would take, batches that cross epochs excepted."""
+    """Yield the sample ids of each step, like `ab.batches` except for batches that cross epochs."""
     task = task_of(setting.task)
     size = len(next(iter(task.train.values())))
     order = torch.cat(
@@ -203,13 +203,13 @@ def engine_of(setting: Setting, model: nn.Module, **options: Any) -> ab.Engine: 
 
 
 def new_model(setting: Setting) -> nn.Module:
-    """Return the model of a run, drawn by its seed."""
+    """Return the initial model of a run, by its seed."""
     torch.manual_seed(setting.seed)
     return task_of(setting.task).model()
 
 
 def train(setting: Setting) -> tuple[nn.Module, Outcome]:
-    """Run, and return the trained model with how it went."""
+    """Run, and return the trained model with the outcome."""
     task, model = task_of(setting.task), new_model(setting)
     losses = list[tuple[int, float]]()
     with engine_of(setting, model) as engine:
@@ -234,7 +234,7 @@ def judged(model: nn.Module, task: Task) -> tuple[float, float]:
 
 
 def _curve(losses: list[tuple[int, float]], num_samples: int) -> tuple[float, ...]:
-    """Return the mean loss over each part of the samples; a step counts in each part that it reaches into."""
+    """Return the mean loss over each part of the samples; a step counts in each part that it overlaps."""
     sums, counts = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     done = 0
     for size, loss in losses:
@@ -248,7 +248,7 @@ def _curve(losses: list[tuple[int, float]], num_samples: int) -> tuple[float, ..
 
 
 class Runs:
-    """Runs that have been made, in a file; one that is not there yet is made.
+    """Stored runs in a file; missing ones are run.
 
     Args:
         path: one line of JSON for each run.
@@ -265,7 +265,7 @@ class Runs:
                 self._known[Setting(**row["setting"])] = Outcome(**row["outcome"])
 
     def __call__(self, setting: Setting) -> Outcome:
-        """Return how this run went."""
+        """Return the outcome of this run."""
         if setting not in self._known:
             _, outcome = train(setting)
             with self._path.open("a", encoding="utf-8") as file:

@@ -1,18 +1,18 @@
-"""Runs that are made to diverge: is it seen before the loss is lost, and does a roll-back save the run?
+"""Planted divergences: does the watch see them before the loss is lost, and does a roll-back save the run?
 
 Real training runs of both small recipes (`small_runs.py`), with SGD and AdamW. Each divergence is planted into a run at
-a random step, in one of six ways, with a random strength; what counts is what is *lost* without the watch: half of what
-was learned is given back, in the median of the last five reported losses, between the level before the plant and the
-loss at the beginning. What is planted and does no harm is left out, whether the watch sees it or not.
+a random step, in one of six ways, with a random strength. It counts if the loss is *lost* without the watch: half of
+the progress is lost, in the median of the last five reported losses, between the level before the plant and the
+loss at the beginning. Harmless plants are left out, whether the watch sees them or not.
 
-- Caught: the watch speaks behind the plant and before the step at which the loss is lost.
+- Caught: the watch warns after the plant and before the step at which the loss is lost.
 - Saved: with `spikes="roll_back"` the same run ends as the run of the same seed without a plant, up to the scatter of
   runs over seeds.
-- False alarms: what the watch says in runs without a plant, of seeds that its thresholds were not chosen on.
+- False alarms: warnings in runs without a plant, of seeds that its thresholds were not chosen on.
 
     python benchmarks/spike_watch.py --runs FILE [--seconds N] [--out benchmarks/results/NAME.md]
 
-Runs are kept in FILE: stopped, or with `--seconds`, the benchmark goes on there.
+Runs are kept in FILE: after a stop, or with `--seconds`, the benchmark resumes there.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from anybatch.core.spikes import SpikeRule, spikes_of
 from anybatch.errors import AnyBatchWarning, NonFiniteError
 
 SEEDS, HEALTHY_SEEDS = range(10, 15), range(10, 20)
-"""Others than those that thresholds were chosen on: 0 to 9, and 100 to 103."""
+"""Seeds other than 0 to 9 and 100 to 103, on which thresholds were chosen."""
 MEDIAN_OF = 5
 PART_LOST = 0.5
 
@@ -49,7 +49,7 @@ Kind = Literal[
 STRENGTHS: dict[Kind, tuple[float, float]] = {
     "bad batches": (5.0, 30.0),  # inputs times this and one label for all, or random bytes, for 20 steps
     "rate too high": (15.0, 60.0),  # learning rate times this, from then on
-    "gradients corrupted": (50.0, 500.0),  # noise of so many times the gradient's norm, for 3 steps
+    "gradients corrupted": (50.0, 500.0),  # noise at this multiple of the gradient's norm, for 3 steps
     "norms explode": (1.3, 3.0),  # gradient times this, squared, cubed and so on, for 30 steps
     "slow divergence": (1.05, 1.15),  # learning rate times this in each step, up to 30 times
     "weights corrupted": (8.0, 40.0),  # one matrix times this, once
@@ -64,12 +64,12 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """What goes wrong.
+    """A planted fault.
 
     Attributes:
-        kind: in what way.
-        start: from which step on.
-        strength: how much, see `STRENGTHS`.
+        kind: its kind.
+        start: its first step.
+        strength: its strength, see `STRENGTHS`.
     """
 
     kind: Kind
@@ -79,13 +79,13 @@ class Planted:
 
 @dataclass(slots=True)
 class Run:
-    """How a run went.
+    """The outcome of a run.
 
     Attributes:
         losses: as reported.
         norms: as reported.
-        held_out: loss over the held-out samples at the end; infinite where the run ended with an error.
-        told: codes of what the watch did, with their steps.
+        held_out: loss over the held-out samples at the end; infinite if the run ended with an error.
+        told: codes of the watch's actions, with their steps.
     """
 
     losses: list[float]
@@ -95,10 +95,10 @@ class Run:
 
 
 class Saboteur:
-    """Does what was planted, step by step.
+    """Applies the planted fault, step by step.
 
     Args:
-        planted: what goes wrong.
+        planted: the fault.
         setting: of the run.
         engine: that runs it.
         model: that it trains.
@@ -114,7 +114,7 @@ class Saboteur:
             parameter.register_hook(self._gradient)
 
     def before(self, step: int, rows: Rows) -> Rows:
-        """Do what is done before a step, and return its samples."""
+        """Apply the fault before a step, and return its samples."""
         planted = self._planted
         self._age = step - planted.start
         if self._age < 0:
@@ -142,7 +142,7 @@ class Saboteur:
         return {name: torch.randint(0, 256, value.shape, generator=self._generator) for name, value in rows.items()}
 
     def _multiply_rates(self, factor: float) -> None:
-        # A scheduler of LambdaLR's computes from its base rates in every step, so this does not add up.
+        # LambdaLR computes from its base rates in every step, so this does not accumulate.
         for group in self._engine.optimizer.param_groups:
             group["lr"] *= factor
 
@@ -157,25 +157,25 @@ class Saboteur:
 
 
 class Told:
-    """An observer that keeps the diagnoses that have a step."""
+    """An observer that stores diagnoses with a step."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int]] = []
 
     def observe(self, record: Any) -> None:  # noqa: ANN401 (one of many records)
-        """Keep what a watch says."""
+        """Keep the message of a watch."""
         if record.kind == "diagnosis" and record.step is not None:
             self.found.append((record.code, record.step))
 
 
 def run(setting: Setting, planted: Planted | None, *, watched: bool, until_lost: bool = False) -> Run:
-    """Make a run.
+    """Run a training.
 
     Args:
         setting: of the run.
-        planted: what goes wrong; None for nothing.
-        watched: with a watch that rolls back.
-        until_lost: no further than where the loss is lost, or 150 steps behind the plant.
+        planted: the fault; None for nothing.
+        watched: whether a watch rolls back.
+        until_lost: whether to stop when the loss is lost, or 150 steps after the plant.
     """
     task, model, told = task_of(setting.task), new_model(setting), Told()
     made = Run([], [], math.inf, told.found)
@@ -209,7 +209,7 @@ def run(setting: Setting, planted: Planted | None, *, watched: bool, until_lost:
 def lost_at(made: Run, planted: Planted) -> int | None:
     """Return the step at which the loss is lost; None if it never is."""
     start, losses = planted.start, made.losses
-    if len(losses) <= start:  # it has diverged by itself, before
+    if len(losses) <= start:  # it has already diverged
         return None
     level, first = statistics.median(losses[start - 30 : start]), statistics.median(losses[:3])
     bar = level + PART_LOST * (first - level)
@@ -221,7 +221,7 @@ def lost_at(made: Run, planted: Planted) -> int | None:
 
 
 def plants() -> Iterator[tuple[Setting, Planted]]:
-    """Yield every run with what is planted into it."""
+    """Yield every run with its planted fault."""
     for seed in SEEDS:
         for setting in SETTINGS:
             num_steps = len(list(batches_of(setting)))
@@ -238,7 +238,7 @@ def plants() -> Iterator[tuple[Setting, Planted]]:
 
 
 class Results:
-    """Runs that have been made, in a file."""
+    """Stored runs in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -246,7 +246,7 @@ class Results:
         self._known = {line["key"]: line for line in map(json.loads, lines)}
 
     def healthy(self, setting: Setting) -> dict[str, Any]:
-        """Return how a run without a plant went: held-out loss, steps, and what the watch would have said."""
+        """Return the result of a run without a plant: held-out loss, steps, and the warnings of a passive watch."""
 
         def make() -> dict[str, Any]:
             made = run(setting, None, watched=False)
@@ -257,7 +257,7 @@ class Results:
         return self._kept({"setting": asdict(setting)}, make)
 
     def planted(self, setting: Setting, planted: Planted) -> dict[str, Any]:
-        """Return when the loss was lost, when the watch spoke, and how the watched run ended."""
+        """Return when the loss was lost, when the watch warned, and how the watched run ended."""
 
         def make() -> dict[str, Any]:
             alone = run(setting, planted, watched=False, until_lost=True)
@@ -287,7 +287,7 @@ class Results:
 
 
 def work(results: Results) -> Iterator[None]:
-    """Make every run, and yield behind each."""
+    """Run everything, and yield after each run."""
     for setting, planted in plants():
         results.planted(setting, planted)
         yield
@@ -386,13 +386,13 @@ def rows_of(results: Results) -> list[str]:
 
 
 def sound(results: Results, setting: Setting) -> list[dict[str, Any]]:
-    """Return the runs of a setting without a plant, but for those that diverged by themselves."""
+    """Return the runs of a setting without a plant, except naturally diverged ones."""
     runs = [results.healthy(dataclasses.replace(setting, seed=seed)) for seed in HEALTHY_SEEDS]
     return [one for one in runs if math.isfinite(one["held_out"])]
 
 
 def main() -> None:
-    """Make what runs are missing, and print the tables."""
+    """Run the missing runs, and print the tables."""
     torch.set_num_threads(1)
     parser = report.parser(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="file that keeps runs")

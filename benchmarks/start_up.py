@@ -1,7 +1,7 @@
-"""How long the first step takes to come, from a cold start: a bare torch script, the engine, and the command.
+"""The time to the first step from a cold start: a bare torch script, the engine, and the command.
 
 All three train the network of the recipe `digits` for one step of 256 samples on the CPU, each in a fresh process: from
-its start to the end of its first step. They alternate, so that a busy machine disturbs all of them alike.
+its start to the end of its first step. They alternate, so that a busy machine slows all of them alike.
 
     python benchmarks/start_up.py [--out benchmarks/results/NAME.md]
 """
@@ -55,14 +55,14 @@ for batch in ab.batches(Digits("train"), effective_batch_size=256):
 
 
 def seconds_of(program: str) -> float:
-    """Return how long a process takes that ends with its first step."""
+    """Return the seconds of a process that ends with its first step."""
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     return time.perf_counter() - begun
 
 
 def seconds_of_command() -> float:
-    """Return how long `anybatch train` takes from its start until its log has a first step."""
+    """Return the seconds from the start of `anybatch train` to the first step in its log."""
     with tempfile.TemporaryDirectory() as root:
         log = Path(root, "run", "events.jsonl")
         begun = time.monotonic()  # the log's clock
@@ -73,7 +73,7 @@ def seconds_of_command() -> float:
 
 
 def rows() -> list[str]:
-    """Measure in turns and return the table's rows."""
+    """Measure interleaved and return the table's rows."""
     seconds: dict[str, list[float]] = {"bare torch": [], "`ab.Engine`": [], "`anybatch train`": []}
     for _ in range(NUM_ROUNDS):
         seconds["bare torch"].append(seconds_of(BARE))
@@ -90,7 +90,7 @@ def rows() -> list[str]:
 def main() -> None:
     """Print the table, and write it to a file if asked."""
     out = report.parser(__doc__).parse_args().out
-    seconds_of(BARE)  # files are read from the disk once
+    seconds_of(BARE)  # reads files from disk once
     seconds_of(ENGINE)
     report.publish(
         rows(),

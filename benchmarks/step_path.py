@@ -1,4 +1,4 @@
-"""The code that a steady step passes: files, calls, and calls that find nothing to do.
+"""The code path of a steady step: files, calls, and calls without an effect.
 
 One micro-batch per rank, `ab.batches`, no observer. Counted with `sys.setprofile` after the first steps; comprehensions
 are left out, and so are calls in threads. A call is idle if it returns None or one of its arguments, changes no
@@ -23,7 +23,7 @@ from anybatch.testing import RankPool
 PACKAGE: Final = str(Path(ab.__file__).parent)
 LOOKUPS: Final = frozenset({"isinstance", "len", "getattr", "hasattr", "get", "values", "items", "keys", "type", "id"})
 """C functions that change nothing."""
-WARM_UP_STEPS: Final = 20  # the loss check looks again in steps 4, 8 and 16
+WARM_UP_STEPS: Final = 20  # the loss check runs again in steps 4, 8 and 16
 Call = tuple[str, str]
 
 

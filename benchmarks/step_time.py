@@ -1,8 +1,8 @@
 """Predicted against measured seconds of a step.
 
 Each configuration is traced twice without data, with micro-batches of 2 and of 3 samples, and the time of a step of
-three micro-batches, the last of them half as large, is predicted at the size in the table. Rates are those of the
-device at hand, measured on small programs at sizes of their own; nothing in the table is measured beforehand.
+three micro-batches, the last of them half as large, is predicted at the size in the table. Rates of the device
+are measured on small programs at separate sizes; nothing in the table is measured beforehand.
 
 Times are CPU seconds of the one thread, so that others who use the machine disturb them less; medians. The second
 column of errors is the bare roofline: highest rates seen, no correction.
@@ -31,7 +31,7 @@ from anybatch.planner.cost.step_time import CostLine, CostTrace, Rates, fit_cost
 
 TRACED = (2, 3)
 NUM_STEPS = 9
-LEARNING_RATE = 1e-9  # weights stay what they are, so that no gradient underflows, which is slow on CPUs
+LEARNING_RATE = 1e-9  # weights hardly change, so that no gradient underflows, which is slow on CPUs
 Sample = tuple[Tensor, Tensor]
 
 
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNorm, around which the input goes."""
+    """Two convolutions with BatchNorm, and a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -131,14 +131,14 @@ class Tokens:
     vocabulary: int
 
     def __call__(self, num: int) -> Sample:
-        """Return that many texts."""
+        """Return this many texts."""
         shape = (num, self.length)
         return torch.randint(0, self.vocabulary, shape), torch.randint(0, self.vocabulary, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is trained, and at which micro-batch size."""
+    """A training job and its micro-batch size."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -182,7 +182,7 @@ CONFIGURATIONS = (
 
 
 class Answers(TorchDispatchMode):
-    """Answers what an optimizer reads from its step counter, which holds no number in a trace."""
+    """Returns a value when an optimizer reads its step counter, which has no value in a trace."""
 
     def __torch_dispatch__(
         self,
@@ -190,14 +190,14 @@ class Answers(TorchDispatchMode):
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the operation returns)
+    ) -> Any:  # noqa: ANN401 (any result of the operation)
         """Run an operation, or answer."""
         del types
         return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))  # noqa: SLF001 (its name)
 
 
 class Loop:
-    """A plain accumulating step, on tensors with data or without."""
+    """A plain accumulating step, on tensors with or without data."""
 
     def __init__(self, configuration: Configuration, sizes: tuple[int, ...]) -> None:
         self.model = configuration.make()
@@ -205,7 +205,7 @@ class Loop:
         self.batches = [configuration.batch(size) for size in sizes]
 
     def step(self, ledger: MemoryLedger | None = None) -> None:
-        """Run a step; a ledger is told when the update begins."""
+        """Run a step; notify a ledger when the update begins."""
         num_samples = sum(len(x) for x, _ in self.batches)
         for x, y in self.batches:
             out = self.model(x)
@@ -218,11 +218,11 @@ class Loop:
 
 
 def traced(configuration: Configuration, size: int) -> CostTrace:
-    """Return the operations of a step of two micro-batches of `size` samples; nothing is computed."""
+    """Return the operations of a step of two micro-batches of `size` samples, without computing."""
     recorder = OperationRecorder()
     with FakeTensorMode(), Answers():
         loop = Loop(configuration, (size, size))
-        loop.step()  # the optimizer's state is there from here on
+        loop.step()  # the optimizer's state exists from here on
         with MemoryLedger(on_operation=recorder) as ledger:
             loop.step(ledger)
         ledger.forget()
@@ -236,7 +236,7 @@ def line(configuration: Configuration) -> CostLine:
 
 
 def measured_seconds(configuration: Configuration) -> float:
-    """Return what a step takes: the median of a few, after two."""
+    """Return the time of a step: the median of a few, after two warm-ups."""
     loop = Loop(configuration, configuration.sizes)
     seconds = []
     for number in range(NUM_STEPS + 2):

@@ -1,10 +1,10 @@
-"""What `anybatch tune` recommends, against all sizes timed in turns afterwards, and what tuning costs.
+"""Compare the choice of `anybatch tune` with all sizes timed interleaved, and measure the cost of tuning.
 
 Three recipes: digits (convolutions with GroupNorm), text (a transformer), and digits with BatchNorm, where the whole
 batch is recommended unless a policy was chosen; with "keep" it is the fastest size that is looked for. Each is tuned
 three times with the defaults of the verb, on the wall's clock as users have it. Then whole steps are made at every size
-in turns of a fifth of a second, first and last alternating, on the process's clock with one thread, so that what else
-runs on the machine counts little. The figure is a size's time in a step by that of the fastest size in the same turn;
+interleaved in pieces of a fifth of a second, in alternating order, on the process's clock with one thread, so that
+other programs count little. The figure is a size's step time relative to the fastest size in the same turn;
 the fastest is the one with the least median.
 
     python benchmarks/tune_choice.py [--turns 12] [--out benchmarks/results/NAME.md]
@@ -32,12 +32,12 @@ TURN_SECONDS = 0.2
 
 
 def with_batch_norm() -> ab.Job:
-    """Return the recipe digits with BatchNorm in the place of GroupNorm."""
+    """Return the recipe digits with BatchNorm instead of GroupNorm."""
     return dataclasses.replace(digits(), model=lambda: batch_normed(digits().model()))
 
 
 def batch_normed(model: nn.Module) -> nn.Module:
-    """Return a model with BatchNorm in the place of its GroupNorms."""
+    """Return a model with BatchNorm instead of its GroupNorms."""
     for name, child in list(model.named_children()):
         if isinstance(child, nn.GroupNorm):
             setattr(model, name, nn.BatchNorm2d(child.num_channels))
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, str | None]] = {
 
 
 def tuned(recipe: str, norms: str | None) -> tuple[list[TuneReport], list[float]]:
-    """Return what tuning said, each time, and the seconds that it took, workers that load included."""
+    """Return the results of each tuning, and its seconds, including loading workers."""
     reports, seconds = [], []
     for _ in range(NUM_TUNINGS):
         job = MeasuredJob(recipe=recipe)

@@ -3,19 +3,19 @@
 The transformer of the recipe `text`; effective batches of 64 samples with lengths up to 512, of four kinds; 4,096
 tokens of a micro-batch at most, padding included. The ways:
 
-- arrival order: micro-batches of 8 samples, as many as always fit, in the order in which they come;
+- arrival order: micro-batches of 8 samples, a number that always fits, in the order in which they come;
 - sorted: the same, of samples that were sorted by length within the batch;
 - transformers' `BatchRebalanceSampler` (`train_sampling_strategy="batch_rebalance"`), which is given a number of
   micro-batches: 8, as a user of micro-batches of 8 has them, 16, and the fewest with which none is above the cap;
 - accelerate and Lightning Fabric, where they are installed (`pip install 'anybatch[peers]'`): their loops over a
   DataLoader, 8 samples as they arrive;
-- `ab.token_budget`, padded; packed into rows without padding; and whichever of both the engine measures to be faster.
+- `ab.token_budget`, padded; packed into rows without padding; and the one that the engine measures to be faster.
 
 Those of the budget run in the engine, planning included; the others in the loop one writes by hand, which divides by
 the number of targets of the whole batch. Ways take turns step by step, each on the same batches. Figures are medians:
-of the seconds, of the ratio to the padded budget's neighbouring step, and of the padding in what was computed. Under
-each table stands the bound: what the padded budget's step would cost, by the cost model that was measured, without any
-padding and in the fewest micro-batches.
+of the seconds, of the ratio to the padded budget's neighbouring step, and of the padding as a share of all computed
+tokens. Under each table is the bound: the predicted cost of the padded budget's step, by the measured cost model,
+without any padding and in the fewest micro-batches.
 
     python benchmarks/variable_length.py [--out benchmarks/results/NAME.md]
 """
@@ -48,7 +48,7 @@ Cut = list[list[int]]
 
 
 def log_normal(draw: random.Random) -> int:
-    """Return a length as sentences have it: half of them below 90, a few of hundreds."""
+    """Return a log-normal length, as of sentences: half of them below 90, some in the hundreds."""
     return int(draw.lognormvariate(4.5, 0.8))
 
 
@@ -58,7 +58,7 @@ def heavy_tailed(draw: random.Random) -> int:
 
 
 def bimodal(draw: random.Random) -> int:
-    """Return a length of questions, nine in ten, and of documents."""
+    """Return a length of a question (nine in ten) or of a document."""
     return draw.randint(20, 40) if draw.random() < 0.9 else draw.randint(400, 512)
 
 
@@ -105,24 +105,24 @@ def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def padding(lengths: Lengths, cut: Cut) -> float:
-    """Return the part of what is computed that is padding."""
+    """Return the share of padding in the computed tokens."""
     computed = sum(len(unit) * max(lengths[place] for place in unit) for unit in cut)
     return 1 - sum(lengths) / computed
 
 
 def in_order(order: Sequence[int]) -> Cut:
-    """Cut into micro-batches of 8."""
+    """Cut into micro-batches of 8, in order."""
     return [list(order[start : start + 8]) for start in range(0, len(order), 8)]
 
 
 def rebalanced(lengths: Lengths, num_units: int) -> Cut:
-    """Cut as transformers does."""
+    """Cut like transformers."""
     sampler = BatchRebalanceSampler(lengths, len(lengths), 1, num_units, shuffle=False)
     return [list(unit) for unit in sampler]
 
 
 def rebalanced_within_cap(lengths: Lengths) -> Cut:
-    """Cut as transformers does, into the fewest micro-batches that keep the cap."""
+    """Cut like transformers, into the fewest micro-batches within the cap."""
     for num_units in range(1, len(lengths) + 1):
         cut = rebalanced(lengths, num_units)
         if all(len(unit) * max(lengths[place] for place in unit) <= CAP for unit in cut):
@@ -140,7 +140,7 @@ CUTS: dict[str, Callable[[Lengths], Cut]] = {
 
 
 class ByHand:
-    """The loop that one writes, over a cut of each batch.
+    """The hand-written loop, over a cut of each batch.
 
     Attributes:
         waste: the padding of each batch.
@@ -187,7 +187,7 @@ class ByPeer:
             yield from self._loader
 
     def note_waste(self, ids: Sequence[int]) -> None:
-        """Keep the padding of this batch."""
+        """Record the padding of this batch."""
         lengths = [self._dataset.lengths[one] for one in ids]
         self.waste.append(padding(lengths, in_order(range(len(lengths)))))
 
@@ -283,12 +283,12 @@ class ByEngine:
 
     @property
     def measured(self) -> str:
-        """What the engine says of its budget."""
+        """The engine's report on its budget."""
         return self._engine.decisions["micro_batch_size"]
 
     @property
     def layout(self) -> str:
-        """What the engine says of padding and packing, where it has a choice."""
+        """The engine's report on padding and packing, if it has a choice."""
         return self._engine.decisions["layout"]
 
 
@@ -318,7 +318,7 @@ def measure(kind: str, rounds: int) -> list[str]:
         for name in names:
             begun = time.perf_counter()
             ways[name].step(ids)
-            if number:  # the first one warms up, and in it the engine measures
+            if number:  # the first round warms up, and the engine measures in it
                 seconds[name].append(time.perf_counter() - begun)
     best = seconds["token budget, padded"]
     rows = []

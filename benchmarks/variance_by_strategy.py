@@ -1,8 +1,8 @@
-"""Gradient variance by strategy at equal samples: a small batch, the large one accumulated, the large one at once.
+"""Gradient variance by strategy at equal samples: a small batch, the large one accumulated, the large one unsplit.
 
-At fixed parameters, gradients of many batches are compared with the gradient over all data, in float64. What theory
-says: the large batch has 1/8 of the small one's variance, whether it is accumulated or not, in every layer; and the
-accumulated gradient is the native one but for rounding. The data are drawn with replacement, the same for all three.
+At fixed parameters, gradients of many batches are compared with the gradient over all data, in float64. In theory the
+large batch has 1/8 of the small one's variance, accumulated or not, in every layer, and the accumulated gradient is the
+native one up to rounding. The data are drawn with replacement, the same for all three.
 
     python benchmarks/variance_by_strategy.py [--kept FILE] [--out benchmarks/results/NAME.md]
 """
@@ -37,7 +37,7 @@ def engine_of(case: models.Case, micro_batch_size: int) -> ab.Engine:
 
 
 def doubled(batch: models.Batch) -> models.Batch:
-    """Return a batch whose floating point numbers are float64."""
+    """Return a batch with its floating-point values in float64."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
@@ -48,7 +48,7 @@ def gradients(engine: ab.Engine, batches: list[models.Batch]) -> Iterator[Gradie
 
 
 def by_layer(off: Gradients) -> dict[str, float]:
-    """Return the squared norm of each layer, and of all."""
+    """Return the squared norm of each layer, and the total."""
     found = {"all parameters": 0.0}
     for name, value in off.items():
         square = float(value.square().sum())

@@ -2,6 +2,7 @@
 
 ```bash
 make matrix                                     # all; writes benchmarks/results/matrix_cpu_<date>.md
+make matrix ARGS="--python 3.11"                # every torch on this Python; writes the same
 make matrix ARGS="--python 3.12 --torch 2.13"   # one of them; writes nothing
 ```
 
@@ -39,7 +40,7 @@ EXACTNESS = (
 )
 FAST = ("tests/norms", "tests/data", "tests/events", "tests/checkpoints", "tests/parallel", "tests/memory")
 INTERNALS = ("tests/engine/test_torch_internals.py", "tests/planner/test_torch_internals.py")  # others are in FAST
-MOST_NAMED = 12  # failures that the table names; more of them have one cause
+MOST_NAMED = 12  # failures listed in the table; further ones usually share a cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Pair:
 
     @property
     def folder(self) -> Path:
-        """Where its environment is."""
+        """Path of its environment."""
         return ENVIRONMENTS / f"py{self.python}-torch{self.torch}"
 
 
@@ -62,11 +63,11 @@ class Row:
     Attributes:
         pair: which one.
         versions: of Python and torch, in full.
-        passed: tests that passed.
-        skipped: tests that were left out, for want of a GPU, say.
-        failed: names of tests that failed, or errors that kept tests from running.
+        passed: number of passed tests.
+        skipped: number of skipped tests, for lack of a GPU, for example.
+        failed: names of failed tests, or errors that kept tests from running.
         seconds: of the tests.
-        missing: why nothing could be run; empty if it could.
+        missing: why nothing could run; empty if it could.
     """
 
     pair: Pair
@@ -88,7 +89,7 @@ class Row:
 
 
 def pairs(python: str | None, torch: str | None) -> list[Pair]:
-    """Return the rows, or those of them with a Python and a torch that were asked for."""
+    """Return the rows for the requested Python and torch versions, or all."""
     found = [Pair(PYTHONS[0], torch) for torch in TORCHES]
     found += [Pair(python, TORCHES[-1]) for python in PYTHONS[1:]]
     if python is not None and torch is not None:
@@ -97,7 +98,7 @@ def pairs(python: str | None, torch: str | None) -> list[Pair]:
 
 
 def interpreter(python: str) -> str | None:
-    """Return the path of a Python of that minor version; None if there is none that runs."""
+    """Return the path of a working Python of that minor version, or None."""
     known = [shutil.which(f"python{python}")]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     known += [str(path) for path in sorted(pyenv.glob(f"versions/{python}.*/bin/python"))]
@@ -109,7 +110,7 @@ def interpreter(python: str) -> str | None:
 
 
 def environment(pair: Pair) -> tuple[Path | None, str]:
-    """Make the environment of a pair, or take the one from before; return its Python, or why there is none."""
+    """Create or reuse the environment of a pair; return its Python, or the reason for its absence."""
     program = pair.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     made = pair.folder / "made"
     if made.exists():
@@ -184,7 +185,7 @@ def private_names(rows: Sequence[Row]) -> list[str]:
 
 
 def write(lines: Sequence[str]) -> Path:
-    """File the table with its date and the tests it is of."""
+    """Write the table with its date and tests."""
     today = datetime.now(tz=UTC).date()
     path = ROOT / "benchmarks" / "results" / f"matrix_cpu_{today}.md"
     head = [
@@ -201,7 +202,7 @@ def write(lines: Sequence[str]) -> Path:
 
 
 def main() -> int:
-    """Test all pairs one after the other; fail if a test has failed anywhere."""
+    """Test all pairs in sequence; fail if a test failed anywhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", choices=PYTHONS, help="only this one")
     parser.add_argument("--torch", choices=TORCHES, help="only this one")
@@ -211,7 +212,7 @@ def main() -> int:
         rows.append(tested(pair))
         print(rows[-1], flush=True)
     print("\n".join(["", *table(rows)]))
-    if given.python is None and given.torch is None:
+    if given.torch is None and given.python in {None, PYTHONS[0]}:
         names = [
             "",
             "Private names of torch, and whether the tests of the folder that uses them pass:",

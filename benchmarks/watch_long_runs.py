@@ -1,8 +1,8 @@
-"""`anybatch watch` on ten finished runs of 100,000 steps: time to the first picture, and the memory of the server.
+"""`anybatch watch` on ten finished runs of 100,000 steps: time to the first picture, and the server's memory.
 
-The logs are those that a run writes: the lines of one step of a real run with two micro-batches, repeated with other
-numbers, times and losses; the losses are made up. The server is a process of its own and Chromium opens its page: the
-first picture is there when the loss of every run is drawn, and all is read when no row says that it is being read.
+The logs look real: the lines of one step of a real run with two micro-batches, repeated with other numbers, times and
+losses; the losses are made up. The server is a separate process and Chromium opens its page: the first picture is there
+when the loss of every run is drawn, and all is read when no row is marked as being read.
 
     python benchmarks/watch_long_runs.py [--runs 10] [--steps 100000] [--out benchmarks/results/NAME.md]
 """
@@ -36,7 +36,7 @@ def real_run(folder: Path) -> Path:
 
 
 def templates(log: Path) -> tuple[str, list[tuple[float, str]], float]:
-    """Return the first line of a log, the lines of one of its steps with places for numbers, and the step's seconds."""
+    """Return a log's first line, the lines of one step with placeholders for numbers, and the step's seconds."""
     lines = [json.loads(text) for text in log.read_text(encoding="utf-8").splitlines()]
     own = [line for line in lines if line.get("step") == STEP and line["kind"] not in ("evaluate", "checkpoint")]
     begin = own[0]["time_seconds"]
@@ -69,7 +69,7 @@ def long_log(
 
 
 def watched(folder: Path, num_runs: int) -> tuple[float, float, float, float]:
-    """Return the seconds until it listens, to the first picture, and until all is read; and the most memory in MiB."""
+    """Return the seconds until it listens, to the first picture, and until all is read; and peak memory in MiB."""
     begin = time.monotonic()
     command = [sys.executable, "-c", SERVE, "--no-browser", str(folder)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -21,56 +21,51 @@ def as_markdown() -> str:
     return "\n\n".join(parts)
 
 
-_INTRODUCTION = """# What composes with what
+_INTRODUCTION = """# Which features can be combined
 
-The engine checks this table before it touches the model, and a test runs every cell on one rank and on two, on CPUs,
-with torch.compile's backends `aot_eager` and `eager`.
-A feature stands for a value that an engine is given, or for something that its model, loss or batch has.
-A pair that nothing is said of is as good as the worse of its two features by itself.
+The engine checks this table before it changes the model.
+A test runs every cell on one rank and on two ranks, on CPUs, with torch.compile's backends `aot_eager` and `eager`.
+A pair without its own entry gets the worse verdict of its two features.
 
-This page is written from `src/anybatch/core/compatibility.py` by `python docs/write_composition.py`."""
+`python docs/write_composition.py` writes this page from `src/anybatch/core/compatibility.py`."""
 _ATTACHED = """## Attached to parameters, or used by the loss
 
 `tests/parallel/test_attached_to_parameters.py` runs every row on two ranks.
-`zero1` keeps whole weights and is a remedy for each refusal of `fsdp`.
+For every row that `fsdp` refuses, `zero1` works, because it keeps whole weights.
 
-| what | `all_reduce`, `ddp`, `zero1` | `fsdp` |
+| feature | `all_reduce`, `ddp`, `zero1` | `fsdp` |
 |---|---|---|
 | attributes of parameters (`_no_weight_decay`) | kept | carried over to the shards |
-| `parameter.register_hook` | once per step, on the summed gradient | the same, on the whole gradient |
+| `parameter.register_hook` | once per step, on the summed gradient | once per step, on the whole gradient |
 | `register_post_accumulate_grad_hook` | refused: `ParameterError` | refused: `ParameterError` |
-| a class of parameters of your own | kept | refused: `ParameterError` |
+| your own parameter class | kept | refused: `ParameterError` |
 | channels-last or transposed weights | kept | refused: `ParameterError` |
-| optimizers that compute with whole parameters (Muon, Adafactor) | exact | refused: `CompositionError` |
-| weights outside of blocks in the loss function | exact | exact |
-| weights of a block in the loss function | exact | refused in the first micro-batch: `LossError` |
-| a parameter that the loss function captured | exact | refused: `ParameterError` |
-| `torch.autograd.grad` through the model in the loss function | exact | refused in the first micro-batch: `LossError` |
-| weights in the second function of `ab.joint`, of the model or its own | exact | exact |
+| optimizers that need whole parameters (Muon, Adafactor) | exact | refused: `CompositionError` |
+| loss function uses weights outside of FSDP blocks | exact | exact |
+| loss function uses weights of an FSDP block | exact | refused in the first micro-batch: `LossError` |
+| loss function captured a parameter | exact | refused: `ParameterError` |
+| loss function calls `torch.autograd.grad` through the model | exact | refused in the first micro-batch: `LossError` |
+| second function of `ab.joint` uses weights, of the model or its own | exact | exact |
 | samples with different numbers of items | exact | exact |
-| a loss through the model of another engine (a GAN) | exact | exact |"""
+| loss through the model of another engine (a GAN) | exact | exact |"""
 _MEANINGS: Mapping[Verdict, str] = {
-    Verdict.EXACT: "exact: the gradient is that of the un-split batch, to 1e-12 in float64; where bf16 or fp16 takes "
-    "part, up to their rounding, because each micro-batch's gradient is rounded once",
-    Verdict.SAME_CUT: "exact for the same cut: the gradient is that of the same micro-batches on whatever ranks",
-    Verdict.DIFFERS: "differs: it runs, but equality with the un-split batch cannot be had",
-    Verdict.UNTESTED: "untested: it runs, and has not been compared",
-    Verdict.EXCLUSIVE: "exclusive: the two never meet",
-    Verdict.REFUSED: "refused: a `CompositionError` before the model is touched; what shows only while a model runs is "
-    "refused in its first backward, before the update",
+    Verdict.EXACT: "exact: the gradient equals the gradient of the unsplit batch, to 1e-12 in float64; with bf16 or "
+    "fp16 up to their rounding, because each micro-batch's gradient is rounded once",
+    Verdict.SAME_CUT: "exact for the same split: the same micro-batches give the same gradient on any ranks",
+    Verdict.DIFFERS: "differs: it runs, but the gradient differs from the gradient of the unsplit batch",
+    Verdict.UNTESTED: "untested: it runs, but has not been compared",
+    Verdict.EXCLUSIVE: "exclusive: the two cannot occur together",
+    Verdict.REFUSED: "refused: `CompositionError` before the model is changed, or in the first backward if it shows "
+    "only there",
 }
 _SECTIONS: Mapping[str, Verdict] = {
     "Refused": Verdict.REFUSED,
     "Differs": Verdict.DIFFERS,
-    "Exact for the same cut": Verdict.SAME_CUT,
+    "Exact for the same split": Verdict.SAME_CUT,
     "Untested": Verdict.UNTESTED,
     "Exclusive across axes": Verdict.EXCLUSIVE,
 }
-_KNOWN: Mapping[str, str] = {
-    "built": "when the engine is built",
-    "first batch": "at the first batch",
-    "running": "only while it runs",
-}
+_DETECTED_LATE: Mapping[str, str] = {"first batch": " (detected at the first batch)", "running": " (detected in a run)"}
 
 
 def _legend() -> str:
@@ -80,20 +75,24 @@ def _legend() -> str:
 
 def _features() -> str:
     rows = [
-        f"| {number} | `{feature.name.lower()}` | {feature.axis.name} | {feature.says} | {_KNOWN[feature.axis.known]} |"
+        f"| {number} | `{feature.name.lower()}` | {feature.axis.name} | "
+        f"{feature.says}{_DETECTED_LATE.get(feature.axis.known, '')} |"
         for number, feature in enumerate(Feature, 1)
     ]
-    return "\n".join(["| | feature | axis | means | known |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| | feature | axis | meaning |", "|---|---|---|---|", *rows])
 
 
 def _matrix() -> str:
     ordered = list(Feature)
     width = max(len(feature.name) for feature in ordered)
-    lines = [" " * (width + 4) + "".join(f"{number:>3}" for number in range(1, len(ordered) + 1))]
+    header = [f"{number:<10}" for number in range(1, len(ordered) + 1, 10)]
+    lines = [" " * (width + 4) + " ".join(header).rstrip()]
     for number, row in enumerate(ordered, 1):
-        marks = "".join(f"{cell(row, column).verdict.value:>3}" for column in ordered[:number])
-        lines.append(f"{number:>2} {row.name.lower():<{width}} {marks}")
-    return "\n".join(["The diagonal is a feature by itself.", "", "```text", *lines, "```"])
+        marks = "".join(cell(row, column).verdict.value for column in ordered[:number])
+        groups = " ".join(marks[start : start + 10] for start in range(0, number, 10))
+        lines.append(f"{number:>2} {row.name.lower():<{width}} {groups}")
+    columns = "Columns have the numbers of the rows, in groups of ten; the diagonal shows single features."
+    return "\n".join([columns, "", "```text", *lines, "```"])
 
 
 def _section(title: str, verdict: Verdict) -> str:
@@ -103,8 +102,8 @@ def _section(title: str, verdict: Verdict) -> str:
         if is_stated(one, other) and found.verdict is verdict:
             names = (one,) if one is other else (one, other)
             grouped.setdefault(found, []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
-    items = [f"- {', '.join(names)}: {said.reason}. {said.instead}".rstrip() for said, names in grouped.items()]
-    return "\n\n".join([f"## {title}", "\n".join(items) or "Nothing at present."])
+    items = [f"- {', '.join(names)}: {found.reason}. {found.instead}".rstrip() for found, names in grouped.items()]
+    return "\n\n".join([f"## {title}", "\n".join(items) or "None."])
 
 
 if __name__ == "__main__":

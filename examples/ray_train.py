@@ -1,6 +1,6 @@
 """A loop inside workers of Ray Train: Ray starts them and lets them meet, and the engine is one rank in each.
 
-Ray starts all workers again when one of them has died, as often as `max_failures` says; the loop then goes on from its
+Ray starts all workers again when one of them has died, up to `max_failures` times; the loop then resumes from its
 newest checkpoint. The folder has to be one that all of Ray's nodes see.
 
     pip install 'anybatch[ray]'

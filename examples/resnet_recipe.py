@@ -33,7 +33,7 @@ class Images(Dataset[dict[str, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    """Two convolutions, and the input added to what comes out."""
+    """Two convolutions, and the input added to their output."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

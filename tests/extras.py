@@ -1,4 +1,4 @@
-"""Tests that need a package which an extra of anybatch brings: skipped with the reason where it is not there."""
+"""Skip tests that need a package from one of anybatch's extras."""
 
 from importlib.util import find_spec
 
@@ -6,13 +6,13 @@ import pytest
 
 
 def skip_without(package: str, extra: str) -> None:
-    """Skip the tests of the module that calls, unless a package can be imported.
+    """Skip the tests of the calling module unless a package is installed.
 
-    It is only looked for: `pytest.importorskip` would import it in every process that collects tests, for a second.
+    `pytest.importorskip` would import it in every process that collects tests, which takes a second.
 
     Args:
         package: its top-level name.
-        extra: what installs it, such as "anybatch[recipes]".
+        extra: the extra that installs it, such as "anybatch[recipes]".
     """
     if find_spec(package) is None:
         pytest.skip(f"needs the extra {extra}", allow_module_level=True)

@@ -1,12 +1,12 @@
-"""Faults on purpose, each written down beside the test that has to see it.
+"""Planted faults, each declared next to the test that must detect it.
 
 ```python
 @sees("sums are means", "src/anybatch/core/loss.py", "return total", "return total / count")
 def test_losses_are_summed() -> None: ...
 ```
 
-The decorator changes nothing. `python -m tests.planted_faults` reads it from the source, plants the fault into a copy
-of the project, and sees the test fail there.
+The decorator is a no-op. `python -m tests.planted_faults` reads it from the source, plants the fault in a copy of the
+project, and checks that the test fails there.
 """
 
 import ast
@@ -15,24 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-FOLDERS = ("tests", "guide/tests")
-
 TestT = TypeVar("TestT", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault: in `file`, `old` (which stands there exactly once) becomes `new`, and every one of `tests` must fail.
+    """A fault: in `file`, `old` (which occurs exactly once) becomes `new`, and every one of `tests` must fail.
 
-    A test without parameters in its name fails if it does with any of them.
+    A test without parameters in its name must fail for at least one of them.
 
     Attributes:
-        name: what is wrong, in words that no other fault has.
-        file: where it is planted, from the root of the project.
-        old: the text that is right.
-        new: the text that is wrong.
-        tests: names as pytest has them.
-        place: file and line of the test that it stands at.
+        name: a unique description of the fault.
+        file: path of the changed file, relative to the project's root.
+        old: the correct text.
+        new: the faulty text.
+        tests: pytest's test names.
+        place: file and line of the declaration.
     """
 
     name: str
@@ -44,11 +42,11 @@ class Fault:
 
 
 class StaleFaultError(Exception):
-    """The text that a fault replaces does not stand in its file exactly once."""
+    """The text that a fault replaces does not occur exactly once in its file."""
 
 
 def sees(
-    name: str,  # noqa: ARG001 (all of them are read from the source)
+    name: str,  # noqa: ARG001 (all arguments are read from the source)
     file: str,  # noqa: ARG001
     old: str,  # noqa: ARG001
     new: str,  # noqa: ARG001
@@ -56,32 +54,32 @@ def sees(
     cases: Sequence[str] = (),  # noqa: ARG001
     also: Sequence[str] = (),  # noqa: ARG001
 ) -> Callable[[TestT], TestT]:
-    """Say that a test fails when a fault is planted.
+    """Declare that a test fails if a fault is planted.
 
-    All arguments are literals: the sources are read, not run, to find them.
+    All arguments must be literals: they are read from the source, which is not run.
 
     Args:
-        name: what is wrong, in words that no other fault has.
-        file: where it is planted, from the root of the project.
-        old: a text that stands there exactly once; one with several lines begins with a line break, which is not meant.
-        new: what is written in its place.
-        cases: the parameters, as in the test's name, with which it has to fail; none: with any.
-        also: other tests that have to fail, as pytest names them.
+        name: a unique description of the fault.
+        file: path of the file to change, relative to the project's root.
+        old: text that occurs there exactly once; a leading line break is removed.
+        new: its replacement.
+        cases: parameters, as in the test's name, for which it must fail; by default any.
+        also: other tests that must fail, as pytest names them.
     """
     return lambda test: test
 
 
 def read_faults(root: Path) -> tuple[Fault, ...]:
-    """Return all faults that stand beside the tests of a project."""
-    paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("test_*.py"))]
+    """Return all faults declared next to the tests of a project."""
+    paths = sorted((root / "tests").rglob("test_*.py"))
     return tuple(fault for path in paths for fault in _faults_of(path, path.relative_to(root).as_posix()))
 
 
 def faulty(source: str, fault: Fault) -> str:
-    """Return a source with a fault in it.
+    """Return a source with the fault planted.
 
     Raises:
-        StaleFaultError: its text is not there exactly once.
+        StaleFaultError: the text does not occur exactly once.
     """
     if (found := source.count(fault.old)) != 1:
         message = (
@@ -94,7 +92,7 @@ def faulty(source: str, fault: Fault) -> str:
 
 def _faults_of(path: Path, name: str) -> Iterator[Fault]:
     source = path.read_text(encoding="utf-8")
-    if "@sees(" not in source:  # to parse all tests takes seconds
+    if "@sees(" not in source:  # parsing all tests takes seconds
         return
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):

@@ -1,8 +1,8 @@
-"""Several hosts on one machine: each a network namespace with a name and an address of its own, behind one switch.
+"""Several hosts on one machine: network namespaces with separate names and addresses, connected by a switch.
 
-A host has a cable to the switch, of a rate that `tc` keeps. Without latency the switch is the kernel's bridge. With
-latency it is a process that holds every frame back, since not every kernel has netem: `python -m tests.hosts --help`.
-All hosts see the same files, as hosts do that share a file system.
+Each host has a link to the switch, rate-limited by `tc`. Without latency the switch is the kernel's bridge. With
+latency it is a process that delays every frame, since not every kernel has netem: `python -m tests.hosts --help`.
+All hosts see the same files, like hosts with a shared file system.
 """
 
 import argparse
@@ -32,16 +32,16 @@ _MTU = 60_000
 
 
 class NoHostsError(Exception):
-    """This machine does not let hosts be made; says why."""
+    """This machine does not allow network namespaces; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host.
+    """A host.
 
     Attributes:
-        name: by which the others reach it.
-        namespace: the kernel's name of its network.
+        name: its host name.
+        namespace: the name of its network namespace.
         address: its IPv4 address.
     """
 
@@ -52,7 +52,7 @@ class Host:
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str], out: "int | IO[Any] | None" = None
     ) -> "subprocess.Popen[str]":
-        """Start a program on this host; gloo and torchrun find its network by themselves."""
+        """Start a program on this host; gloo and torchrun find its network without options."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         return subprocess.Popen(  # noqa: S603 (programs of the tests)
             ["ip", "netns", "exec", self.namespace, *named, *command],  # noqa: S607 (where the system keeps it)
@@ -64,13 +64,13 @@ class Host:
         )
 
     def kill(self) -> None:
-        """End everything on this host at once, as a power failure does; its network ends with its programs."""
+        """Kill all programs on this host, as a power failure does."""
         for pid in _ip("netns", "pids", self.namespace).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
     def vanish(self) -> None:
-        """Cut the cable: nobody is told, not even that connections are over."""
+        """Cut the link without closing connections."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
 
@@ -78,16 +78,16 @@ class Host:
 def hosts(
     num_hosts: int, *, rate: str | None = None, latency: float = 0.0, held_back: bool = False
 ) -> Iterator[list[Host]]:
-    """Make hosts, named host0, host1 and so on; everything that runs on them is killed at the end.
+    """Create hosts named host0, host1 and so on; all programs on them are killed at the end.
 
     Args:
-        num_hosts: how many.
-        rate: of each cable in each direction, such as "1gbit"; None for as fast as memory.
+        num_hosts: number of hosts.
+        rate: of each link in each direction, such as "1gbit"; None for unlimited.
         latency: seconds from one host to another.
-        held_back: frames go through the process that delays them, also without latency, to see what it costs.
+        held_back: whether frames pass the delaying process even without latency, to measure its cost.
 
     Raises:
-        NoHostsError: namespaces are not allowed here, or a program is missing.
+        NoHostsError: namespaces are not allowed, or a program is missing.
     """
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
@@ -96,7 +96,7 @@ def hosts(
     mark = f"ab{os.getpid()}"
     switch = f"{mark}s"
     made = [Host(f"host{number}", f"{mark}h{number}", f"10.77.0.{number + 1}") for number in range(num_hosts)]
-    # `ip netns exec` puts the files of /etc/netns/NAME in the place of those of /etc.
+    # `ip netns exec` mounts the files of /etc/netns/NAME over those in /etc.
     names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in made)
     relay = None
     with contextlib.ExitStack() as ends:
@@ -132,7 +132,7 @@ def hosts(
 
 
 def _connect(host: Host, switch: str, port: str, rate: str | None) -> None:
-    """Lay the cable between a host and the switch."""
+    """Create the link between a host and the switch."""
     own = ("-n", host.namespace)
     _ip(*own, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
     _ip(*own, "address", "add", f"{host.address}/24", "dev", "eth0")
@@ -169,7 +169,7 @@ def _run(*words: str) -> str:
 
 
 def hold_back(ports: Sequence[str], seconds: float) -> None:
-    """Be a switch that hands on every frame after so many seconds. Never ends."""
+    """Forward every frame after a delay, as a switch. Never returns."""
     sockets = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) for _ in ports]
     for port, each in zip(ports, sockets, strict=True):
         each.bind((port, 0))
@@ -184,7 +184,7 @@ def hold_back(ports: Sequence[str], seconds: float) -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     frame, address = each.recvfrom(_LARGEST_FRAME)
-                    # What this process has sent comes by as well.
+                    # Frames sent by this process are received as well.
                     if address[2] != socket.PACKET_OUTGOING:
                         where[frame[6:12]] = each
                         waiting.append((time.perf_counter() + seconds, each, frame))
@@ -193,13 +193,13 @@ def hold_back(ports: Sequence[str], seconds: float) -> None:
             known = where.get(frame[:6])
             for each in sockets if known is None else (known,):
                 if each is not came_from:
-                    # A full cable drops what does not fit, as a switch does.
+                    # A full link drops frames, as a switch does.
                     with contextlib.suppress(BlockingIOError, OSError):
                         each.send(frame)
 
 
 def without_offload(device: str) -> None:
-    """Let the kernel finish frames before they leave: one that is copied by a program is never finished later."""
+    """Complete checksums and segmentation before frames leave, as a program that copies frames does not."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for command in _OFFLOADS:
             held = ctypes.create_string_buffer(struct.pack("II", command, 0))

@@ -1,14 +1,14 @@
-"""Plants the faults that stand beside tests (`tests/faults.py`) one by one, and sees those tests fail.
+"""Plant the faults declared next to tests (`tests/faults.py`) one by one, and check that those tests fail.
 
-python -m tests.planted_faults                    all of them
-python -m tests.planted_faults clip resume        those with one of these words in their name
-python -m tests.planted_faults --stale            none; lists those whose text is not in its file any more
-python -m tests.planted_faults --seconds 60       some, drawn at random, until so much time has passed; for CI
-        --seed 7                                  those that were drawn before
+python -m tests.planted_faults                    all faults
+python -m tests.planted_faults clip resume        faults with one of these words in their name
+python -m tests.planted_faults --stale            only list faults whose text has left its file
+python -m tests.planted_faults --seconds 60       random faults until the time is up; for CI
+        --seed 7                                  repeat an earlier random order
 
-Each fault goes into a copy of the project in a temporary folder, where its tests run under a time limit. Unless they
-are drawn at random, all tests run once in an untouched copy before that, where they must pass: a test that always fails
-sees nothing.
+Each fault is planted in a copy of the project in a temporary folder, where its tests run under a time limit. Unless
+faults are drawn at random, all tests first run in an unchanged copy, where they must pass: a test that always fails
+detects nothing.
 """
 
 import argparse
@@ -29,24 +29,24 @@ from tests.faults import Fault, StaleFaultError, faulty, read_faults
 
 COPIED = ("src", "tests", "examples", "guide", "pyproject.toml")
 LEFT_OUT = shutil.ignore_patterns("node_modules")
-TIME_LIMIT_SECONDS = 240.0  # a fault may make a test wait for ever
+TIME_LIMIT_SECONDS = 240.0  # a fault may make a test hang
 UNTOUCHED_LIMIT_SECONDS = 3600.0
 HUNG = "still waiting after"
-CONSEQUENCE = "has ruined the"  # a test of ranks that were lost before it says nothing about the fault
+CONSEQUENCE = "has ruined the"  # ranks lost earlier say nothing about the fault
 
 
 def plant(fault: Fault, project: Path) -> None:
-    """Change the file of a fault.
+    """Plant a fault in its file.
 
     Raises:
-        StaleFaultError: its text is not there exactly once.
+        StaleFaultError: its text does not occur exactly once.
     """
     path = project / fault.file
     path.write_text(faulty(path.read_text(encoding="utf-8"), fault), encoding="utf-8")
 
 
 def copy_project(target: Path) -> None:
-    """Copy what tests need, compiled files too: their time stamps say which one is not what it was."""
+    """Copy the files that tests need, including compiled ones, whose time stamps show changes."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -58,11 +58,11 @@ def copy_project(target: Path) -> None:
 def failed_tests(
     project: Path, tests: Sequence[str], limit_seconds: float = TIME_LIMIT_SECONDS
 ) -> tuple[set[str], str]:
-    """Run tests in a project; return which failed, and the end of what pytest said."""
+    """Run tests in a project; return the failed ones and pytest's output."""
     report = project / "outcome.xml"
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
     sources = os.pathsep.join(str(project / folder) for folder in ("src", "guide/src"))
-    environment = {**os.environ, "PYTHONPATH": sources, "CI": "1"}  # CI: Hypothesis always tries the same
+    environment = {**os.environ, "PYTHONPATH": sources, "CI": "1"}  # CI: Hypothesis tries fixed examples
     process = subprocess.Popen(  # noqa: S603 (our own tests)
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=project,
@@ -93,13 +93,13 @@ def _outcomes(report: Path) -> list[tuple[str, bool]]:
 
 
 def unseen(tests: Sequence[str], failed: set[str]) -> list[str]:
-    """Return the tests that are not among those that failed."""
+    """Return the tests that did not fail."""
     failed = failed | {name.partition("[")[0] for name in failed}
     return [test for test in tests if test not in failed]
 
 
 def see(fault: Fault) -> bool:
-    """Plant a fault and say whether its tests failed."""
+    """Plant a fault and return whether its tests failed."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-fault-") as folder:
         project = Path(folder)
@@ -117,7 +117,7 @@ def see(fault: Fault) -> bool:
 
 
 def pass_untouched(tests: Sequence[str], limit_seconds: float = TIME_LIMIT_SECONDS) -> bool:
-    """Say whether tests pass without any fault, and what happened where they do not."""
+    """Return whether tests pass without a fault, and print failures."""
     with tempfile.TemporaryDirectory(prefix="no-fault-") as folder:
         copy_project(Path(folder))
         failed, said = failed_tests(Path(folder), tests, limit_seconds)
@@ -128,13 +128,13 @@ def pass_untouched(tests: Sequence[str], limit_seconds: float = TIME_LIMIT_SECON
 
 
 def see_all(table: Sequence[Fault]) -> bool:
-    """See every fault, after all their tests have passed without any."""
+    """Plant every fault, after all their tests passed without any."""
     tests = sorted({test for fault in table for test in fault.tests})
     return pass_untouched(tests, UNTOUCHED_LIMIT_SECONDS) and _summed_up(see(fault) for fault in table)
 
 
 def see_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:
-    """See faults drawn at random until time is up; the same seed draws them in the same order."""
+    """Plant random faults until the time is up; equal seeds give the same order."""
     _print(f"planting faults for {seconds:.0f} seconds; the same ones again: --seconds {seconds:.0f} --seed {seed}")
     drawn = random.Random(seed).sample(table, len(table))
     end = time.monotonic() + seconds
@@ -142,7 +142,7 @@ def see_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:
 
 
 def stale(table: Sequence[Fault]) -> list[str]:
-    """Return what is said of each fault that cannot be planted, with the files that have its text now."""
+    """Describe each fault that cannot be planted, with the files that now have its text."""
     names = [path.relative_to(ROOT) for name in COPIED for path in (ROOT / name).rglob("*.py")]
     texts = {name.as_posix(): (ROOT / name).read_text(encoding="utf-8") for name in names if "tests" not in name.parts}
     found = []
@@ -156,7 +156,7 @@ def stale(table: Sequence[Fault]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See all faults, or those named or drawn; return the exit status."""
+    """Plant all faults, or those selected by name or drawn; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_faults")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--stale", action="store_true")

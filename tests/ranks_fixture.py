@@ -1,4 +1,4 @@
-"""Pools of real ranks: each started once per test session, when it is first needed, and shared by all folders.
+"""Pools of real ranks, started once per test session on first use and shared by all folders.
 
 A folder whose tests need ranks imports the fixtures in its `conftest.py`.
 """
@@ -15,13 +15,13 @@ POOL_TIMEOUT_SECONDS = 120.0
 
 
 def watched(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
-    """Run a function on a rank, and return what it returned and which process groups it has left behind there."""
+    """Run a function on a rank, and return its value and the process groups that it leaked."""
     before = take_snapshot()
     return function(*args), new_groups(before)
 
 
 class Ranks:
-    """A rank pool that knows whether a failed test has ruined it."""
+    """A rank pool that records whether a failed test ruined it."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -40,7 +40,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:
-        """Run `function(*args)` on every rank and return how each ended."""
+        """Run `function(*args)` on every rank and return the outcomes."""
         outcomes = self._pool.outcomes(watched, function, *args)
         self.leaks += [f"rank {rank}: {leak}" for rank, o in enumerate(outcomes) if not o.error for leak in o.value[1]]
         return [outcome if outcome.error else RankOutcome(value=outcome.value[0]) for outcome in outcomes]
@@ -51,9 +51,9 @@ class Ranks:
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
-    """Return the values of a parameter with which tests of this module are going to run.
+    """Return the values of a parameter that selected tests of this module use.
 
-    A fixture that computes what many tests look at needs only what those that were selected will look at.
+    A fixture that computes results for many tests can skip the unselected ones.
     """
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
@@ -64,7 +64,7 @@ STARTED = pytest.StashKey[dict[int, Ranks]]()
 
 
 def started_ranks(config: pytest.Config, world_size: int) -> Ranks:
-    """Return the session's pool of that size: started now if there is none, or if a test has ruined it."""
+    """Return the session's pool of this size, started on first use or after a test ruined it."""
     started = config.stash.setdefault(STARTED, {})
     if world_size in started and started[world_size].ruined:
         started.pop(world_size).close()
@@ -75,7 +75,7 @@ def started_ranks(config: pytest.Config, world_size: int) -> Ranks:
 
 
 def leaks_on_ranks(config: pytest.Config) -> list[str]:
-    """Return what was left behind on ranks since this was asked last."""
+    """Return the leaks on ranks since the last call."""
     found: list[str] = []
     for ranks in config.stash.get(STARTED, {}).values():
         found += ranks.leaks
@@ -85,7 +85,7 @@ def leaks_on_ranks(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(request: pytest.FixtureRequest) -> Ranks:
-    """One rank that has a process group all the same."""
+    """One rank with a process group."""
     return started_ranks(request.config, 1)
 
 
@@ -97,12 +97,12 @@ def two_ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.fixture(scope="module")
 def three_ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Three ranks: no batch size of the tests divides by three and two and the micro-batch size."""
+    """Three ranks; batch sizes in tests are not divisible by two, three and the micro-batch size together."""
     return started_ranks(request.config, 3)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=["1-rank", "2-ranks", "3-ranks"])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """One, two and three ranks, one after the other."""
+    """One, two and three ranks in succession."""
     world_size: int = request.param
     return started_ranks(request.config, world_size)

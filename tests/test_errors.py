@@ -1,4 +1,4 @@
-"""Errors say in fields what a program wants to know, and keep them on their way between processes."""
+"""Errors have fields for programs, which survive pickling and re-raising."""
 
 import copy
 import inspect
@@ -31,7 +31,6 @@ from anybatch.errors import (
     TruncatedCheckpointError,
     UpdateFailedError,
 )
-from tests.faults import sees
 
 _PLACE: dict[str, Any] = {"rank": 1, "step": 7, "phase": "clip", "micro_batch_size": 4}
 FIELDS: list[tuple[type[AnyBatchError], dict[str, Any]]] = [
@@ -65,7 +64,7 @@ def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "fields"), FIELDS)
 def test_fields_travel(kind: type[AnyBatchError], fields: dict[str, Any]) -> None:
-    """Pickled, copied, or raised from another error, an error keeps its text and every field."""
+    """Pickled, copied, or raised from another error, an error keeps its text and all fields."""
     error = kind("m", **fields)
     with pytest.raises(kind) as caught:
         raise error from ZeroDivisionError("0")
@@ -80,7 +79,7 @@ def test_fields_travel(kind: type[AnyBatchError], fields: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("kind", ALL)
 def test_fields_are_optional(kind: type[AnyBatchError]) -> None:
-    """A message alone is enough everywhere; fields are keywords, have a default, and are listed in the docstring."""
+    """Every error can be made from a message alone; fields are documented keywords with defaults."""
     error = kind("only words")
     assert str(error) == "only words"
     with pytest.raises(TypeError):
@@ -92,13 +91,13 @@ def test_fields_are_optional(kind: type[AnyBatchError]) -> None:
 
 
 def test_the_tree_is_drawn() -> None:
-    """The drawing at the top of the module names every class."""
+    """The tree at the top of the module names every class."""
     assert errors.__doc__ is not None
     assert [kind.__name__ for kind in ALL if kind.__name__ not in errors.__doc__] == []
 
 
 def test_contradicting_sizes_are_fields() -> None:
-    """A program reads from the error which sizes contradict each other."""
+    """Contradicting sizes are fields of the error."""
     sizes: dict[str, Any] = {"effective_batch_size": 8, "micro_batch_size": 3, "accumulation_steps": 5}
     with pytest.raises(BatchSizeError) as caught:
         ab.Engine(nn.Linear(1, 1), sgd, squares, **sizes)
@@ -107,7 +106,7 @@ def test_contradicting_sizes_are_fields() -> None:
 
 
 def test_a_loss_that_is_not_finite_names_its_step() -> None:
-    """The step is a field, and so is whether its update was made: on a CPU it was not."""
+    """The error for a non-finite loss has its step, and whether the update ran, which it does not on a CPU."""
     with ab.Engine(nn.Linear(1, 1), sgd, squares, check_loss=False) as engine:
         engine.step(torch.ones(2, 1))
         with pytest.raises(NonFiniteError) as caught:
@@ -116,14 +115,14 @@ def test_a_loss_that_is_not_finite_names_its_step() -> None:
 
 
 def test_a_checkpoint_that_is_missing_has_a_path(tmp_path: Path) -> None:
-    """Errors of checkpoints carry the folder or file that they are about."""
+    """Errors of checkpoints have the path of the folder or file."""
     with pytest.raises(MissingCheckpointError) as caught:
         load_latest(tmp_path / "none")
     assert caught.value.path == tmp_path / "none"
 
 
 def test_a_loss_that_returns_too_much_names_its_term() -> None:
-    """The term and its items are fields: a program need not take them from the sentence."""
+    """The error for a loss with several values per sample has the term and its unit."""
     loss = ab.sum_of(lambda model, batch: {"main": model(batch).expand(-1, 3)}, main=ab.samples())
     with pytest.raises(LossError) as caught:
         ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
@@ -131,7 +130,7 @@ def test_a_loss_that_returns_too_much_names_its_term() -> None:
 
 
 def test_a_loss_that_is_not_what_was_declared_names_its_term() -> None:
-    """The check of the first step names the term, and its items where these were declared."""
+    """The check in the first step names the term, and its unit if declared."""
     batch = torch.arange(6.0).reshape(6, 1)
     added = ab.sum_of(lambda model, part: {"main": model(part).square().sum()}, main=ab.samples())
     with pytest.raises(LossError, match="adds up over samples") as caught:
@@ -144,7 +143,7 @@ def test_a_loss_that_is_not_what_was_declared_names_its_term() -> None:
 
 
 def test_a_loss_with_nothing_to_count_names_its_term() -> None:
-    """Where there is one term it is a field; of several none is to blame."""
+    """If the count is zero, the error names the only term; with several terms, none."""
     empty = ab.mean_over(squares.function, count=lambda _batch: 0)
     both = ab.sum_of(lambda *_: {}, one=ab.counted(lambda _: 0), other=ab.counted(lambda _: 0))
     for loss, term in ((empty, "loss"), (both, None)):
@@ -154,20 +153,14 @@ def test_a_loss_with_nothing_to_count_names_its_term() -> None:
 
 
 def test_a_metric_without_a_count_is_named() -> None:
-    """The name of the metric is a field."""
+    """The error for a metric without a count has the name of the metric."""
     with ab.Engine(nn.Linear(1, 1), sgd, squares, check_loss=False) as engine, pytest.raises(LossError) as caught:
         engine.evaluate([torch.ones(2, 1)], lambda model, part: {"square": model(part).square().mean()})
     assert caught.value.term == "square"
 
 
-@sees(
-    "errors: the step is not filled in",
-    "src/anybatch/engine/failure.py",
-    "        error.step = step",
-    "        pass",
-)
 def test_a_step_fills_in_what_the_place_could_not_know() -> None:
-    """Whatever in a step runs out of memory, or is not finite, leaves it with the step and the rank."""
+    """Out-of-memory and non-finite errors get the step and rank when they leave a step."""
     world = ab.World(rank=1, size=2)
     for given, step in ((CannotRedoError("m"), 4), (CannotRedoError("m", rank=1, step=3), 3)):
         with pytest.raises(CannotRedoError) as caught, failures_reported(world, "engine.step", 4, lambda: None):

@@ -1,4 +1,4 @@
-"""Mistakes of a first hour with anybatch: each is refused with the remedy, or simply works."""
+"""Typical beginner mistakes raise an error with the fix, or just work."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def data() -> Data:
 
 
 def engine(loss: Any = None, model: nn.Module | None = None, **options: Any) -> ab.Engine:
-    """Return an engine with one thing wrong."""
+    """Return an engine with one wrong argument."""
     model = model or nn.Linear(4, 3)
     loss = loss or ab.mean_over_samples(lambda model, batch: model(batch["x"]).mean())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -33,14 +33,14 @@ def engine(loss: Any = None, model: nn.Module | None = None, **options: Any) -> 
 
 
 class Stream(IterableDataset[Data]):
-    """Yields 8 samples in an order of its own."""
+    """Yields 8 samples in a fixed order."""
 
     def __iter__(self) -> Iterator[Data]:
         return iter([{"x": torch.full((4,), float(i))} for i in range(8)])
 
 
 class Frame:
-    """A table that is indexed by column, as a DataFrame is."""
+    """A table indexed by column, like a DataFrame."""
 
     iloc = ()
 
@@ -59,7 +59,7 @@ def contrastive(model: nn.Module, batch: Data) -> Tensor:
 
 
 def padded_shares() -> None:
-    """Join batches of a loader that pads each of them to a length of its own."""
+    """Join batches of a loader that pads each to a different length."""
     samples: Any = [torch.ones(3 + i % 5) for i in range(16)]
     loader: DataLoader[Tensor] = DataLoader(
         samples,
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AnyBatchError], tuple[str, 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_refused_with_the_remedy(name: str) -> None:
-    """The error has the wrong value and what to write instead."""
+    """The error has the wrong value and the fix."""
     make, error, words = MISTAKES[name]
     with pytest.raises(error) as caught:
         make()
@@ -120,7 +120,7 @@ def test_mistakes_are_refused_with_the_remedy(name: str) -> None:
 
 @pytest.mark.parametrize("norms", [None, "exact"])
 def test_no_gradients_under_any_executor(norms: Any) -> None:
-    """The loops for merged BatchNorm statistics and for losses across samples refuse torch.no_grad() as well."""
+    """The executors for merged BatchNorm statistics and for losses across samples reject torch.no_grad() too."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) if norms else nn.Linear(4, 3)
     loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]).mean())
     joint = ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.mean())
@@ -130,13 +130,13 @@ def test_no_gradients_under_any_executor(norms: Any) -> None:
 
 
 def test_streams_keep_their_order() -> None:
-    """A stream needs no shuffle=False: it comes in its own order."""
+    """An iterable dataset needs no shuffle=False, and keeps its order."""
     batches = list(ab.batches(Stream(), effective_batch_size=4))
     assert [list(batch.sample_ids) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_list_of_samples_is_named_in_a_note() -> None:
-    """A loss that fails on a list of samples gets a note that says how to collate them."""
+    """A loss that fails on a list of samples gets a note with the collate function to use."""
     samples = [{"x": torch.randn(4), "label": torch.tensor(0)} for _ in range(8)]
     with pytest.raises(TypeError) as caught:
         engine().step(SampleList(samples))
@@ -146,7 +146,7 @@ def test_a_list_of_samples_is_named_in_a_note() -> None:
 
 
 def test_no_message_names_a_file_of_the_documentation() -> None:
-    """Errors and warnings state the remedy: an installed package has no docs folder."""
+    """Errors and warnings do not refer to docs files, which an installed package lacks."""
     package = Path(ab.__file__).parent
     found = []
     for path in package.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The faults beside the tests are up to date: what they replace is in the source, and the tests that see them exist."""
+"""The declared faults are up to date: their text is in the source, and their tests exist."""
 
 import ast
 from pathlib import Path
@@ -9,6 +9,9 @@ from tests.architecture.source_tree import ROOT, functions, parse
 from tests.faults import Fault, StaleFaultError, faulty, read_faults
 from tests.planted_faults import copy_project, plant, stale, unseen
 
+MAX_FAULTS = 150
+"""Faults quote source text, so each one makes the source harder to change."""
+
 
 @pytest.fixture(scope="module")
 def faults() -> tuple[Fault, ...]:
@@ -17,9 +20,9 @@ def faults() -> tuple[Fault, ...]:
 
 
 @pytest.mark.slow
-def test_what_a_fault_replaces_is_there_once(faults: tuple[Fault, ...]) -> None:
-    """The text stands in its file exactly once, and the file with the fault in it is still Python."""
-    assert len(faults) > 200
+def test_faults_can_be_planted(faults: tuple[Fault, ...]) -> None:
+    """There are at most 150 faults; each replaces a text that occurs once, and the result is valid Python."""
+    assert 0 < len(faults) <= MAX_FAULTS
     assert stale(faults) == []
     for fault in faults:
         source = (ROOT / fault.file).read_text(encoding="utf-8")
@@ -30,7 +33,7 @@ def test_what_a_fault_replaces_is_there_once(faults: tuple[Fault, ...]) -> None:
 
 @pytest.mark.slow
 def test_the_tests_of_faults_are_there(faults: tuple[Fault, ...]) -> None:
-    """Every test that is to see a fault is a function of its file."""
+    """Every test that must detect a fault exists in its file."""
     names = {test.partition("[")[0] for fault in faults for test in fault.tests}
     paths = {name.partition("::")[0] for name in names}
     there = {f"{path}::{function.name}" for path in paths for function in functions(parse(ROOT / path))}
@@ -40,12 +43,12 @@ def test_the_tests_of_faults_are_there(faults: tuple[Fault, ...]) -> None:
 
 @pytest.mark.slow
 def test_faults_have_names_of_their_own(faults: tuple[Fault, ...]) -> None:
-    """No two faults are called alike: what is printed of them would not say which is which."""
+    """Names of faults are unique, so that the output is unambiguous."""
     assert len({fault.name for fault in faults}) == len(faults)
 
 
 def test_faults_are_read_from_the_sources(tmp_path: Path) -> None:
-    """A fault is what its decorator says; the line break that long texts begin with does not belong to them."""
+    """A fault is read from its decorator, without the leading line break of a long text."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text(
         '@sees("one", "a.py", """\\nx = 1\\n""", "", cases=["2", "3"], also=["tests/test_b.py::test_c"])\n'
@@ -61,7 +64,7 @@ def test_faults_are_read_from_the_sources(tmp_path: Path) -> None:
 
 
 def test_a_stale_fault_is_refused(tmp_path: Path) -> None:
-    """A text that stands nowhere, or twice, is not replaced."""
+    """A text that does not occur, or occurs twice, is not replaced."""
     (tmp_path / "some.py").write_text("x = 1\nx = 1\ny = 2\n", encoding="utf-8")
     for old in ("x = 1", "z"):
         with pytest.raises(StaleFaultError):
@@ -72,7 +75,7 @@ def test_a_stale_fault_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stale_fault_is_looked_for_elsewhere(faults: tuple[Fault, ...]) -> None:
-    """A text that has moved to another file is found there, so that only the name of the file has to follow."""
+    """If a fault's text moved to another file, that file is reported."""
     moved = Fault(name="moved", file="src/anybatch/errors.py", old=faults[0].old, new="", tests=())
     (said,) = stale([moved])
 
@@ -80,7 +83,7 @@ def test_a_stale_fault_is_looked_for_elsewhere(faults: tuple[Fault, ...]) -> Non
 
 
 def test_a_test_that_passes_has_not_seen_its_fault() -> None:
-    """Only tests that failed have seen it; one without parameters has if any of its cases failed."""
+    """Only failed tests detect a fault; a test without parameters does if any of its cases failed."""
     failed = {"tests/a.py::test_one[2]", "tests/a.py::test_two"}
 
     assert unseen(["tests/a.py::test_one", "tests/a.py::test_one[2]", "tests/a.py::test_two"], failed) == []
@@ -92,7 +95,7 @@ def test_a_test_that_passes_has_not_seen_its_fault() -> None:
 
 
 def test_a_copy_is_a_project_of_its_own(tmp_path: Path, faults: tuple[Fault, ...]) -> None:
-    """What is planted goes into the copy; the project stays as it is."""
+    """Faults are planted in the copy, and the project is unchanged."""
     fault = faults[0]
     before = (ROOT / fault.file).read_bytes()
     copy_project(tmp_path)

@@ -1,4 +1,4 @@
-"""Warnings point at the user's line, and come once."""
+"""Warnings point at the user's line and are raised once."""
 
 import inspect
 import warnings
@@ -14,7 +14,7 @@ HERE = __file__
 
 
 def test_warning_points_at_the_users_line() -> None:
-    """The place of the warning is the call in the user's file, not a line of ours."""
+    """A warning points at the call in the user's file, not at a line of anybatch."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         frame = inspect.currentframe()
@@ -26,7 +26,7 @@ def test_warning_points_at_the_users_line() -> None:
 
 
 def test_each_condition_is_said_once_on_rank_0() -> None:
-    """A condition that holds in every step gives one warning; other ranks give none."""
+    """A condition that repeats in every step gives one warning, on rank 0 only."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for rank in (0, 1):
@@ -39,7 +39,7 @@ def test_each_condition_is_said_once_on_rank_0() -> None:
 
 
 def test_a_warning_can_be_made_an_error() -> None:
-    """Under a filter "error" the call raises, so that a program may stop at what it does not accept."""
+    """With the filter "error" the call raises, so a program can stop."""
     with pytest.raises(AnyBatchWarning, match="what and what to do"):
         warn_user("what and what to do")
 

@@ -1,4 +1,4 @@
-"""Every argument of every public function, with values that it cannot be: each is refused by an error of anybatch."""
+"""Wrong values for any argument of a public function raise an error of anybatch."""
 
 import inspect
 import itertools
@@ -59,13 +59,13 @@ def engine(**arguments: Any) -> ab.Engine:
 
 
 def step(**arguments: Any) -> None:
-    """Make a step with some arguments of the engine replaced."""
+    """Run a step with some arguments of the engine replaced."""
     with engine(**arguments) as made:
         made.step(batch_of())
 
 
 def step_on_batches(**arguments: Any) -> None:
-    """Make steps on batches with some arguments replaced."""
+    """Run steps on batches with some arguments replaced."""
     usual = {"dataset": [{"x": torch.randn(4)} for _ in range(8)], "effective_batch_size": 4}
     with engine() as made:
         for batch in itertools.islice(ab.batches(**{**usual, **arguments}), 2):
@@ -73,7 +73,7 @@ def step_on_batches(**arguments: Any) -> None:
 
 
 def step_on_shares(**arguments: Any) -> None:
-    """Make steps on shares with some arguments replaced."""
+    """Run steps on shares with some arguments replaced."""
     usual = {"loader": [batch_of(3)] * 3, "effective_batch_size": 4, "world": ab.World()}
     with engine() as made:
         for share in ab.shares(**{**usual, **arguments}):
@@ -96,12 +96,12 @@ def plan(**arguments: Any) -> None:
 
 
 def with_loss(declare: Callable[..., Any], **usual: Any) -> Callable[..., None]:
-    """Return a function that makes a step with a loss whose declaration has some arguments replaced."""
+    """Return a function that runs a step with a declared loss with some arguments replaced."""
     return lambda **arguments: step(loss=declare(**{**usual, **arguments}))
 
 
 def of_term(make: Callable[..., Any], **usual: Any) -> Callable[..., None]:
-    """Return a function that makes a step with a term that has some arguments replaced."""
+    """Return a function that runs a step with a term with some arguments replaced."""
 
     def run(**arguments: Any) -> None:
         term = make(**{**usual, **arguments})
@@ -121,7 +121,7 @@ def on_engine(method: str, **usual: Any) -> Callable[..., None]:
 
 
 def returning(loss: Callable[[Any], Any]) -> Callable[..., None]:
-    """Return a function that makes a step with a loss that returns a wrong value."""
+    """Return a function that runs a step with a loss that returns a wrong value."""
     return lambda value: step(loss=loss(value))
 
 
@@ -133,7 +133,7 @@ def parameters_of(function: Callable[..., Any], *left_out: str) -> tuple[str, ..
 TOKENS = {"labels": "labels", "shift": False}
 FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Engine": (step, parameters_of(ab.Engine)),
-    # Any object may be a data set, a sampler or a number of workers that torch tries to start.
+    # Any object may be a data set, a sampler, or a num_workers that torch rejects.
     "batches": (step_on_batches, parameters_of(ab.batches, "dataset", "sampler", "num_workers")),
     "shares": (step_on_shares, parameters_of(ab.shares)),
     "plan": (plan, parameters_of(ab.plan, "sample", "changes", "loss", "what")),
@@ -182,7 +182,7 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 @contextmanager
 def raw_errors(errors: list[str], call: str) -> Iterator[None]:
-    """Write down errors that are not anybatch's; warnings are not looked at."""
+    """Record errors that are not anybatch's; warnings are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -196,7 +196,7 @@ def raw_errors(errors: list[str], call: str) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_wrong_arguments_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function accepts a value, or refuses it with an error of anybatch: no other error comes out of it."""
+    """A function accepts a value, or raises an error of anybatch."""
     monkeypatch.chdir(tmp_path)
     function, parameters = FUNCTIONS[name]
     errors: list[str] = []
@@ -208,7 +208,7 @@ def test_wrong_arguments_are_refused(name: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_raw_errors_are_found() -> None:
-    """The sweep sees an error that is not anybatch's."""
+    """An error that is not anybatch's is recorded."""
     errors: list[str] = []
     with raw_errors(errors, "f(x=1)"):
         dict[str, int]()["x"]

@@ -1,7 +1,7 @@
 """Collect the wheels that a GPU machine without a network lacks, for `make gpu` to run there.
 
 Takes the list of packages that the machine has (`pip list` or `pip freeze`, or one name a line) and downloads what
-anybatch and the stages need beyond it, with what these need in turn:
+anybatch and the stages need in addition, dependencies included:
 
     python benchmarks/gpu/collect_wheels.py --installed packages.txt --python 3.12 --out wheels
 
@@ -32,13 +32,13 @@ def normal(name: str) -> str:
 
 
 def installed(path: Path) -> set[str]:
-    """Return the names in a list of packages, whichever command wrote it."""
+    """Return the names in a list of packages from either command."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return {normal(found[0]) for line in lines if (found := re.match(r"[A-Za-z0-9][\w.-]*", line.strip()))}
 
 
 def download(requirement: str, python: str, folder: Path) -> Path:
-    """Download one wheel, without what it needs, and return its file."""
+    """Download one wheel without its dependencies, and return its file."""
     before = set(folder.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", python, "--implementation", "cp", "--dest", str(folder)]
@@ -49,7 +49,7 @@ def download(requirement: str, python: str, folder: Path) -> Path:
 
 
 def requirements_of(wheel: Path, python: str) -> list[Requirement]:
-    """Return what a wheel needs on that Python, without extras."""
+    """Return a wheel's dependencies on that Python, without extras."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
@@ -59,7 +59,7 @@ def requirements_of(wheel: Path, python: str) -> list[Requirement]:
 
 
 def collect(wanted: Iterable[Requirement], have: set[str], python: str, folder: Path) -> list[Path]:
-    """Download what is missing, and what that needs, and return the files."""
+    """Download the missing packages and their dependencies, and return the files."""
     queue, found = list(wanted), []
     known = set(have)
     while queue:
@@ -74,7 +74,7 @@ def collect(wanted: Iterable[Requirement], have: set[str], python: str, folder: 
 
 
 def main() -> int:
-    """Collect the wheels; fail if they are larger together than what can be carried."""
+    """Collect the wheels; fail if their total size is too large to transfer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--installed", type=Path, required=True, help="list of the packages that the machine has")
     parser.add_argument("--python", default="3.12", help="version of Python there (default: 3.12)")

@@ -45,7 +45,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def traced(step: Callable[[], object], setting: Setting) -> tuple[list[Interval], list[Interval]]:
-    """Return when copies to the device and kernels ran in a step, in microseconds."""
+    """Return the times of copies to the device and of kernels in a step, in microseconds."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
     with profile(activities=activities) as trace:
         step()
@@ -62,7 +62,7 @@ def traced(step: Callable[[], object], setting: Setting) -> tuple[list[Interval]
 
 
 def united(spans: Sequence[Interval]) -> list[Interval]:
-    """Return the same time as intervals that do not overlap."""
+    """Return the same time as disjoint intervals."""
     found: list[Interval] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -73,13 +73,13 @@ def united(spans: Sequence[Interval]) -> list[Interval]:
 
 
 def shared(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Return for how long of the intervals of both lists run at the same time."""
+    """Return how long intervals of both lists overlap."""
     pairs = ((one, other) for one in united(ones) for other in united(others))
     return sum(max(0.0, min(one[1], other[1]) - max(one[0], other[0])) for one, other in pairs)
 
 
 def overlap(setting: Setting) -> Rows:
-    """Profile a step of large micro-batches whose samples come from the host."""
+    """Profile a step of large micro-batches whose samples are on the host."""
     width, num_layers, size, number = setting.pick((4096, 8, 2048, 16), (128, 2, 32, 8), (32, 1, 8, 4))
     rows = torch.randn(size * number, width, generator=torch.Generator().manual_seed(0))
 
@@ -206,7 +206,7 @@ def waiting(setting: Setting) -> Rows:
 
 
 def plain(model: nn.Module, loss: Loss, batch: dict[str, Tensor], size: int) -> Callable[[], None]:
-    """Return a step of the loop that one writes, over slices of a batch on the device, in bf16."""
+    """Return a step of a hand-written loop over slices of a batch on the device, in bf16."""
     optimizer, number = torch.optim.AdamW(model.parameters(), lr=1e-5), len(batch["x"])
 
     def step() -> None:
@@ -286,7 +286,7 @@ def against_loop(
     *,
     ways: dict[str, dict[str, Any]],
 ) -> Rows:
-    """Yield a row for each way to run the engine: its time over that of a plain accumulated step."""
+    """Yield a row for each way to run the engine: its time relative to a plain accumulated step."""
     size, batch = len(batch["x"]) // 4, {name: value.to(setting.device) for name, value in batch.items()}
     engines = {
         name: engine_of(new_model(model, setting.device), loss, size, precision="bf16", **options)
@@ -311,7 +311,7 @@ def against_loop(
 
 
 def exact_norms(setting: Setting) -> Rows:
-    """Compare norms="exact" with the plain accumulated step, which normalises each micro-batch by itself."""
+    """Compare norms="exact" with the plain accumulated step, which normalizes each micro-batch separately."""
     channels, side, number = setting.pick((128, 64, 256), (8, 16, 16), (4, 8, 8))
     batch = {"x": torch.randn(number, 3, side, side), "y": torch.arange(number) % 10}
     ways: dict[str, dict[str, Any]] = {

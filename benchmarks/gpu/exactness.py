@@ -1,4 +1,4 @@
-"""Stage 1: the engine's gradient against that of the unsplit batch, by strategy, precision and kind of loss.
+"""Stage 1: the engine's gradient against the unsplit batch, by strategy, precision and kind of loss.
 
 References are computed in plain PyTorch: in float64 on the CPU, and for lower precisions on the device itself.
 """
@@ -105,7 +105,7 @@ def unsplit(model: nn.Module) -> Gradients:
 
 
 def in_groups(size: int) -> Gradients:
-    """Return the gradient with BatchNorm over groups of samples; a single one that is left joins the last group."""
+    """Return the gradient with BatchNorm over groups of samples; a single leftover sample joins the last group."""
     model, batch = normed(), samples()
     starts = range(0, NUM_SAMPLES - 1, size)
     total = torch.zeros((), dtype=torch.float64)
@@ -160,7 +160,7 @@ def normed_gradients(
 
 
 def dropout_gradients(device: str, strategy: str, micro_batch_size: int | None) -> Gradients:
-    """Run on a rank: return a gradient with dropout whose masks belong to samples."""
+    """Run on a rank: return a gradient with dropout masks keyed by sample."""
     return engine_gradients(with_dropout, device, strategy, micro_batch_size, rng="per_sample")
 
 
@@ -191,7 +191,7 @@ def one_process(setting: Setting) -> Rows:
 
 
 def static_buffers(setting: Setting) -> Rows:
-    """Compare models whose gradients come in static buffers, as those of captured graphs do."""
+    """Compare models whose gradients are in static buffers, as in captured graphs."""
     batch = {name: value[:28] for name, value in samples().items()}  # graphs need micro-batches of one size
     if setting.on_gpu:
         model = small()
@@ -287,7 +287,7 @@ def nccl(setting: Setting) -> Rows:
 
 
 def low_precision(setting: Setting) -> Rows:
-    """Compare rounding errors of split gradients with those of the unsplit batch, in the same precision."""
+    """Compare rounding errors of split and unsplit gradients in the same precision."""
     expected = unsplit(small())
     for name, dtype in (("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         model = small(torch.float32).to(setting.device)

@@ -2,7 +2,7 @@
 
 Plans are made by `ab.plan` in processes that never touch the device, while the device measures earlier models. A model
 is measured over its first two steps, of two micro-batches each, starting from an empty allocator. On a CPU the counters
-of the CPU allocator stand in for those of the device.
+of the CPU allocator replace the device's counters.
 """
 
 import concurrent.futures
@@ -41,12 +41,12 @@ MEBIBYTE = 2**20
 OPTIONAL = ("peft", "transformers")
 IN_CI = ("decoder, bf16 autocast",)
 LIMITED = {"decoder, bf16 autocast": 8 * 2**30, "U-Net, bf16 autocast": 12 * 2**30}
-"""Cases whose largest micro-batch is looked for, with the limit on a GPU; on a CPU it is 2.5 times a small step."""
+"""Cases to find the largest micro-batch for, with the limit on a GPU; on a CPU it is 2.5 times a small step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Numbers of a plan, in bytes."""
+    """A plan's sizes in bytes."""
 
     tensors: int
     reserved: int
@@ -137,7 +137,7 @@ def emptied(setting: Setting) -> None:
 
 
 def model_of(case: Case, setting: Setting) -> nn.Module:
-    """Return the model, made on the device: initialising it there takes less time."""
+    """Return the model, created on the device, which takes less time."""
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = case.make(SCALES[setting.size])
@@ -166,7 +166,7 @@ def measured(case: Case, setting: Setting) -> Measured:
 
 
 def allocated_on_cpu(case: Case, size: int, setting: Setting) -> int:
-    """Return the most that the CPU's allocator hands out during the second step."""
+    """Return the peak of the CPU allocator's memory in the second step."""
     with memory_accuracy.AllocatorEvents() as allocator:
         batch = case.batch(SCALES[setting.size], NUM_MICRO_BATCHES * size)
         with engine_of(case, model_of(case, setting), size, setting) as engine:
@@ -201,14 +201,14 @@ def in_mebibytes(num_bytes: int) -> str:
 
 
 def failed(name: str, error: Exception) -> Row:
-    """Return the row of a case that could not be planned or run; a missing optional package is no failure."""
+    """Return the row of a case that failed in the plan or the run; a missing optional package is not a failure."""
     if isinstance(error, ImportError) and error.name in OPTIONAL:
         return Row("Left out", {"what": name, "why": str(error)})
     return Row(FAILED, {"check": name, "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"})
 
 
 def plan_device(setting: Setting) -> str | int:
-    """Return what plans are made for: as much memory as this device has."""
+    """Return the device to plan for, with this device's memory."""
     if not setting.on_gpu:
         return "cpu:16GiB"
     return int(torch.cuda.get_device_properties(setting.device).total_memory)
@@ -216,7 +216,7 @@ def plan_device(setting: Setting) -> str | int:
 
 @contextlib.contextmanager
 def planners(setting: Setting) -> Iterator[concurrent.futures.Executor]:
-    """Yield processes that plan; those that still plan are ended at the end."""
+    """Yield processes that plan; stop the unfinished ones at the end."""
     num_processes = setting.pick(max(1, min(12, (os.cpu_count() or 2) - 2)), 2, 1)
     pool = concurrent.futures.ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"))
     try:
@@ -259,7 +259,7 @@ def peaks(setting: Setting) -> Rows:
 
 
 def libraries(plan: Planned, found: Measured, setting: Setting) -> Rows:
-    """Compare what a plan adds for libraries with what they take."""
+    """Compare the planned memory of libraries with their real memory."""
     outside = outside_bytes(torch.device(setting.device))
     rows = (("cuBLAS workspaces", plan.workspace, found.workspaces), ("outside the allocator", plan.outside, outside))
     for what, expected, seen in rows:
@@ -268,19 +268,19 @@ def libraries(plan: Planned, found: Measured, setting: Setting) -> Rows:
 
 
 def limit_of(name: str, setting: Setting) -> int:
-    """Return the limit under which the largest micro-batch is looked for, context included."""
+    """Return the limit for finding the largest micro-batch, including the context."""
     if setting.on_gpu:
         return min(LIMITED[name], plan_device(setting) // 2)  # type: ignore[operator]
     return int(2.5 * peak_under(name, 2, 1 << 40, setting)[0])
 
 
 def device_of(limit: int, setting: Setting) -> str | int:
-    """Return the limit as `ab.plan` takes it."""
+    """Return the limit in the form that `ab.plan` takes."""
     return limit if setting.on_gpu else f"cpu:{limit}B"
 
 
 def largest_row(name: str, limit: int, expected: int, setting: Setting) -> Row:
-    """Look for the largest micro-batch that runs under a limit, beginning at the planned one."""
+    """Find the largest micro-batch that runs under a limit, starting at the planned one."""
     start = time.perf_counter()
     # A plan leaves room for the context, which the allocator's limit does not include.
     allowed = limit - planner_outside(setting)
@@ -350,7 +350,7 @@ def peak_under(name: str, size: int, num_bytes: int, setting: Setting) -> tuple[
 
 @contextlib.contextmanager
 def limited(num_bytes: int, setting: Setting, *holders: Any) -> Iterator[Callable[[], int]]:  # noqa: ANN401 (modules and tensors)
-    """Let the allocator have so many bytes; yield a function that returns the peak."""
+    """Limit the allocator to this many bytes; yield a function that returns the peak."""
     if not setting.on_gpu:
         with memory_budget(num_bytes, *holders) as budget:
             yield lambda: budget.peak_bytes

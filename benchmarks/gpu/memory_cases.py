@@ -113,7 +113,7 @@ def texts(scale: Scale, number: int) -> Batch:
 
 
 def short_texts(scale: Scale, number: int) -> Batch:
-    """Return random tokens and labels, an eighth as many."""
+    """Return random tokens, and labels for an eighth of them."""
     return memory_accuracy.text(scale.tokens // 8)(number)
 
 
@@ -139,7 +139,7 @@ OF_TRANSFORMERS = ab.mean_over_tokens(own)
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and in what pieces.
+    """A training job to measure, with its micro-batch size.
 
     Attributes:
         make: function (scale) -> model.

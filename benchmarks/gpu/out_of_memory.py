@@ -32,7 +32,7 @@ UNLIMITED = 1 << 50
 
 
 class GpuMemory:
-    """torch's allocator on the GPU, with a limit on what it reserves."""
+    """torch's allocator on the GPU, with a limit on its reserved bytes."""
 
     def limit(self, num_bytes: int) -> None:
         """Raise an out-of-memory error beyond this."""
@@ -246,7 +246,7 @@ def continued_runs(setting: Setting) -> Rows:
         for case in cases(setting):
             large, small = (train(case, setting, size, UNLIMITED) for size in (case.size, case.size // 2))
             forward, backward = large.watch.peaks[:2]  # of the first micro-batch
-            # What has to fit needs at most what is reserved; what has to fail needs at least what is allocated.
+            # Cases that must fit need at most the reserved bytes; cases that must fail need the allocated ones.
             limits = {"forward": (small.peaks[1] + forward[0]) // 2, "backward": (forward[1] + backward[0]) // 2}
             for name, limit in limits.items():
                 print(f"  {case.name}: {name}, {limit / GIB:.2f} GiB", flush=True)
@@ -309,7 +309,7 @@ def fits(case: Case, setting: Setting, size: int, batch: Batch, num_bytes: int) 
 
 
 def chosen(case: Case, setting: Setting, batch: Batch, num_bytes: int) -> tuple[int, float, float]:
-    """Return the size of "auto" under a budget, the seconds its search took, and those of a later step."""
+    """Return the size of "auto" under a budget, the seconds of its search, and of a later step."""
     model = case.new_model(setting.device)
     engine, optimizer = new_engine(case, model, "auto")
     seconds, sizes = [], [0]

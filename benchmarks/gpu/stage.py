@@ -1,4 +1,4 @@
-"""What all stages of `make gpu` share: sizes, rows that are kept as soon as they are measured, and failures as rows."""
+"""Code shared by all stages of `make gpu`: sizes, rows that are kept once measured, and failures as rows."""
 
 import json
 import os
@@ -59,7 +59,7 @@ Check = Callable[[Setting], Rows]
 
 
 def run_checks(checks: tuple[Check, ...], setting: Setting, write: Callable[[Row], None]) -> int:
-    """Run checks one after the other, write each row at once, and return how many checks failed.
+    """Run checks one after the other, write each row immediately, and return how many checks failed.
 
     A check that raises becomes a row, and the next one still runs.
     """

@@ -1,7 +1,7 @@
-"""Predicted against measured step times, and what the engine and its meters add to a step on the device.
+"""Predicted against measured step times, and the time that the engine and its meters add to a step on the device.
 
-Times are those of blocks of steps with one synchronisation at the end of a block, so that the host can run ahead as it
-does in training. Blocks of all variants alternate; ratios are medians over rounds.
+Times are measured over blocks of steps with one synchronisation at the end of a block, so that the host runs ahead as
+in training. Blocks of all variants alternate; ratios are medians over rounds.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ def compared(name: str, costs: CostLine, rates: tuple[Rates | None, Rates | None
 
 
 def predicted_cells(kind: str, predicted: StepSeconds | None, taken: float) -> dict[str, str]:
-    """Return the cells of one prediction; dashes where there is none."""
+    """Return the cells of one prediction; dashes if it is missing."""
     if predicted is None:
         return dict.fromkeys((kind, f"{kind}, error, %", f"{kind}, in its band"), "-")
     return {
@@ -277,7 +277,7 @@ def meters(setting: Setting) -> Rows:
         memory.emptied(setting)
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # random data is no training run, and the spike watch may say so
+            warnings.simplefilter("ignore")  # random data is not a training run, and the spike watch may warn
             steps = dict(variants(case, scale, batch, setting, stack))
             found = alternated(steps, setting.pick(4.0, 2.0, 0.1), setting.pick(STEPS_PER_BLOCK, 3, 2), setting)
         for which, seconds in found.items():

@@ -21,7 +21,7 @@ TITLE = "Throughput on one device"
 Batch = dict[str, torch.Tensor]
 Step = Callable[[Batch], object]
 Times = Callable[[int], list[float]]
-"""Runs so many steps after a warm-up step, and returns the seconds of each."""
+"""Runs this many steps after a warm-up step, and returns the seconds of each."""
 LEARNING_RATE = 1e-4
 NUM_FIRST_STEPS = 8
 """In which the engine still checks the loss, and torch compiles and loads kernels."""
@@ -217,7 +217,7 @@ def timed(setting: Setting, step: Step, batch: Batch) -> Times:
 
 
 def rivals(setting: Setting, micro_batch_size: int, batch: Batch) -> tuple[dict[str, Times], list[str]]:
-    """Return everyone who trains, each with a model of its own, and who is missing."""
+    """Return all trainers, each with its own model, and the missing ones."""
     makers: Mapping[str, Callable[[Setting, nn.Module, int], Step]] = {
         "plain loop": plain,
         "engine": engine,
@@ -418,7 +418,7 @@ def images(setting: Setting) -> Rows:
 
 
 def matrix_product(setting: Setting) -> Rows:
-    """Measure the rate of a large bf16 matrix product: what this card reaches, whatever its data sheet says."""
+    """Measure the rate of a large bf16 matrix product, the real limit of this card."""
     size = setting.pick(8192, 256, 64)
     one = torch.randn(size, size, device=setting.device, dtype=torch.bfloat16)
     other = torch.randn(size, size, device=setting.device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Run the programs and write what they print into README.md, each into the block under its name.
+"""Run the programs and write their output into README.md, each into the block under its name.
 
 python examples/from_scratch/write_outputs.py        all of them
 python examples/from_scratch/write_outputs.py 03 05  those whose names begin so
@@ -17,7 +17,7 @@ TIME_LIMIT_SECONDS = 300
 
 
 def shown(page: str) -> dict[str, str]:
-    """Return, by program, what a page says that it prints."""
+    """Return the expected output of each program, read from a page."""
     return {match["name"]: match["text"] for match in BLOCK.finditer(page)}
 
 
@@ -27,7 +27,7 @@ def with_outputs(page: str, printed: dict[str, str]) -> str:
 
 
 def run(program: str) -> str:
-    """Return what a program prints, started as a student starts it.
+    """Return the output of a program, started as a student starts it.
 
     Raises:
         subprocess.SubprocessError: it fails, or does not end.
@@ -37,7 +37,7 @@ def run(program: str) -> str:
 
 
 def main(beginnings: Sequence[str]) -> None:
-    """Run programs and write the page; one that fails leaves it as it was."""
+    """Run programs and write the page; after a failure the page is unchanged."""
     page = PAGE.read_text(encoding="utf-8")
     chosen = [name for name in shown(page) if not beginnings or name.startswith(tuple(beginnings))]
     printed = {}

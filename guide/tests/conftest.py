@@ -1,4 +1,4 @@
-"""One browser for all tests of a module, one exported page, and two ranks."""
+"""Fixtures: one browser per module, one exported page, and two ranks."""
 
 from collections.abc import Iterator
 

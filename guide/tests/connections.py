@@ -1,4 +1,4 @@
-"""Writes down whatever a process connects to, or asks a name server about: nothing, is the claim."""
+"""Record all connections and DNS requests of a process, to show that there are none."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ WATCHED = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.geth
 
 
 def watch_connections(file: Path) -> None:
-    """Write every such event of this process into a file, from now on and for ever."""
+    """From now on, write every such event of this process to a file."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in WATCHED:

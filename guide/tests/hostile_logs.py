@@ -1,4 +1,4 @@
-"""Logs that somebody made to hurt: each is the bytes of an `events.jsonl`, by what it tries."""
+"""Hostile logs: the bytes of an `events.jsonl` by attack."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ START: Final[Mapping[str, Any]] = {
 
 
 def line(kind: str, *, seconds: object = 2.0, **more: Any) -> bytes:
-    """Return a line, in the form in which a log is written."""
+    """Return a line in log format."""
     head = {"version": 1, "sequence": 1, "time_seconds": seconds, "kind": kind}
     return json.dumps({**head, **more}, separators=(",", ":")).encode() + b"\n"
 
@@ -53,7 +53,7 @@ def start(**more: Any) -> bytes:
 
 
 def span(event: str, seconds: float, number: int, name: str = "load") -> bytes:
-    """Return the line of a phase's begin or end."""
+    """Return the line for the start or end of a phase."""
     return line("phase", seconds=seconds, rank=0, event=event, step=number, name=name, position=None)
 
 

@@ -1,4 +1,4 @@
-"""The guide's page as it is committed, and what it was built from: read without Node."""
+"""Read the committed page and its sources without Node."""
 
 import hashlib
 import json
@@ -11,21 +11,21 @@ from tests.architecture.source_tree import GUIDE, ROOT
 WEB = ROOT / "guide" / "web"
 DIST = GUIDE / "dist"
 APART = re.compile(r"guide/web/(node_modules|tests|\.[^/]*)/|.*\.md$|guide/web/vitest\.config\.js$")
-"""Files of guide/web/ that have no part in the page; the same as in guide/web/make/digest.js."""
+"""Files of guide/web/ that are not part of the page; the same as in guide/web/make/digest.js."""
 
 
 def account(dist: Path = DIST) -> dict[str, Any]:
-    """Return what the build says of itself."""
+    """Return BUILD.json."""
     return dict(json.loads((dist / "BUILD.json").read_text(encoding="utf-8")))
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return what is in a folder, by name."""
+    """Return the files of a folder, by name."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def sources(root: Path, quoted: list[str]) -> dict[str, bytes]:
-    """Return the files that the page is built from, by their path from `root` on."""
+    """Return the source files of the page, by path relative to `root`."""
     own = {
         path.relative_to(root).as_posix(): path
         for child in (root / "guide" / "web").iterdir()

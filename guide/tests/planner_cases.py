@@ -1,7 +1,7 @@
-"""Plans at random, for Python and for the page: `python -m guide.tests.planner_cases` writes a thousand of Python's.
+"""Random plans for Python and for the page: `python -m guide.tests.planner_cases` writes a thousand of Python's.
 
-To trace every step takes minutes, so what Python plans is committed. A test makes the plans of two steps again, and the
-page has to find all thousand in its tables, number by number and word by word.
+Tracing every step takes minutes, so Python's plans are committed. A test recomputes the plans of two steps, and the
+page must give all thousand from its tables, with the same numbers and words.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ GOLDEN = ROOT / "guide" / "web" / "tests" / "planner.golden.json"
 NUM_CASES, BATCHES = 1000, 10
 VARIANTS = tuple(variant for one in OFFERED for variant in one.variants())
 LEFT_OUT = ("smallest", "planned in")
-"""Rows that depend on changes that were tried, and on the clock."""
+"""Rows that depend on the table of changes, or on time."""
 
 
 def recorded() -> dict[str, Any]:
-    """Return what is recorded."""
+    """Return the recorded data."""
     return dict(json.loads(RECORDING.read_text(encoding="utf-8"))["data"])
 
 
 def requests(variants: Sequence[Variant]) -> Iterator[tuple[int, PlanRequest]]:
-    """Yield a thousand random requests of those that the page offers: 100 variants on devices, with 10 batches each."""
+    """Yield a thousand random requests that the page offers: 100 variants on devices, with 10 batches each."""
     draw = random.Random(64)
-    # To replay the first step of a large model on several ranks takes Python half a minute.
+    # Python takes half a minute to replay the first step of a large model on several ranks.
     weights = [0.1 if one.multi_rank and one.model != "gpt2" else 1.0 for one in variants]
     for _ in range(NUM_CASES // BATCHES):
         (number,) = draw.choices(range(len(variants)), weights)
@@ -50,7 +50,7 @@ def requests(variants: Sequence[Variant]) -> Iterator[tuple[int, PlanRequest]]:
 
 
 class Remembering:
-    """Envelopes that replay the allocator once for each limit and size: several requests share one."""
+    """Envelopes with a cache of allocator replays by limit and size."""
 
     def __init__(self, envelopes: Envelopes) -> None:
         self._envelopes = envelopes
@@ -63,20 +63,20 @@ class Remembering:
 
 @functools.cache
 def traced(variant: Variant) -> Traced:
-    """Return a step that is traced now, once, with envelopes that remember."""
+    """Return a newly traced step, with caching envelopes."""
     found = trace(variant)
     return dataclasses.replace(found, envelopes=cast("Envelopes", Remembering(found.envelopes)))
 
 
 def lines_of(plan: Plan) -> list[str]:
-    """Return the words of a plan, without those that depend on the clock or on changes that were tried."""
+    """Return the lines of a plan that do not depend on time or on the table of changes."""
     lines = str(plan).splitlines()
     upper = lines[: lines.index("", 3)]
     return [line for line in upper if not line.startswith(LEFT_OUT)]
 
 
 def row_of(number: int, request: PlanRequest, plan: Plan) -> list[Any]:
-    """Return a plan as it is compared: whole numbers, and the digest of its words."""
+    """Return a plan for comparison: integers, and the digest of its lines."""
     fit = plan.baseline
     digest = hashlib.sha256("\n".join(lines_of(plan)).encode()).hexdigest()[:16]
     return [
@@ -87,7 +87,7 @@ def row_of(number: int, request: PlanRequest, plan: Plan) -> list[Any]:
 
 
 def main() -> None:
-    """Plan all of them, and write them down."""
+    """Compute all plans and write the results."""
     torch.set_num_threads(1)
     rows = []
     for done, (number, request) in enumerate(requests(VARIANTS)):

@@ -1,4 +1,4 @@
-"""Makes recordings again by their own commands, and says what came out otherwise.
+"""Reproduce recordings with their commands, and report differences.
 
 python -m guide.tests.recorded_again              all of them, which takes the better part of an hour
 python -m guide.tests.recorded_again claims_ walk those with one of these in their name
@@ -20,9 +20,9 @@ RECORDINGS = ROOT / "guide" / "web" / "recordings"
 
 
 def made_again(name: str, folder: Path) -> list[str]:
-    """Make a recording by the command that stands in it, and return where it differs from the committed one.
+    """Run the command in a recording, and return the differences from the committed one.
 
-    What its experiment calls noisy, times mostly, may differ; numbers may by the tolerance that it names.
+    Noisy values, mostly times, may differ; numbers may differ within the experiment's tolerance.
     """
     committed = read_recording(RECORDINGS / f"{name}.json")
     words = [*shlex.split(committed.made.command), "--to", str(folder)]
@@ -34,7 +34,7 @@ def made_again(name: str, folder: Path) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Make them again; return 0 if nothing differs."""
+    """Reproduce them; return 0 if nothing differs."""
     names = [name for name in experiments() if not words or any(word in name for word in words)]
     same = 0
     for name in names:

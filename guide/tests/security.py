@@ -1,6 +1,6 @@
-"""The security list of the guide: each request with the answer it has to get, sent byte by byte to a real server.
+"""The guide's security list: each request with its expected answer, sent byte by byte to a real server.
 
-`python -m guide.tests.security` prints it as a table, against the real worker of the package.
+`python -m guide.tests.security` prints it as a table, against the package's real worker.
 """
 
 import json
@@ -38,10 +38,10 @@ class Attempt:
     """One request.
 
     Attributes:
-        name: what it tries.
+        name: a description.
         send: function (server) -> its answer.
-        status: which the answer has to have.
-        code: word that the answer has to have; empty where the web server itself answers.
+        status: the expected status.
+        code: a word expected in the answer; empty if the web server itself answers.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Attempt:
 
 
 def get(path: str = "/", drop: str = "", **headers: str) -> Callable[[Served], Answer]:
-    """Return what asks for a path as the page does, but for some headers; the underscore in their names is a dash."""
+    """Return a GET request like the page's, except for some headers; underscores in their names become dashes."""
 
     def send(server: Served) -> Answer:
         usual = {"Host": server.host, "Cookie": server.cookie, "Connection": "close"} | named(headers, server)
@@ -61,7 +61,7 @@ def get(path: str = "/", drop: str = "", **headers: str) -> Callable[[Served], A
 
 
 def post(body: str = GOOD, path: str = "/api/runs", method: str = "POST", **headers: str) -> Callable[[Served], Answer]:
-    """Return what posts as the page does, but for some headers; an empty value leaves one out."""
+    """Return a POST request like the page's, except for some headers; an empty value removes one."""
 
     def send(server: Served) -> Answer:
         usual = {
@@ -78,32 +78,32 @@ def post(body: str = GOOD, path: str = "/api/runs", method: str = "POST", **head
 
 
 def named(headers: Mapping[str, str], server: Served) -> dict[str, str]:
-    """Return headers by their names; {host}, {port} and {secret} in a value are the server's."""
+    """Return headers by name, with the server's {host}, {port} and {secret} filled in."""
     own = {"host": server.host, "port": server.port, "secret": server.secret}
     filled = {name: value.format(**own) for name, value in headers.items()}
     return {name.replace("_", "-"): value for name, value in filled.items()}
 
 
 def raw(*parts: str) -> Callable[[Served], Answer]:
-    """Return what sends bytes as they are; {host} and {cookie} are the server's."""
+    """Return a raw request, with the server's {host} and {cookie} filled in."""
     return lambda server: server.send([part.format(host=server.host, cookie=server.cookie).encode() for part in parts])
 
 
 def slow(server: Served) -> Answer:
-    """Send half of a body, and no more."""
+    """Send only half of a body."""
     usual = {"Host": server.host, "Cookie": server.cookie, "X-Anybatch": "1", "Content-Type": "application/json"}
     return server.send([head("POST", "/api/runs", {**usual, "Content-Length": str(len(GOOD))}), GOOD[:9].encode()])
 
 
 def huge(server: Served) -> Answer:
-    """Send a body in chunks without saying how long it is, for as long as somebody reads."""
+    """Send an endless chunked body until the connection closes."""
     usual = {"Host": server.host, "Cookie": server.cookie, "X-Anybatch": "1", "Content-Type": "application/json"}
     chunk = b"1000\r\n" + b"x" * 0x1000 + b"\r\n"
     return server.send([head("POST", "/api/runs", {**usual, "Transfer-Encoding": "chunked"}), *[chunk] * 1000])
 
 
 def setting(**changed: object) -> str:
-    """Return what asks for a run of the playground, with some values changed; None leaves one out."""
+    """Return a request for a playground run, with some values changed; None removes one."""
     values = {name: value for name, value in {**SETTING, **changed}.items() if value is not None}
     return json.dumps({"kind": "playground", "setting": values})
 
@@ -214,7 +214,7 @@ SETTINGS: Sequence[Attempt] = tuple(
 
 
 def while_busy(server: Served) -> Iterator[tuple[str, str, str]]:
-    """Yield what happens around a run: name, answer, verdict."""
+    """Yield the attempts around a run: name, response, verdict."""
     run = server.begin("endless")
     second = server.ask("POST", "/api/runs", {"kind": "experiment", "name": "counting"})
     yield "second start", told(second), verdict((second.status, json.loads(second.body)["id"]), (409, run))
@@ -246,7 +246,7 @@ def while_busy(server: Served) -> Iterator[tuple[str, str, str]]:
 
 
 def orphan(server: Served) -> tuple[str, str, str]:
-    """Kill the server in the middle of a run, and return what becomes of its worker."""
+    """Kill the server during a run, and return the state of its worker."""
     server.begin("stuck")
     worker = server.worker()
     server.process.kill()
@@ -259,17 +259,17 @@ def orphan(server: Served) -> tuple[str, str, str]:
 
 
 def told(answer: Answer) -> str:
-    """Return an answer in short."""
+    """Return a short form of a response."""
     return f"{answer.status} {answer.code}".strip()
 
 
 def verdict(found: object, wanted: object) -> str:
-    """Return whether an answer is the one that is wanted."""
+    """Return whether a response is the expected one."""
     return "ok" if found == wanted else f"WRONG: {wanted!r} was wanted"
 
 
 def main() -> int:
-    """Print the table; return whether something was answered wrongly."""
+    """Print the table; return whether a response was wrong."""
     rows: list[tuple[str, str, str]] = []
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder)) as server:
         server.until_idle()

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, asked byte by byte: clients of HTTP mend what a test wants to send broken."""
+"""A real server in a separate process, with raw requests, because HTTP clients would repair broken ones."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ LIMITS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: a status, headers with lower-case names, and a body."""
+    """A response: a status, headers with lower-case names, and a body."""
 
     status: int
     headers: Mapping[str, str]
@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """The word by which the answer says what it is; empty if it has none."""
+        """The code of the response; empty without one."""
         with contextlib.suppress(ValueError):
             value = json.loads(self.body)
             return str(value.get("code", "")) if isinstance(value, dict) else ""
@@ -51,12 +51,12 @@ class Answer:
 
 
 class Served:
-    """A server under test. Use it in a `with`.
+    """A server under test, for use in a `with` block.
 
     Args:
-        folder: for the file of what it connected to.
-        limits: that differ from those of tests.
-        command: starts it; None for one with the worker of tests.
+        folder: for the record of its connections.
+        limits: overrides of the test limits.
+        command: command to start it; None for one with the worker of tests.
     """
 
     def __init__(self, folder: Path, limits: Mapping[str, Any] | None = None, command: Sequence[str] = ()) -> None:
@@ -65,7 +65,7 @@ class Served:
         self._command = tuple(command) or (sys.executable, "-c", PROGRAM.format("served"), options)
 
     def __enter__(self) -> Self:
-        """Start it, and wait until it says where it is."""
+        """Start it, and wait for its address."""
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -87,7 +87,7 @@ class Served:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
     ) -> None:
-        """End it as Ctrl-C does."""
+        """Stop it like Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -97,9 +97,9 @@ class Served:
             self.said = self.process.communicate()
 
     def send(self, parts: Sequence[bytes], *, seconds: float = PATIENCE_SECONDS) -> Answer:
-        """Send bytes as they are, and return what comes back until the other side is done."""
+        """Send raw bytes, and return the response until the connection closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
-            with contextlib.suppress(OSError):  # it may have answered, and gone, before all was sent
+            with contextlib.suppress(OSError):  # it may respond and close before everything is sent
                 for part in parts:
                     connection.sendall(part)
             response = http.client.HTTPResponse(connection)
@@ -108,7 +108,7 @@ class Served:
             return Answer(response.status, headers, response.read())
 
     def ask(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """Ask as the page does; a body that is no text is JSON."""
+        """Send a request like the page's; a body that is not a string is sent as JSON."""
         text = body if isinstance(body, str) else "" if body is None else json.dumps(body)
         usual = {"Host": self.host, "Cookie": self.cookie, "Connection": "close"}
         if method in ("POST", "DELETE"):
@@ -116,14 +116,14 @@ class Served:
         return self.send([head(method, path, {**usual, **(headers or {})}), text.encode()])
 
     def begin(self, name: str, **more: object) -> str:
-        """Begin an experiment and return the run's id."""
+        """Start an experiment and return the run's id."""
         answer = self.ask("POST", "/api/runs", {"kind": "experiment", "name": name, **more})
         assert answer.status == 202, answer
         return str(json.loads(answer.body)["id"])
 
     @contextlib.contextmanager
     def events(self, last: str | None = None) -> Iterator[Iterator[tuple[str, Any, str | None]]]:
-        """Give the stream's events as they come: event, data, id."""
+        """Yield the events of the stream: event, data, id."""
         lines = {"Last-Event-ID": last} if last else {}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
         try:
@@ -135,13 +135,13 @@ class Served:
             connection.close()
 
     def worker(self) -> int:
-        """Return the number of the worker's process."""
+        """Return the process id of the worker."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (child,) = map(int, children)
         return child
 
     def until_idle(self) -> None:
-        """Wait until the worker has nothing to do."""
+        """Wait until the worker is idle."""
         with self.events() as events:
             next(data for event, data, _ in events if event == "status" and data["worker"] == "idle")
 
@@ -165,7 +165,7 @@ def parsed(lines: Iterator[bytes] | http.client.HTTPResponse) -> Iterator[tuple[
 
 
 def wait_for_end(number: int, seconds: float = PATIENCE_SECONDS) -> bool:
-    """Return whether a process that need not be our child ends within some time."""
+    """Return whether a process, child or not, ends in time."""
     try:
         process = os.pidfd_open(number)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The page's experiment with BatchNorm: its configurations against a plain step on the whole batch."""
+"""The BatchNorm experiment of the page: its configurations against a plain step on the full batch."""
 
 import itertools
 
@@ -15,12 +15,12 @@ from guide.tests.recorded_again import RECORDINGS
 
 
 def named(name: str) -> NormConfig:
-    """Return the configuration of that name."""
+    """Return the configuration with that name."""
     return next(config for config in CONFIGS if config.name == name)
 
 
 def test_a_step_takes_the_gradient_of_plain_torch() -> None:
-    """What a step of SGD at learning rate 1 takes away is the gradient of the mean over the batch."""
+    """An SGD step with learning rate 1 subtracts the gradient of the mean over the batch."""
     train_set, _ = batch_norm.train_and_held_out_images()
     torch.manual_seed(0)
     model = network("group").double()
@@ -33,14 +33,14 @@ def test_a_step_takes_the_gradient_of_plain_torch() -> None:
 
 @pytest.mark.slow
 def test_exact_statistics_give_the_gradient_of_the_batch_and_micro_batches_do_not() -> None:
-    """In micro-batches of 4, norms="exact" is within 1e-12 of the whole batch, a plain loop is more than 5% off."""
+    """In micro-batches of 4, norms="exact" is within 1e-12 of the full batch; a plain loop is more than 5% off."""
     assert batch_norm.gradient_error(named("exact"), 4) <= 1e-12
     assert batch_norm.gradient_error(named("plain"), 4) > 0.05
 
 
 @pytest.mark.slow
 def test_recalibrated_statistics_are_those_of_all_images() -> None:
-    """After recalibration the first layer's running mean is the mean over all training images."""
+    """After recalibration the first layer's running mean matches the mean over all training images."""
     train_set, _ = batch_norm.train_and_held_out_images()
     torch.manual_seed(0)
     model = network("batch")
@@ -54,7 +54,7 @@ def test_recalibrated_statistics_are_those_of_all_images() -> None:
 
 
 def test_no_convolution_in_front_of_a_norm_has_a_bias() -> None:
-    """Its gradient would be rounding, of which AdamW makes steps, so equal weights would read pictures differently."""
+    """No layer before a norm has a bias: its gradient would be rounding noise, which AdamW turns into full steps."""
     layers = list(network("batch"))
     assert all(
         one.bias is None
@@ -66,7 +66,7 @@ def test_no_convolution_in_front_of_a_norm_has_a_bias() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 4])
 def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
-    """Ten float32 steps with norms="exact" leave the weights of ten plain steps on whole batches, up to rounding."""
+    """Ten float32 steps with norms="exact" give the weights of ten plain steps on full batches, up to rounding."""
     train_set, _ = batch_norm.train_and_held_out_images()
     models = []
     for config, micro_batch_size in ((NormConfig(name="", norm="batch", policy=None), 64), (named("exact"), size)):
@@ -83,7 +83,7 @@ def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
 
 @pytest.mark.slow
 def test_recorded_gradient_errors_come_again() -> None:
-    """In a plain loop, micro-batches of 16, 4 and 2 are off by what is recorded."""
+    """In a plain loop, micro-batches of 16, 4 and 2 have the recorded errors."""
     recorded = read_recording(RECORDINGS / "batch_norm.json").data["gradient_errors"]
     errors = {one["micro_batch_size"]: one["relative_error"] for one in recorded if one["way"] == "plain"}
 
@@ -93,7 +93,7 @@ def test_recorded_gradient_errors_come_again() -> None:
 
 @pytest.mark.slow
 def test_a_run_is_one_of_the_recorded() -> None:
-    """Training in a plain loop from a recorded seed ends within what was recorded over all of them."""
+    """Training in a plain loop from a recorded seed ends within the recorded range of all seeds."""
     rows = read_recording(RECORDINGS / "batch_norm.json").data["rows"]
     (row,) = (one for one in rows if (one["way"], one["micro_batch_size"]) == ("plain", 64))
     found = batch_norm.train_and_evaluate(named("plain"), 64, batch_norm.SEEDS[0], lambda _: None)

@@ -1,4 +1,4 @@
-"""Recordings about the size of the batch: what must hold of them, on any machine; and the runs they consist of."""
+"""Recordings about batch size: properties on any machine, and their runs."""
 
 import math
 import statistics
@@ -16,7 +16,6 @@ from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import LabelledSamples, cross_entropy
 from guide.tests.recorded_again import RECORDINGS
 from tests.extras import skip_without
-from tests.faults import sees
 
 skip_without("sklearn", "anybatch[guide]")
 
@@ -30,12 +29,12 @@ def data_of(name: str) -> Any:
 
 
 def mean_of(losses: list[float | str]) -> float:
-    """Return the mean over seeds; infinite where one of them diverged."""
+    """Return the mean over seeds; infinite if one of them diverged."""
     return statistics.fmean(math.inf if isinstance(loss, str) else loss for loss in losses)
 
 
 def test_recordings_are_small_and_name_their_study() -> None:
-    """Each is small, was computed with seeds that it gives, and says which larger study it stands for."""
+    """Each is small, lists its seeds, and names the larger study it represents."""
     for module in ALL:
         name = module.EXPERIMENT.name
         assert (RECORDINGS / f"{name}.json").stat().st_size <= MOST_BYTES, name
@@ -46,7 +45,7 @@ def test_recordings_are_small_and_name_their_study() -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_rules_run_where_their_formulas_say(number: int) -> None:
-    """The best rates are those of the lowest losses, and a rule's line begins there and follows its formula."""
+    """The best rates have the lowest losses, and a rule's line starts there and follows its formula."""
     found = data_of("rates_by_batch")["maps"][number]
     sizes, rates = found["batch_sizes"], found["rates"]
     means = [[mean_of(cell) for cell in row] for row in found["losses"]]
@@ -67,7 +66,7 @@ def test_rules_run_where_their_formulas_say(number: int) -> None:
         ),
     }
     for rule in found["rules"]:
-        # At the smallest batch every rule is the same run.
+        # At the smallest batch all rules give the same run.
         assert rule["points"][0]["losses"] == found["losses"][rates.index(base)][0]
         if rule["name"] in factors:
             expected = [base * factors[rule["name"]](size / first) for size in sizes]
@@ -76,7 +75,7 @@ def test_rules_run_where_their_formulas_say(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_how_far_rules_go_is_what_their_losses_say(number: int) -> None:
-    """A rule is as good as tuned up to the last size at which, and up to which, its loss is near the best."""
+    """A rule counts as tuned up to the largest size with a loss near the best at all sizes up to it."""
     data = data_of("rates_by_batch")
     found = data["maps"][number]
     tuned = [min(mean_of(row[column]) for row in found["losses"]) for column in range(len(found["batch_sizes"]))]
@@ -90,7 +89,7 @@ def test_how_far_rules_go_is_what_their_losses_say(number: int) -> None:
 
 
 def test_the_noise_scale_is_that_of_single_samples() -> None:
-    """With fixed parameters the interval narrows around the truth; along a run it grows, and at last has no end."""
+    """At fixed parameters the interval narrows around the true value; during a run it grows, up to infinity."""
     data = data_of("noise_scale")
     fixed, truth = data["with_fixed_parameters"], data["fixed_true_scale"]
     bounded = [one for one in fixed if one["high"] is not None]
@@ -105,7 +104,7 @@ def test_the_noise_scale_is_that_of_single_samples() -> None:
 
 
 def test_accumulated_is_native_but_for_memory_and_time() -> None:
-    """Accumulated and native gradients have one variance, about an eighth of the small batch's; memory is not alike."""
+    """Accumulated and native gradients have the same variance, about 1/8 of the small batch's, but different memory."""
     data = data_of("batch_strategies")
     small, accumulated, native = data["ways"]
     parts = data["large"] / small["samples_per_step"]
@@ -120,7 +119,7 @@ def test_accumulated_is_native_but_for_memory_and_time() -> None:
 
 
 def test_the_watch_leaves_a_healthy_run_alone() -> None:
-    """Without a plant no action changes a loss, and nothing is said; "warn" never changes one."""
+    """Without a plant, no action changes a loss or raises a warning; "warn" never changes one."""
     runs = {(run["plant"], run["action"]): run for run in data_of("spikes")["runs"]}
     for action in ("warn", "lower", "roll_back"):
         assert (runs["none", action]["is_as_unwatched"], runs["none", action]["told"]) == (True, [])
@@ -130,7 +129,7 @@ def test_the_watch_leaves_a_healthy_run_alone() -> None:
 
 
 def test_planted_divergences_are_seen_and_undone() -> None:
-    """Each plant harms the unwatched run, is seen within a few steps, and a roll-back ends near the healthy run."""
+    """Each plant harms the unwatched run, is detected within a few steps, and a rollback ends near the healthy run."""
     data = data_of("spikes")
     runs = {(run["plant"], run["action"]): run for run in data["runs"]}
     healthy = runs["none", None]["held_out"]
@@ -144,7 +143,7 @@ def test_planted_divergences_are_seen_and_undone() -> None:
 
 
 def test_sharpness_follows_the_rate() -> None:
-    """At the same rate a larger batch is sharper than at the scaled one, and after as many steps it is the flattest."""
+    """A larger batch is sharper at the same rate than at the scaled one, and flattest after equal steps."""
     data = data_of("sharp_minima")
     means = {
         (run["way"], run["batch_size"]): statistics.fmean(one["eigenvalue"] for one in run["seeds"])
@@ -158,14 +157,8 @@ def test_sharpness_follows_the_rate() -> None:
 
 
 @pytest.mark.slow
-@sees(
-    "a study's run is warmed up over other steps",
-    "guide/src/anybatch_guide/study.py",
-    "rising = max(1, round(WARM_UP * whole))",
-    "rising = max(1, round(WARM_UP * whole)) + 1",
-)
 def test_a_study_run_is_the_plain_loop() -> None:
-    """Order, rates and updates of a run are those of a loop in plain PyTorch, to rounding."""
+    """Order, rates and updates of a run equal a loop in plain PyTorch, up to rounding."""
     run = study.StudyRun(
         task="digits", optimizer="SGD", batch_size=256, learning_rate=0.1, epochs=2, betas=(0.9,), seed=3
     )
@@ -174,7 +167,7 @@ def test_a_study_run_is_the_plain_loop() -> None:
     whole = 12
     losses = []
     for step, batch in enumerate(study.steps_of(run)):
-        # One step of warming up, from a half; then a cosine from the whole rate to a tenth of it.
+        # One warm-up step from half the rate, then a cosine from the full rate to a tenth of it.
         cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 1) / (whole - 1))) / 2
         optimizer.param_groups[0]["lr"] = 0.1 * (0.5 if step == 0 else cosine)
         optimizer.zero_grad()
@@ -191,14 +184,14 @@ def test_a_study_run_is_the_plain_loop() -> None:
 
 @pytest.mark.slow
 def test_a_target_that_is_never_reached_is_infinitely_far() -> None:
-    """A run that ends above the target counts as infinite, so that no rate that fails is the fastest."""
+    """A run that ends above the target counts as infinite, so that a failing rate is never the fastest."""
     run = study.StudyRun(task="digits", optimizer="SGD", batch_size=1024, learning_rate=1e-3, epochs=1, betas=(0.9,))
     assert to_target(run)[:3] == (math.inf, math.inf, math.inf)
 
 
 @pytest.mark.slow
 def test_the_true_noise_scale_is_that_of_gradients_one_by_one() -> None:
-    """What `vmap` gives is variance / |G|^2 of gradients that are taken in a loop."""
+    """The result of `vmap` equals variance / |G|^2 of gradients computed in a loop."""
     model = study.new_model(noise_scale.RUN)
     whole = study.task_of("digits").rows
     rows = LabelledSamples(whole.inputs[:40], whole.targets[:40])

@@ -1,4 +1,4 @@
-"""The page is built again where there is Node: the same bytes, clean types, and checks that can fail."""
+"""Rebuild the page if Node is installed: the same bytes, clean types, and checks that can fail."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ APART = shutil.ignore_patterns("node_modules", ".svelte-kit", ".vite")
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """Another place on the disk with all that the page is built from, its tools, and what the check there said."""
+    """A copy of the page's sources and tools, and the result of checking it."""
 
     root: Path
     status: int
@@ -34,7 +34,7 @@ class Rebuilt:
 
 @pytest.fixture(scope="module")
 def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Rebuilt:
-    """Copy what the page is built from, and run `make web-check` there: from the lock file, into an empty folder."""
+    """Copy the sources of the page and run `make web-check` on them: from the lock file, into an empty folder."""
     for program in ("node", "npm"):
         if shutil.which(program) is None:
             pytest.skip(f"the page cannot be built again: no {program} on the PATH")
@@ -54,7 +54,7 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Rebuilt:
 
 
 def run(root: Path, *command: str) -> tuple[int, str]:
-    """Run a program somewhere, and return its status and all that it said."""
+    """Run a program in a folder, and return its status and its output."""
     environment = {**os.environ, "npm_config_prefer_offline": "true", "NO_COLOR": "1"}
     done = subprocess.run(  # noqa: S603 (runs only commands that are written in this file)
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -63,13 +63,13 @@ def run(root: Path, *command: str) -> tuple[int, str]:
 
 
 def test_the_same_sources_give_the_same_bytes(rebuilt: Rebuilt) -> None:
-    """Built elsewhere on the disk, the page is the committed one; its types and tests pass on the way."""
+    """A build in another folder equals the committed page, and its types and tests pass."""
     assert rebuilt.status == 0, rebuilt.output
     assert "web-check: all well" in rebuilt.output
 
 
 def test_a_changed_page_is_seen(rebuilt: Rebuilt) -> None:
-    """The comparison names a committed file that the sources do not give."""
+    """The comparison reports a committed file that differs from the build."""
     page = rebuilt.root / DIST.relative_to(ROOT)
     with (page / "app.css").open("a", encoding="utf-8") as file:
         file.write(" ")
@@ -83,7 +83,7 @@ def test_a_changed_page_is_seen(rebuilt: Rebuilt) -> None:
 
 
 def test_a_wrong_type_is_seen(rebuilt: Rebuilt) -> None:
-    """The check of types reports an error in a component and one in a module; it has been known to pass over both."""
+    """The type check reports an error in a component and one in a module, both of which it once missed."""
     web = rebuilt.root / WEB.relative_to(ROOT)
     component, module = web / "src" / "Canary.svelte", web / "src" / "canary.ts"
     component.write_text(f'<script lang="ts">\n  export {WRONG}</script>\n', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The claims: rules that can say yes and no, numbers that texts and cards show, recordings that come out again."""
+"""The claims: rules with several verdicts, numbers in texts and cards, reproducible recordings."""
 
 import json
 import math
@@ -106,12 +106,12 @@ MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
 
 @pytest.mark.parametrize(("name", "verdict", "numbers"), MADE_UP)
 def test_rules_say_yes_and_no(name: str, verdict: Verdict, numbers: Mapping[str, float]) -> None:
-    """Each rule gives each of its verdicts for numbers that are made for it."""
+    """Each rule gives each of its verdicts for suitable numbers."""
     assert CLAIMS[name].rule(numbers) == verdict
 
 
 def test_every_verdict_that_has_a_text_is_given() -> None:
-    """No text is there for a verdict that the rule never gives, and none is missing."""
+    """There is exactly one text for each verdict that the rule can give."""
     given: dict[str, set[Verdict]] = {name: set() for name in CLAIMS}
     for name, verdict, _ in MADE_UP:
         given[name].add(verdict)
@@ -120,7 +120,7 @@ def test_every_verdict_that_has_a_text_is_given() -> None:
 
 
 def test_texts_name_numbers_that_there_are() -> None:
-    """Every `{name}` of a text is a number of its claim; no digit is written into a text by hand."""
+    """Each `{name}` of a text is a number of its claim; texts contain no literal digits."""
     for claim in CLAIMS.values():
         for text in claim.texts.values():
             parts = list(string.Formatter().parse(text))
@@ -128,7 +128,7 @@ def test_texts_name_numbers_that_there_are() -> None:
 
 
 def test_the_lists_are_whole() -> None:
-    """Four advantages and four limitations as they are usually listed are there, and an experiment for each claim."""
+    """The four usual advantages and four usual limitations exist, with an experiment for each claim."""
     sides = {
         side: [claim.name for claim in CLAIMS.values() if claim.side == side] for side in ("advantage", "limitation")
     }
@@ -139,7 +139,7 @@ def test_the_lists_are_whole() -> None:
 
 
 def test_other_numbers_are_refused() -> None:
-    """A measurement that returns other numbers than its card shows is our own mistake, and said."""
+    """A measurement that differs from the numbers on its card raises an error."""
     with pytest.raises(ValueError, match="measured"):
         judged(CLAIMS["on_cpus"], {"gradient_error": 0.0})
 
@@ -147,7 +147,7 @@ def test_other_numbers_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_recording_comes_out_again(name: str) -> None:
-    """Measured now, a claim has the numbers of its recording, within its tolerance, and the same verdict."""
+    """A new measurement of a claim has the recorded numbers, within its tolerance, and the same verdict."""
     experiment = experiments()[f"claims_{name}"]
     recording = read_recording(RECORDINGS / f"claims_{name}.json")
     found = plain(experiment.run(lambda _: None))
@@ -157,7 +157,7 @@ def test_a_recording_comes_out_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_recording_is_of_the_claim_as_it_is(name: str) -> None:
-    """What a recording says of the claim, its rule and its text, is what the code says now."""
+    """Claim, rule and text of a recording match the current code."""
     claim = CLAIMS[name]
     data = read_recording(RECORDINGS / f"claims_{name}.json").data
     numbers = {key: float(number["value"]) for key, number in data["numbers"].items()}
@@ -170,19 +170,19 @@ def _as_floats(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_changed_lines_are_counted() -> None:
-    """Lines that are only moved to the right have not changed, and a name that another function has does not count."""
+    """Indented lines count as unchanged, and the name of the function does not count."""
     assert equality.changed(loops.whole_batch, loops.whole_batch) == 0
     assert equality.changed(loops.whole_batch, loops.three_lines) == 3
     assert rules.three_lines({"changed_lines": 3, "findings": 0}) == "true"
 
 
 def test_claims_are_in_our_words() -> None:
-    """No claim is quoted: which text says it so, and in which words, could not be shown."""
+    """No claim is a quotation, because its source could not be shown."""
     assert [name for name, claim in CLAIMS.items() if quotes(claim.said)] == []
 
 
 def test_a_quotation_is_seen() -> None:
-    """The check above is of use: it takes each of the usual marks for one, and an apostrophe for none."""
+    """The check above recognizes all usual quotation marks, and ignores apostrophes."""
     assert all(
         quotes(said) for said in ('They say "faster".', "They say \u201cfaster\u201d.", "They say \u00abfaster\u00bb.")
     )

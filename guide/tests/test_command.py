@@ -1,4 +1,4 @@
-"""`anybatch guide`: what it serves, exports and records, and what it says where it cannot."""
+"""`anybatch guide`: serving, exporting, recording, and error messages."""
 
 import os
 import re
@@ -28,7 +28,7 @@ assert "torch" not in sys.modules
 
 @pytest.mark.slow
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
-    """Ctrl-C ends server and worker, in the middle of a run and with a page that watches, with a word and status 0."""
+    """Ctrl-C ends server and worker, during a run and with a connected page, with a message and status 0."""
     with Served(tmp_path, command=SERVE) as server:
         server.until_idle()
         worker = server.worker()
@@ -39,14 +39,14 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
             assert [event for event, _, _ in events][-1] == "close"
         said, errors = server.process.communicate(timeout=60)
         assert server.process.returncode == 0
-        assert said.endswith("guide  ended\n")
+        assert said.endswith("guide  stopped\n")
         assert errors == ""
         assert wait_for_end(worker)
 
 
 @pytest.mark.slow
 def test_sigterm_ends_everything(tmp_path: Path) -> None:
-    """SIGTERM, before the worker is warm, ends both as well."""
+    """SIGTERM also ends both, before the worker is warm."""
     with Served(tmp_path, command=SERVE) as server:
         assert server.ask("GET", "/api/state").status == 200
         worker = server.worker()
@@ -58,7 +58,7 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_secret_is_told_once(tmp_path: Path) -> None:
-    """The address with the secret is printed once, and no request is written anywhere."""
+    """The address with the secret is printed once, and requests are not logged."""
     with Served(tmp_path, command=SERVE) as server:
         for path in (f"/?k={server.secret}", "/?k=wrong", "/", "/nothing"):
             server.ask("GET", path)
@@ -71,23 +71,23 @@ def test_secret_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_taken_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A port that is taken is said, with status 2."""
+    """An occupied port is reported, with status 2."""
     with Served(tmp_path, command=SERVE) as server:
         assert main(["guide", "--no-browser", "--page", str(PAGE), "--port", str(server.port)]) == Status.USAGE
-    assert f"nothing can listen at 127.0.0.1, port {server.port}" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1, port {server.port}" in capsys.readouterr().err
 
 
 def test_other_machines_need_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    """An address that other machines reach is refused, with what is better, until the user says that it is meant."""
+    """A public address is refused, with an alternative, until the user confirms it."""
     for host in ("0.0.0.0", "192.0.2.7", "::"):  # noqa: S104 (refused)
         assert main(["guide", "--no-browser", "--page", str(PAGE), "--host", host]) == Status.USAGE
         assert "ssh -L" in capsys.readouterr().err
     assert main(["guide", "--no-browser", "--page", str(PAGE), "--host", "192.0.2.7", "--i-understand"]) == Status.USAGE
-    assert "nothing can listen at 192.0.2.7" in capsys.readouterr().err
+    assert "cannot listen on 192.0.2.7" in capsys.readouterr().err
 
 
 def test_server_and_export_are_light(tmp_path: Path) -> None:
-    """Neither the server nor an export imports torch: that is the worker's."""
+    """Neither the server nor an export imports torch; only the worker does."""
     done = subprocess.run(  # noqa: S603 (a fixed program)
         [sys.executable, "-c", LIGHT, str(PAGE), str(tmp_path / "guide.html")],
         capture_output=True,
@@ -100,51 +100,51 @@ def test_server_and_export_are_light(tmp_path: Path) -> None:
 
 
 def test_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the page was not built, that is said, with status 2, by every verb that needs it."""
+    """Every command that needs the page reports a missing build, with status 2."""
     for words in (
         ["--no-browser"],
         ["export", str(tmp_path / "out")],
         ["export", "--single-file", str(tmp_path / "a")],
     ):
         assert main(["guide", *words, "--page", str(tmp_path)]) == Status.USAGE
-        assert "holds no built page" in capsys.readouterr().err
+        assert "make web" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`export` writes a folder or one file, and says which; without either, or with both, it says what it needs."""
+    """`export` writes a folder or one file, and prints it; neither or both is a usage error."""
     assert main(["guide", "export", "--page", str(PAGE), str(tmp_path / "out")]) == Status.DONE
     assert main(["guide", "export", "--page", str(PAGE), "--single-file", str(tmp_path / "a.html")]) == Status.DONE
     assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\nwrote {tmp_path / 'a.html'}\n"
     for words in ([], ["out", "--single-file", "a.html"]):
         assert main(["guide", "export", *words]) == Status.USAGE
-        assert "name a folder, or --single-file FILE" in capsys.readouterr().err
+        assert "--single-file FILE" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.published
 def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`record` runs what is named and writes it; a name that is none is refused before anything is run."""
+    """`record` runs and writes the given experiments; an unknown name is refused before any run."""
     assert main(["guide", "record", "mathematics", "--to", str(tmp_path)]) == Status.DONE
     assert capsys.readouterr().out == f"mathematics ... {tmp_path / 'mathematics.json'}\n"
     assert main(["guide", "record", "mathematics", "split_sum", "--to", str(tmp_path)]) == Status.DONE
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mathematics.json", "split_sum.json"]
     assert capsys.readouterr().out.count("\n") == 2
     assert main(["guide", "record", "mathematics", "nothing", "--to", str(tmp_path)]) == Status.USAGE
-    assert "there is no experiment 'nothing'" in capsys.readouterr().err
+    assert "unknown experiment 'nothing'" in capsys.readouterr().err
     assert main(["guide", "record", "--to", str(tmp_path / "none")]) == Status.USAGE
-    assert "there is no folder" in capsys.readouterr().err
+    assert str(tmp_path / "none") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--port", "70000"], ["--port", "http"], ["--prot", "1"], ["exprot"]])
 def test_wrong_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with an option is said in a sentence, with status 2."""
+    """A wrong option is reported in a sentence, with status 2."""
     assert main(["guide", *words]) == Status.USAGE
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_options_are_documented() -> None:
-    """docs/command_line.md has every option of `guide`, and none besides."""
+    """docs/command_line.md has exactly the options of `guide`."""
     options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## `anybatch guide")[2].partition("\n## ")[0]
@@ -153,7 +153,7 @@ def test_options_are_documented() -> None:
 
 
 def test_browser_of_its_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A browser is started if it has a window of its own; one that would take the terminal is not."""
+    """A graphical browser is started; a text browser is not."""
     started: list[str] = []
 
     class Window(webbrowser.BackgroundBrowser):

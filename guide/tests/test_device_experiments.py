@@ -1,4 +1,4 @@
-"""Recordings of several ranks: what must hold of them, whatever the machine."""
+"""Recordings of several ranks: properties on any machine."""
 
 from collections import Counter
 from typing import Any
@@ -8,10 +8,9 @@ import pytest
 from anybatch_guide.experiments import ddp_timeline, layer_order, rank_memory
 from anybatch_guide.recording import differences, plain, read_recording
 from guide.tests.recorded_again import RECORDINGS
-from tests.faults import sees
 
 LATE = ("no_sync until the last micro-batch", "all_reduce of anybatch")
-"""Ways that reduce in the last micro-batch only."""
+"""Ways that reduce only in the last micro-batch."""
 
 
 def data_of(name: str) -> Any:
@@ -21,7 +20,7 @@ def data_of(name: str) -> Any:
 
 @pytest.mark.parametrize("world", [0, 1], ids=["2-ranks", "4-ranks"])
 def test_buckets_are_the_gradient_once_or_in_every_micro_batch(world: int) -> None:
-    """With no_sync the buckets of the last micro-batch are sent, without it those of all; each is sent, then done."""
+    """With no_sync, only the last micro-batch sends buckets, else every one; each bucket is sent, then done."""
     found = data_of("ddp_timeline")["worlds"][world]
     gradient = sum(p.numel() * p.itemsize for p in ddp_timeline.network().parameters())
     last = {ddp_timeline.NUM_MICRO_BATCHES - 1}
@@ -38,7 +37,7 @@ def test_buckets_are_the_gradient_once_or_in_every_micro_batch(world: int) -> No
 
 
 def test_the_last_layers_are_ready_first() -> None:
-    """Gradients become final from the last layer to the first, and a bucket is sent before all of them are."""
+    """Gradients complete from the last layer to the first, and a bucket is sent before all are complete."""
     for world in data_of("ddp_timeline")["worlds"]:
         for ranks in world["ways"].values():
             for rank in ranks:
@@ -50,7 +49,7 @@ def test_the_last_layers_are_ready_first() -> None:
 
 
 def test_shards_and_states_add_up() -> None:
-    """Under FSDP parts of all ranks are the parameters; under ZeRO-1 states of all ranks are those of one device."""
+    """With FSDP, the parts of all ranks form the parameters; with ZeRO-1, the states of all ranks equal one device."""
     data = data_of("rank_memory")
     whole = {one["name"]: one["shape"][0] for one in data["parameters"]}
     (alone,) = next(way for way in data["ways"] if way["strategy"] == "single")["ranks"]
@@ -64,7 +63,7 @@ def test_shards_and_states_add_up() -> None:
             assert sum(one["weights"] for one in between) == alone["between"]["weights"]
         elif way["strategy"] == "zero1":
             states = sum(one["optimizer"] for one in between)
-            assert states == pytest.approx(alone["between"]["optimizer"], rel=1e-3)  # and a counter for each tensor
+            assert states == pytest.approx(alone["between"]["optimizer"], rel=1e-3)  # plus a counter for each tensor
         elif way["strategy"] == "ddp":
             assert all(one["weights"] == alone["between"]["weights"] for one in between)
 
@@ -78,7 +77,7 @@ def test_a_block_is_gathered_before_it_is_used() -> None:
             calls = Counter(call.split(" ")[0] for call in rank["calls"])
             micro_batches = rank_memory.BATCH // way["num_ranks"] // rank_memory.MICRO_BATCH
             assert calls["pre_forward"] == calls["pre_backward"] == micro_batches * rank_memory.NUM_BLOCKS
-            # FSDP2 gathers the last block once more in the last backward, as if another micro-batch came before.
+            # FSDP2 gathers the last block once more in the last backward, as if it were not the last micro-batch.
             assert calls["all_gather"] - 2 * calls["pre_forward"] in (0, 1)
             assert calls["post_backward_reduce"] == rank_memory.NUM_BLOCKS
             for block in range(rank_memory.NUM_BLOCKS):
@@ -87,7 +86,7 @@ def test_a_block_is_gathered_before_it_is_used() -> None:
 
 
 def test_the_ways_have_one_gradient() -> None:
-    """Every way with the effective batch has the gradient of the un-split batch, and sends it once, or not at all."""
+    """Every way with the effective batch has the gradient of the unsplit batch, and sends it at most once."""
     data = data_of("ways_compared")
     assert not data["unmeasured"]
     for one in data["results"]:
@@ -98,7 +97,7 @@ def test_the_ways_have_one_gradient() -> None:
 @pytest.mark.parametrize("order", ["micro_batches", "layers"])
 @pytest.mark.parametrize("num_micro_batches", layer_order.MICRO_BATCHES)
 def test_blocks_are_visited_once_in_each_direction(order: layer_order.Order, num_micro_batches: int) -> None:
-    """In either order each block takes each micro-batch forwards from the first to the last, then backwards."""
+    """In both orders, each block runs all micro-batches forward, and then backward."""
     visits = list(layer_order.visits(order, num_micro_batches))
     up = list(range(rank_memory.NUM_BLOCKS))
     for number in range(num_micro_batches):
@@ -107,9 +106,9 @@ def test_blocks_are_visited_once_in_each_direction(order: layer_order.Order, num
 
 
 def test_layer_by_layer_weights_travel_once_and_outputs_are_kept() -> None:
-    """Recorded: gathers grow with micro-batches in one order only; what is kept is the other way round; all are right.
+    """Recorded: gathers grow with micro-batches in only one order, saved bytes in the other; all gradients are correct.
 
-    A block that is still there is not gathered again: 2 L - 1 gathers for one micro-batch, one less for each further.
+    A block is not gathered twice in a row: 2 L - 1 gathers for one micro-batch, one less for each further.
     """
     data = data_of("layer_order")
     blocks = data["blocks"]
@@ -127,21 +126,9 @@ def test_layer_by_layer_weights_travel_once_and_outputs_are_kept() -> None:
         assert step["gradient_error"] < 1e-12
 
 
-@sees(
-    "gathered_for_every_visit",
-    "guide/src/anybatch_guide/experiments/layer_order.py",
-    "            if block != held:",
-    "            if block != held or phase:",
-)
-@sees(
-    "only_the_last_gradient",
-    "guide/src/anybatch_guide/experiments/layer_order.py",
-    "waiting[block] = waiting[block] + own if block in waiting else own",
-    "waiting[block] = own",
-)
 @pytest.mark.slow
 def test_both_orders_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run now, a step sends and keeps what the recording says, and its gradient is that of the whole batch."""
+    """A new step matches the recorded communication and memory, and the full batch's gradient."""
     monkeypatch.setattr(layer_order, "MICRO_BATCHES", (2,))
     made = layer_order.run(lambda _: None)["steps"]
     recorded = [step for step in data_of("layer_order")["steps"] if step["num_micro_batches"] == 2]

@@ -1,4 +1,4 @@
-"""The page that is committed: of these sources, small, and without anything that its policy forbids. Needs no Node."""
+"""The committed page: built from these sources, small, and compliant with its policy. Needs no Node."""
 
 import gzip
 import hashlib
@@ -18,12 +18,12 @@ BUDGETS = {
     "watch/app.js": 40 * KB,
     "watch/app.css": 8 * KB,
 }
-"""Most bytes, gzipped, of what is loaded first."""
+"""Maximum gzipped bytes of the files that are loaded first."""
 TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 100 * KB, 8 * KB, 1200 * KB, 2500 * KB
 SCRIPT_BUDGET = 160 * KB
-"""All script of the guide, with what comes later."""
+"""Maximum gzipped bytes of all scripts of the guide."""
 FIRST_LOAD_BUDGET = 215 * KB
-"""All that can be loaded before anybody has scrolled, with both fonts."""
+"""Maximum gzipped bytes before scrolling, with both fonts."""
 EMBEDDED = re.compile(rb'<script type="application/json" id="[\w-]+">.*?</script>', re.DOTALL)
 FORBIDDEN = {
     "raw markup": re.compile(r"\{@html|innerHTML|outerHTML|insertAdjacentHTML|document\.write"),
@@ -32,7 +32,7 @@ FORBIDDEN = {
     "an inline handler": re.compile(r"<[a-z][^>]*\son[a-z]+=[\"']"),
     "something loaded from elsewhere": re.compile(r"(src|srcset|@import|url\()\s*=?\s*[\"']?(https?:)?//"),
 }
-"""What the page's policy refuses, or would have to allow."""
+"""Constructs that the page's policy refuses, or would have to allow."""
 CONTRAST_OF_TEXT, CONTRAST_OF_MARKS = 4.5, 3.0
 TEXT_COLOURS = ("ink", "ink-soft", "ink-faint", "accent", "accent-strong", "good", "bad")
 MARK_COLOURS = (
@@ -42,22 +42,22 @@ MARK_COLOURS = (
 
 
 def gzipped(content: bytes) -> int:
-    """Return the bytes that travel."""
+    """Return the compressed size."""
     return len(gzip.compress(content, 9, mtime=0))
 
 
 def forbidden(text: str) -> list[str]:
-    """Return what a source does that the page may not."""
+    """Return the forbidden constructs in a source."""
     return [name for name, pattern in FORBIDDEN.items() if pattern.search(text)]
 
 
 def script_sources() -> list[Path]:
-    """Return the sources that become part of the page."""
+    """Return the sources of the page."""
     return [path for path in (WEB / "src").rglob("*") if path.suffix in {".svelte", ".ts", ".css"}]
 
 
 def colours(text: str) -> dict[str, tuple[str, str]]:
-    """Return the colours of tokens.css, each in both lights."""
+    """Return the colours of tokens.css, for light and dark."""
     pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", text)
     return {name: (light, dark) for name, light, dark in pairs}
 
@@ -76,14 +76,14 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_the_page_is_built_from_these_sources() -> None:
-    """The digest that the build wrote is that of the sources as they are: nobody forgot `make web`."""
+    """The digest in the build matches the current sources, so nobody forgot `make web`."""
     build = account()
 
     assert digest(sources(ROOT, build["quoted"])) == build["sources"], "guide/web/ has changed since `make web`"
 
 
 def test_every_quoted_file_counts() -> None:
-    """What the page quotes from the project is part of the digest."""
+    """Quoted project files are part of the digest."""
     quoted = {
         name
         for path in (WEB / "src").rglob("*.svelte")
@@ -94,7 +94,7 @@ def test_every_quoted_file_counts() -> None:
 
 
 def test_a_changed_source_is_seen(tmp_path: Path) -> None:
-    """The digest changes with content and with names, and not with what has no part in the page."""
+    """The digest changes with contents and names, and not with files outside of the page."""
     (tmp_path / "guide" / "web" / "src").mkdir(parents=True)
     source = tmp_path / "guide" / "web" / "src" / "a.ts"
     source.write_text("1", encoding="utf-8")
@@ -112,7 +112,7 @@ def test_a_changed_source_is_seen(tmp_path: Path) -> None:
 
 
 def test_nothing_built_was_changed_by_hand() -> None:
-    """Every file is as the build left it, and there are no others."""
+    """Every file is unchanged since the build, without extra files."""
     build = account()["files"]
     found = {name: hashlib.sha256(text).hexdigest() for name, text in files(DIST).items() if name != "BUILD.json"}
 
@@ -120,14 +120,14 @@ def test_nothing_built_was_changed_by_hand() -> None:
 
 
 def test_recordings_are_those_of_the_sources() -> None:
-    """The page brings every recording of guide/web/recordings along, unchanged."""
+    """The page contains every recording of guide/web/recordings, unchanged."""
     recorded = {f"rec/{path.name}": path.read_bytes() for path in (WEB / "recordings").glob("*.json")}
 
     assert {name: text for name, text in files(DIST).items() if name.startswith("rec/")} == recorded
 
 
 def test_the_page_is_light() -> None:
-    """What is loaded first, each for itself and in sum, all recordings and the whole folder keep to their budgets."""
+    """The first files, individually and in sum, all recordings and the whole folder are within their budgets."""
     built = files(DIST)
     page = built["index.html"]
     embedded = sum(map(gzipped, EMBEDDED.findall(page)))
@@ -153,7 +153,7 @@ def test_sources_keep_to_the_policy() -> None:
 
 @pytest.mark.parametrize("folder", [DIST, DIST / "watch"], ids=["guide", "watch"])
 def test_the_built_page_keeps_to_the_policy(folder: Path) -> None:
-    """The page has no inline style or handler, and all its scripts are its own file or data."""
+    """The page has no inline style or handler, and all its scripts are its own files or data."""
     page = (folder / "index.html").read_text(encoding="utf-8")
     body = EMBEDDED.sub(b"", page.encode()).decode()
 
@@ -185,7 +185,7 @@ def test_forbidden_constructs_are_seen(text: str) -> None:
 
 
 def test_colours_can_be_told_apart() -> None:
-    """In both lights, text and marks stand out from the page and from what figures stand on."""
+    """In light and dark mode, text and marks have enough contrast with the page and with figures."""
     tokens = colours((WEB / "src" / "tokens.css").read_text(encoding="utf-8"))
 
     for light in (0, 1):
@@ -199,6 +199,6 @@ def test_colours_can_be_told_apart() -> None:
 
 
 def test_contrast_is_that_of_the_standard() -> None:
-    """Black on white is 21, and a known grey pair is 4.54, as WCAG's own examples have it."""
+    """Black on white is 21, and a known grey pair is 4.54, as in WCAG's examples."""
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)

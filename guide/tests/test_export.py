@@ -1,4 +1,4 @@
-"""The guide without a server: whole, under a policy of its own, asking nobody for anything."""
+"""The guide without a server: complete, with its own policy, and without requests."""
 
 import base64
 import hashlib
@@ -15,19 +15,18 @@ from anybatch_guide.built import MAX_BYTES, Asset, read_page, recordings, with_t
 from anybatch_guide.export import export_file, export_folder, single_file
 from guide.tests.browser.chromium import Watched, opened
 from guide.tests.served import PAGE, Served
-from tests.faults import sees
 
-NO_FONT = ("OTS parsing error", "Failed to decode downloaded font")  # what the small page has for a font is none
+NO_FONT = ("OTS parsing error", "Failed to decode downloaded font")  # the small page has no real font
 SAID = "#said:not(:empty)"
 
 
 def complaints(watched: Watched) -> list[str]:
-    """Return what a browser complained about, but for the small page's font."""
+    """Return the complaints of a browser, except about the small page's font."""
     return [text for text in watched.faults if not text.startswith(NO_FONT)]
 
 
 def test_single_file_holds_everything(tmp_path: Path) -> None:
-    """One file refers to nothing but itself, says that it is static, and keeps each recording once."""
+    """One file refers only to itself, is marked as static, and contains each recording once."""
     html = export_file(PAGE, tmp_path / "guide.html").read_text(encoding="utf-8")
 
     assert '<meta name="anybatch-guide" content="static">' in html
@@ -37,14 +36,8 @@ def test_single_file_holds_everything(tmp_path: Path) -> None:
     assert "data:font/woff2;base64,d09GMg==" in html
 
 
-@sees(
-    "parts_left_out_of_the_file",
-    "guide/src/anybatch_guide/export.py",
-    '*(path for path in sorted(page) if path.startswith("parts/")), ',
-    "",
-)
 def test_policy_of_a_single_file() -> None:
-    """Exactly the scripts and styles that stand in the file may run, by their digests, and nothing may be asked for."""
+    """The policy allows exactly the inline scripts and styles, by digest, and no requests."""
     html = single_file(read_page(PAGE))
     policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     part, script = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
@@ -62,7 +55,7 @@ def test_policy_of_a_single_file() -> None:
 
 
 def test_hostile_recording_stays_data() -> None:
-    """A recording that holds the end of a script stands in the file as data, and is read as it was."""
+    """A recording that contains the end of a script is embedded as data, and read unchanged."""
     html = single_file(read_page(PAGE))
 
     assert "onerror=alert(1)></script>" not in html
@@ -70,7 +63,7 @@ def test_hostile_recording_stays_data() -> None:
 
 
 def test_single_file_from_a_disk(tmp_path: Path, browser: Browser) -> None:
-    """Opened from a disk, the one file runs its script, finds its recordings, and asks for nothing; loopback least."""
+    """Opened from a disk, the file runs its script, finds its recordings, and makes no requests, even to loopback."""
     file = export_file(PAGE, tmp_path / "guide.html")
     with opened(browser, file.as_uri(), SAID) as watched:
         page = watched.page
@@ -83,7 +76,7 @@ def test_single_file_from_a_disk(tmp_path: Path, browser: Browser) -> None:
 
 
 def test_single_file_cannot_ask(tmp_path: Path, browser: Browser) -> None:
-    """Even a script of the page could not reach a server: the policy forbids it, and the watch above would see it."""
+    """The policy blocks the page's requests, and the observation in the previous test would detect one."""
     shutil.copytree(PAGE, tmp_path / "page")
     script = tmp_path / "page" / "app.js"
     script.write_text('fetch("http://127.0.0.1:1/").catch(() => { document.body.dataset.refused = ""; });')
@@ -93,7 +86,7 @@ def test_single_file_cannot_ask(tmp_path: Path, browser: Browser) -> None:
 
 
 def test_served_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
-    """A browser that opens the printed address gets the page and its stream, all from the server, without complaint."""
+    """A browser that opens the printed address gets the page and its stream, all from the server, without errors."""
     with Served(tmp_path) as server, opened(browser, server.address, "#said[data-status]") as watched:
         assert watched.page.url == f"http://{server.host}/"
         assert watched.page.inner_text("#said").startswith("live rec-small")
@@ -102,7 +95,7 @@ def test_served_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
 
 
 def test_folder(tmp_path: Path) -> None:
-    """The exported folder is the page, with its recordings, with another word and a policy in it."""
+    """The exported folder is the page with its recordings, in static mode and with a policy."""
     folder = export_folder(PAGE, tmp_path / "a" / "guide")
     paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -123,10 +116,10 @@ def test_folder(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_not_empty(tmp_path: Path) -> None:
-    """Nothing that is there already is touched."""
+    """Existing files are not changed."""
     (tmp_path / "mine.txt").write_text("mine")
 
-    with pytest.raises(UserError, match="no empty folder"):
+    with pytest.raises(UserError, match="empty folder"):
         export_folder(PAGE, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -134,14 +127,14 @@ def test_folder_that_is_not_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('name="anybatch-guide"', 'name="other"', "0 times"),
-        ("<title>", '<meta name="anybatch-guide" content="live"><title>', "2 times"),
+        ('name="anybatch-guide"', 'name="other"', "has 0 "),
+        ("<title>", '<meta name="anybatch-guide" content="live"><title>', "has 2 "),
         ('src="app.js"', 'src="other.js"', "other.js"),
         ('<meta charset="utf-8">', "", "charset"),
     ],
 )
 def test_page_that_cannot_be_exported(old: str, new: str, said: str) -> None:
-    """A page without its word, or that refers to what is not there, is refused, and nothing is written."""
+    """A page without its mode, or with missing files, is refused, and nothing is written."""
     page = read_page(PAGE)
     html = page["index.html"].content.decode()
     assert old in html
@@ -152,13 +145,13 @@ def test_page_that_cannot_be_exported(old: str, new: str, said: str) -> None:
 
 
 def test_no_page(tmp_path: Path) -> None:
-    """Where there is no page, it is said how to get one."""
-    with pytest.raises(UserError, match="holds no built page"):
+    """The error for a missing page says how to build one."""
+    with pytest.raises(UserError, match="make web"):
         read_page(tmp_path)
 
 
 def test_only_the_page_is_the_page(tmp_path: Path) -> None:
-    """Links, other kinds of files and names that no build gives are no part of a page, wherever they lie."""
+    """Links, other kinds of files and unusual names are not part of a page, in any folder."""
     shutil.copytree(PAGE, tmp_path / "page")
     page = tmp_path / "page"
     (tmp_path / "secret.js").write_text("secret")
@@ -175,17 +168,17 @@ def test_only_the_page_is_the_page(tmp_path: Path) -> None:
 
 
 def test_page_that_is_too_large(tmp_path: Path) -> None:
-    """A folder that holds more than any page is not read into memory."""
+    """A folder that is larger than any page is not read into memory."""
     shutil.copytree(PAGE, tmp_path / "page")
     with (tmp_path / "page" / "large.js").open("wb") as file:
         file.truncate(MAX_BYTES)
 
-    with pytest.raises(UserError, match="no page of the guide"):
+    with pytest.raises(UserError, match="more than"):
         read_page(tmp_path / "page")
 
 
 def test_word_of_the_page() -> None:
-    """The word is changed from either to either, in whatever way the element ends."""
+    """The mode can be changed in both directions, for all forms of the element."""
     for html in ('<meta name="anybatch-guide" content="live">', '<meta name="anybatch-guide" content="static" />'):
         assert 'content="static"' in with_transport(html, "static")
         assert 'content="live"' in with_transport(html, "live")

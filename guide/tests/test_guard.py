@@ -1,4 +1,4 @@
-"""Who the guard lets in: the page, by all the ways a user may come, with the headers that hold it to itself."""
+"""The guard accepts the page in all legitimate ways, and sets its security headers."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ PORT = 8123
 
 
 async def inner(scope: Scope, receive: Receive, send: Send) -> None:
-    """Say what was asked for, in a response that tries to loosen the policy."""
+    """Return the request, in a response that tries to loosen the policy."""
     body = b""
     if scope["method"] == "POST":
         body = (await receive())["body"]
@@ -43,12 +43,12 @@ def ask(
 
 
 def cookie(admission: Admission) -> str:
-    """Return the cookie of a browser that was let in."""
+    """Return the cookie of an accepted browser."""
     return f"other=1; {admission.cookie_name}={admission.secret}; more=2"
 
 
 def test_launch() -> None:
-    """The printed address gives a cookie that no script and no other site gets, and leads to an address without it."""
+    """The printed address sets a cookie hidden from scripts and other sites, and redirects to an address."""
     admission = Admission(port=PORT)
     answer = ask(admission, f"/?k={admission.secret}", Sec_Fetch_Site="none", Sec_Fetch_Dest="document")
 
@@ -59,7 +59,7 @@ def test_launch() -> None:
 
 
 def test_secret_is_new_and_long() -> None:
-    """Every server has a secret of its own, of 256 bits, and does not show it with its other values."""
+    """Each server has a new secret of 256 bits, which is not in its repr."""
     one, other = Admission(port=PORT), Admission(port=PORT)
 
     assert one.secret != other.secret
@@ -68,7 +68,7 @@ def test_secret_is_new_and_long() -> None:
 
 
 def test_address_for_a_browser_is_used_up() -> None:
-    """The address that a browser is started with, which other users may see, lets in one browser, once."""
+    """The address for starting a browser, which other users may see, works only once."""
     admission = Admission(port=PORT, once="for-a-browser")
 
     assert ask(admission, "/?k=for-a-browser").status_code == 303
@@ -80,7 +80,7 @@ def test_address_for_a_browser_is_used_up() -> None:
     "host", ["127.0.0.1:8123", "localhost:8123", "LOCALHOST:1", "[::1]:8123", "[::1]", "localhost"]
 )
 def test_names_of_loopback(host: str) -> None:
-    """Every name of loopback is good, at any port: a tunnel changes it, and rebinding needs a foreign name."""
+    """Every loopback name is accepted, at any port: tunnels change it, and rebinding needs a foreign name."""
     admission = Admission(port=PORT)
 
     assert ask(admission, host=host, Host=host, Cookie=cookie(admission)).status_code == 200
@@ -91,14 +91,14 @@ def test_names_of_loopback(host: str) -> None:
     ["127.0.0.2", "0", "[::ffff:127.0.0.1]", "[::2]", "localhost:", "localhost:x", "", "a b", "[", "é"],
 )
 def test_other_names(host: str) -> None:
-    """No other name is, however near it is."""
+    """No other name is accepted, however similar."""
     name = host_name(host.encode("latin-1"))
 
     assert name is None or name not in Admission(port=PORT).hosts
 
 
 def test_name_that_was_allowed() -> None:
-    """A name is good that the user has allowed, and no longer one."""
+    """A name that the user allowed is accepted, but not a longer one."""
     admission = Admission(port=PORT, hosts=frozenset({"gpu7.example"}))
 
     assert ask(admission, Host="GPU7.example:80", Cookie=cookie(admission)).status_code == 200
@@ -115,7 +115,7 @@ def test_name_that_was_allowed() -> None:
     ],
 )
 def test_page_may_change(headers: Mapping[str, str]) -> None:
-    """What the page sends is passed on whole, whether its browser says where it is from or is too old to."""
+    """Requests of the page are forwarded unchanged, with or without Fetch metadata."""
     admission = Admission(port=PORT)
     usual = {"Cookie": cookie(admission), "X_Anybatch": "1", "Content_Type": "application/json"}
     answer = ask(admission, "/api/runs", method="POST", content=b'{"a": 1}', **{**usual, **headers})
@@ -124,7 +124,7 @@ def test_page_may_change(headers: Mapping[str, str]) -> None:
 
 
 def test_headers_cannot_be_loosened() -> None:
-    """Every response carries the policy, once, whatever the application says; its other headers stay."""
+    """Every response has the guide's policy exactly once; other headers of the application stay."""
     admission = Admission(port=PORT)
     for answer in (ask(admission, Cookie=cookie(admission)), ask(admission), ask(admission, Host="evil.example")):
         for name, value in HEADERS:
@@ -133,7 +133,7 @@ def test_headers_cannot_be_loosened() -> None:
 
 
 def test_two_hosts() -> None:
-    """Two Host headers are refused also where the web server would let them through."""
+    """Two Host headers are refused, even if the web server would accept them."""
     admission = Admission(port=PORT)
     answered = raw(
         admission, [(b"host", b"localhost"), (b"host", b"localhost"), (b"cookie", cookie(admission).encode())]
@@ -143,7 +143,7 @@ def test_two_hosts() -> None:
 
 
 def test_two_origins() -> None:
-    """A header that decides something may stand once."""
+    """A header used in a decision may occur only once."""
     admission = Admission(port=PORT)
     own = [(b"host", b"localhost"), (b"cookie", cookie(admission).encode())]
 
@@ -152,12 +152,12 @@ def test_two_origins() -> None:
 
 
 def test_websocket_is_closed() -> None:
-    """A WebSocket is closed before it is open."""
+    """A WebSocket is refused before it opens."""
     assert raw(Admission(port=PORT), [], kind="websocket") == 1008
 
 
 def raw(admission: Admission, headers: list[tuple[bytes, bytes]], kind: str = "http") -> int:
-    """Give the guard headers that no client would send, and return the status of its answer."""
+    """Send unusual headers to the guard, and return the status."""
     sent: list[int] = []
 
     async def receive() -> dict[str, object]:

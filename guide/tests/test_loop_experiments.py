@@ -1,4 +1,4 @@
-"""What the experiments about the loop return, against the plain computation."""
+"""The loop experiments, compared with the plain computation."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def ignore(_line: object) -> None:
 
 
 def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
-    """Return the losses of the training of "one batch", undivided and without the engine."""
+    """Return the losses of "one batch", unsplit and without the engine."""
     model, (points, arms) = one_batch.make_model(dtype), one_batch.spirals()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -47,27 +47,27 @@ def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
 
 @pytest.fixture(scope="module")
 def batch_data() -> Any:
-    """What the experiment "one batch" has returned, as it is recorded."""
+    """The recording of the experiment "one batch"."""
     return read_recording(ROOT / "guide" / "web" / "recordings" / "one_batch.json").data
 
 
 @pytest.fixture(scope="module")
 def split_data() -> Any:
-    """What the experiment "split, accumulate" returns."""
+    """The result of the experiment "split, accumulate"."""
     return split_experiment.run(ignore)
 
 
 @pytest.mark.parametrize("size", [64, 16, 4])
 @pytest.mark.parametrize("clip", [None, one_mistake.CLIP])
 def test_ways_train_as_the_plain_loop(size: int, clip: float | None) -> None:
-    """However the batch is cut, 60 steps have the losses of the undivided plain loop, clipped or not."""
+    """For every split, 60 steps have the losses of the unsplit plain loop, with and without clipping."""
     found = one_batch.train(size, torch.float64, clip)
 
     assert found == pytest.approx(plain_losses(torch.float64, clip), rel=EXACT)
 
 
 def test_loop_without_mistake_is_right() -> None:
-    """The loop the mistakes are made in is the plain training while none is made in it, ragged or not."""
+    """Without a mistake, the loop for mistakes equals plain training, ragged or not."""
     expected = plain_losses(torch.float64)
 
     assert one_mistake.train(16, "") == pytest.approx(expected, rel=EXACT)
@@ -75,7 +75,7 @@ def test_loop_without_mistake_is_right() -> None:
 
 
 def test_four_ways_coincide(batch_data: Any) -> None:
-    """All four ways, two real ranks among them, differ by rounding: 1e-12 in float64, 1e-4 in float32."""
+    """All four ways, including two real ranks, differ by rounding: 1e-12 in float64, 1e-4 in float32."""
     assert set(batch_data["gaps"]["float64"]) == {"16x4", "4x16", "2x8x4"}
     assert batch_data["largest_gap"]["float64"] < EXACT
     assert batch_data["largest_gap"]["float32"] < 1e-4
@@ -84,7 +84,7 @@ def test_four_ways_coincide(batch_data: Any) -> None:
 
 @pytest.mark.parametrize("name", ["no_division", "clip_each", "mean_of_means"])
 def test_mistakes_split_the_ways(batch_data: Any, name: str) -> None:
-    """Each mistake takes every divided way a hundredth or more from its reference; 64 x 1 has nothing to get wrong."""
+    """Each mistake changes every split by 1% or more; 64 x 1 is unaffected."""
     (found,) = [mistake for mistake in batch_data["mistakes"] if mistake["name"] == name]
     clip = one_mistake.CLIP if name == "clip_each" else None
 
@@ -95,7 +95,7 @@ def test_mistakes_split_the_ways(batch_data: Any, name: str) -> None:
 
 
 def test_parts_add_up_to_the_whole(split_data: Any) -> None:
-    """Every cut's sum is the gradient of the undivided batch, to 1e-12 in float64; the recorded whole is that too."""
+    """Every split sum, and the recorded full batch, equal the unsplit gradient to 1e-12 in float64."""
     model, (points, arms) = split_sum.make_model(torch.float64), split_sum.spirals(torch.float64)
     binary_cross_entropy_with_logits(model(points)[:, 0], arms).backward()
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -112,7 +112,7 @@ def test_parts_add_up_to_the_whole(split_data: Any) -> None:
 
 
 def test_wrong_division_shows(split_data: Any) -> None:
-    """A tail of one sample, divided by its own size, moves the gradient by more than a tenth of its length."""
+    """A tail of one sample, divided by its size, changes the gradient by more than 10%."""
     ragged = [cut for cut in split_data["cuts"] if "wrong_sums" in cut]
 
     assert [cut["sizes"][-1] for cut in ragged] == [1, 1, 1]
@@ -120,7 +120,7 @@ def test_wrong_division_shows(split_data: Any) -> None:
 
 
 def test_running_sums_grow_by_micro_batch(split_data: Any) -> None:
-    """Each strip is the one before plus the gradient of one micro-batch's loss sum over the whole batch's count."""
+    """Each strip is the previous one plus the gradient of one micro-batch's loss sum divided by the batch's count."""
     cut = split_data["cuts"][1]
     model, (points, arms) = split_sum.make_model(torch.float64), split_sum.spirals(torch.float64)
     loss = binary_cross_entropy_with_logits(model(points[21:42])[:, 0], arms[21:42], reduction="sum") / 64
@@ -132,7 +132,7 @@ def test_running_sums_grow_by_micro_batch(split_data: Any) -> None:
 
 
 def test_log_is_of_the_same_training_as_the_snapshots(tmp_path: Path) -> None:
-    """The run that writes the log and the run whose gradients are copied have the same losses, bit for bit."""
+    """The run that writes the log and the run whose gradients are copied have bitwise the same losses."""
     with ab.JsonlLog(tmp_path / "log.jsonl") as log:
         logged = full_loop.train(3, log, full_loop.make_model())
     snapshots = loop_experiment.GradientSnapshots()
@@ -155,7 +155,7 @@ def test_log_columns_hold_the_log(tmp_path: Path) -> None:
 
 
 def test_engine_and_hand_take_the_same_step() -> None:
-    """The steps whose times are compared have the same gradient: the native one's, by the engine too."""
+    """All timed steps, including the engine's, have the gradient of the native batch."""
     model = full_loop.make_model().double()
     batch = torch.utils.data.default_collate(full_loop.sentences(64))
     full_loop.token_loss(model, batch).backward()
@@ -171,21 +171,21 @@ def test_engine_and_hand_take_the_same_step() -> None:
 
 
 def printed(program: str, *arguments: str) -> str:
-    """Return what a program of the guide prints, started as its "take it along" says."""
+    """Return the output of a program of the guide, started with the command on the page."""
     command = [sys.executable, "-m", f"anybatch_guide.listings.{program}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)  # noqa: S603 (ours)
     return done.stdout
 
 
 def test_two_ranks_train_as_the_plain_loop(two_ranks: Ranks) -> None:
-    """Two real ranks, four micro-batches each, have the losses of the undivided plain loop."""
+    """Two real ranks, four micro-batches each, have the losses of the unsplit plain loop."""
     for found in two_ranks.run(one_batch.train, 8, torch.float64):
         assert found == pytest.approx(plain_losses(torch.float64), rel=EXACT)
 
 
 @pytest.mark.parametrize("name", ["no_division", "clip_each", "mean_of_means"])
 def test_mistakes_are_those_recorded(batch_data: Any, name: str) -> None:
-    """A loop of four micro-batches with a mistake has the losses that were recorded of it."""
+    """A loop of four micro-batches with a mistake has the recorded losses."""
     (recorded,) = [mistake for mistake in batch_data["mistakes"] if mistake["name"] == name]
     size = batch_experiment.sizes_of_mistakes()[name]["16x4"]
 
@@ -194,7 +194,7 @@ def test_mistakes_are_those_recorded(batch_data: Any, name: str) -> None:
 
 @pytest.mark.published
 def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data: Any) -> None:
-    """What a reader takes along prints, to the digits shown, the losses and differences of the figures."""
+    """The programs offered to readers print the losses and differences of the figures, to the digits shown."""
     single, double = (line.split()[1:] for line in printed("one_batch", "16").splitlines())
     clipped = printed("one_batch", "4", str(one_mistake.CLIP)).splitlines()[1].split()[1:]
     wrong = printed("one_mistake", "clip_each", "16").split()
@@ -211,7 +211,7 @@ def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data:
 
 
 def test_recorded_log_is_of_the_program() -> None:
-    """The losses of the recorded log's steps are those that the program prints, to six digits."""
+    """The losses in the recorded log equal the output of the program, to six digits."""
     data = read_recording(ROOT / "guide" / "web" / "recordings" / "full_loop.json").data
     losses = full_loop.train(4, None, full_loop.make_model())
     logged = [numbers["loss"] for _, numbers in data["log"]["numbers"] if "loss" in numbers]

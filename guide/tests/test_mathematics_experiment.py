@@ -1,4 +1,4 @@
-"""The page's mathematics: sums of parts against the gradient of the whole, by plain torch."""
+"""The mathematics of the page: sums of parts against the full gradient, in plain torch."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from anybatch_guide.experiments import mathematics
 
 
 def whole_gradient(loss: str) -> torch.Tensor:
-    """Return the gradient of the batch at once, as a user would write it."""
+    """Return the gradient of the unsplit batch, as a user would write it."""
     model = mathematics.network(torch.float64)
     inputs, targets = mathematics.data(loss)
     F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), ignore_index=-100).backward()
@@ -18,7 +18,7 @@ def whole_gradient(loss: str) -> torch.Tensor:
 @pytest.mark.parametrize("loss", ["samples", "tokens"])
 @pytest.mark.parametrize("cut", list(mathematics.CUTS))
 def test_shares_of_the_targets_give_the_gradient_of_the_whole(loss: str, cut: str) -> None:
-    """Weighted by its share of the targets, every cut gives the batch's gradient to 1e-14 in float64."""
+    """Weighted by shares of the targets, every split gives the batch's gradient to 1e-14 in float64."""
     parts = mathematics.gradient(loss, mathematics.CUTS[cut], mathematics.FACTORS["by_count"], torch.float64)
     whole = whole_gradient(loss)
     assert (parts - whole).norm() <= 1e-14 * whole.norm()
@@ -43,7 +43,7 @@ def test_without_a_factor_the_gradient_is_as_many_times_as_long() -> None:
 
 
 def test_the_sorted_sentences_have_uneven_parts() -> None:
-    """The cut into equally many sentences has parts with different numbers of targets, which add up to all."""
+    """Parts with the same number of sentences have different numbers of targets, which add up to the total."""
     counts = mathematics.counts_of("tokens", "even")
     assert len(set(counts)) > 1
     assert sum(counts) == mathematics.counts_of("tokens", "whole")[0]

@@ -1,4 +1,4 @@
-"""What the guide says of memory is what tensors hold, counted another way; and its out-of-memory is a real one."""
+"""Memory numbers of the guide equal independent counts of tensors, and its out-of-memory errors are real."""
 
 from collections.abc import Sequence
 
@@ -11,24 +11,23 @@ from anybatch_guide.memory.accumulated import AccumulationConfig, measure_accumu
 from anybatch_guide.memory.plain_step import trace_plain_step, try_plain_step
 from anybatch_guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
 from anybatch_guide.memory.timelines import downsampled, in_order, peak_of
-from tests.faults import sees
 
 PLAIN = AccumulationConfig(optimizer="adamw", precision="fp32", checkpointing=False)
 MODELS = pytest.mark.parametrize("model", SMALL_MODELS.values(), ids=lambda model: model.name)
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of tensors that share nothing."""
+    """Return the bytes of tensors without shared storage."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def silent(_line: object) -> None:
-    """Hear nothing."""
+    """Ignore the event."""
 
 
 @MODELS
 def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: SmallModel) -> None:
-    """Weights, buffers, inputs and AdamW's two moments and step count per parameter, by their shapes."""
+    """Memory between steps is weights, buffers, inputs and AdamW's two moments and step counts, by their shapes."""
     made = model.make()
     held = timeline(trace_plain_step(model, 4)).at(0)
     parameters = list(made.parameters())
@@ -39,28 +38,14 @@ def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: Small
     assert held.get("gradients", 0) == 0
 
 
-@sees(
-    "the guide books gradients as something that comes and goes",
-    "guide/src/anybatch_guide/memory/plain_step.py",
-    'ledger.hold("gradients", ',
-    'ledger.hold("temporaries", ',
-    cases=["transformer"],
-)
 @MODELS
 def test_gradients_are_one_copy_when_the_update_begins(model: SmallModel) -> None:
-    """At the first moment of the update, gradients take as much as weights."""
+    """At the start of the update, gradients have the bytes of the weights."""
     measured = timeline(trace_plain_step(model, 4))
     begin = measured.phases.index("update")
     assert measured.at(begin)["gradients"] == measured.at(begin)["weights"]
 
 
-@sees(
-    "the guide enforces a budget that is a byte too large",
-    "guide/src/anybatch_guide/memory/plain_step.py",
-    "memory_budget(budget_bytes, ",
-    "memory_budget(budget_bytes + 1, ",
-    cases=["transformer"],
-)
 @MODELS
 def test_a_step_runs_out_of_memory_exactly_below_its_peak(model: SmallModel) -> None:
     """A budget of the counted peak is enough; one byte less raises torch's error, in the phase of the peak."""
@@ -75,7 +60,7 @@ def test_a_step_runs_out_of_memory_exactly_below_its_peak(model: SmallModel) -> 
 
 @pytest.mark.slow
 def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the experiment says of a budget holds of real steps, and what it foretells is what it counts."""
+    """Results for a budget hold for real steps, and predicted peaks equal counted ones."""
     monkeypatch.setattr(memory_limit, "SIZES", (1, 2, 4, 8, 16))
     monkeypatch.setattr(memory_limit, "BUDGETS_MIB", (8,))
     monkeypatch.setattr(memory_limit, "SMALL_MODELS", {"transformer": TRANSFORMER})
@@ -84,7 +69,7 @@ def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyP
     (budget,) = model["budgets"]
     assert try_plain_step(TRANSFORMER, budget["largest"], 8 * 2**20) is None
     assert try_plain_step(TRANSFORMER, budget["largest"] + 1, 8 * 2**20) is not None
-    # a single sample is special: its squeezed axes are summed otherwise
+    # a single sample is special: PyTorch sums dimensions of length 1 differently
     assert model["predicted"][1:] == [peak["num_bytes"] for peak in model["peaks"][1:]]
     assert [shortage is None for shortage in budget["shortages"]] == [
         size <= budget["largest"] for size in (1, 2, 4, 8, 16)
@@ -93,15 +78,9 @@ def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyP
         assert sum(peak["held"]) == peak["num_bytes"]
 
 
-@sees(
-    "the guide measures a step of one micro-batch as one of several",
-    "guide/src/anybatch_guide/memory/accumulated.py",
-    "batch = what.batch(effective_batch_size)",
-    "batch = what.batch(micro_batch_size)",
-)
 @pytest.mark.slow
 def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
-    """4 x 16 against 16 alone: gradients differ by one copy, inputs by what waits, the rest by a few sums."""
+    """4 x 16 against 16 alone: gradients differ by one copy, inputs by the waiting samples, the rest by a few sums."""
     many = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=64, micro_batch_size=16)
     one = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=16, micro_batch_size=16)
     peaks = (in_order(step.timeline.at(step.timeline.peak_moment)) for step in (one, many))
@@ -113,14 +92,8 @@ def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
     assert sum(gained.values()) - copy - waiting < 64  # the sums of losses and counts
 
 
-@sees(
-    "a timeline is downsampled without its highest moments",
-    "guide/src/anybatch_guide/memory/timelines.py",
-    "for pick in (max, min)",
-    "for pick in (min,)",
-)
 def test_the_peak_survives_downsampling() -> None:
-    """The points have the highest moment with its bytes by category, and only moments that there were."""
+    """The points include the peak with its bytes by category, and only measured moments."""
     measured = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=8, micro_batch_size=2).timeline
     picture = downsampled(measured, 20)
     moments = torch.tensor(picture["moments"]).cumsum(0)
@@ -131,14 +104,8 @@ def test_the_peak_survives_downsampling() -> None:
     assert len(moments) <= 41
 
 
-@sees(
-    "a timeline is downsampled at moments that are no turns",
-    "guide/src/anybatch_guide/memory/timelines.py",
-    "itertools.groupby(_turns(totals), key",
-    "itertools.groupby(range(len(totals)), key",
-)
 def test_the_order_within_a_fall_does_not_matter() -> None:
-    """Two timelines that free the same pieces in another order, one after the other, have the same points."""
+    """Two timelines that free the same pieces in a different order have the same points."""
     pieces = [8, 2, 4]
     pictures = []
     for order in (pieces, pieces[::-1]):

@@ -31,7 +31,7 @@ def test_adam_takes_sixteen_bytes_either_way() -> None:
 
 
 def test_adams_bytes_are_those_of_a_model() -> None:
-    """A model that was updated by AdamW holds 16 bytes per parameter (and a step counter per tensor)."""
+    """A model updated by AdamW holds 16 bytes per parameter (and a step counter per tensor)."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 64)).sum().backward()
@@ -47,7 +47,7 @@ def test_adams_bytes_are_those_of_a_model() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("budget", [80e9, 36.5e9, 23e9])
 def test_smallest_world_fits_and_one_less_does_not(stage: Stage, budget: float) -> None:
-    """The number of ranks found keeps the budget, and one rank less does not; what never fits is refused."""
+    """The result fits the budget, and one rank less does not; impossible budgets are refused."""
     num_parameters = 8_000_000_000
     if state_bytes(num_parameters, MIXED_ADAM, stage, 10**9) > budget:
         with pytest.raises(PlanError, match="on every rank, however many"):
@@ -71,7 +71,7 @@ def test_seventy_billion_parameters_do_not_fit_one_card() -> None:
 def test_a_layer_as_its_paper_prints_it() -> None:
     """22 billion parameters (h 6144, a 64, s 2048): 5as/h is 107; 34 more with flash; 8 ranks take 21.
 
-    Rounded up in the paper's table 3.
+    The paper's table 3 rounds up.
     """
     tokens_hidden = 2048 * 4 * 6144
 
@@ -98,7 +98,7 @@ def test_a_layer_as_its_paper_prints_it() -> None:
 
 
 def test_logits_are_held_three_times() -> None:
-    """Cross-entropy and its backward hold three copies of the logits at their highest, as the ledger books it."""
+    """Cross-entropy and its backward hold three copies of the logits at their peak, according to the ledger."""
     head = nn.Linear(2, 1000, bias=False)
     targets = torch.zeros(64, dtype=torch.int64)
     ledger = MemoryLedger()

@@ -1,4 +1,4 @@
-"""The hand-written loops: the right one is the engine, the others are not, and the checker finds each mistake."""
+"""The hand-written loops: the correct one equals the engine, the others differ, and the checker finds each mistake."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ def rows() -> LabelledSamples:
 
 
 def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return a network, an optimizer that feels the scale of a gradient, and a scheduler."""
+    """Return a network, an optimizer that depends on the gradient's scale, and a scheduler."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = load("spirals").model().double()
@@ -36,7 +36,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_sche
 
 
 def vector(model: torch.nn.Module) -> Tensor:
-    """Return all parameters in one row."""
+    """Return all parameters as a flat tensor."""
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -77,7 +77,7 @@ def by_engine(max_norm: float) -> Tensor:
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e9])
 def test_the_right_loop_is_the_engine(max_norm: float) -> None:
-    """With a short last window, clipped or not, the right loop ends where the engine does, up to rounding."""
+    """With a short last window, clipped or not, the correct loop equals the engine, up to rounding."""
     expected = by_engine(max_norm)
 
     assert ((by_loop("right", max_norm) - expected).norm() / expected.norm()).item() < 1e-12
@@ -94,7 +94,7 @@ def test_each_mistake_ends_elsewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["right", *MISTAKES])
 def test_loops_fit_on_the_page(name: str) -> None:
-    """The text of each is at most 25 lines, within what the page is wide."""
+    """Each loop has at most 25 lines, which fit the width of the page."""
     lines = source_of(name).splitlines()
 
     assert len(lines) <= MAX_LINES
@@ -103,7 +103,7 @@ def test_loops_fit_on_the_page(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_wrong_lines_are_all_that_differs(name: str) -> None:
-    """Without its wrong lines a loop is the right one without the line that it has elsewhere, or otherwise."""
+    """Without its wrong lines, a loop equals the correct one without the moved or changed line."""
     wrong = source_of(name).splitlines()
     numbers = wrong_lines(name)
     kept = [line for number, line in enumerate(wrong, start=1) if number not in numbers]
@@ -117,7 +117,7 @@ def test_wrong_lines_are_all_that_differs(name: str) -> None:
 @pytest.mark.parametrize("name", ["right", *MISTAKES])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 def test_the_checker_finds_each_mistake(name: str) -> None:
-    """`anybatch check --loop` finds nothing in the right loop, and in each other what the page says it finds."""
+    """`anybatch check --loop` finds nothing in the correct loop, and the expected bug in each other loop."""
     found = {finding.code for finding in check_loop(loop_of(name)).findings}
 
     assert (MISTAKES[name].finding in found) if name in MISTAKES else not found
@@ -125,7 +125,7 @@ def test_the_checker_finds_each_mistake(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_page_marks_the_wrong_lines(name: str) -> None:
-    """The lines that the page marks in a loop's file are those that are wrong, and it shows the whole function."""
+    """The page marks exactly the wrong lines of a loop, and shows the complete function."""
     text = (ROOT / "guide" / "web" / "src" / "sections" / "playground" / "Loops.svelte").read_text()
     shown = re.search(rf'/{name}\.py" lines="(\d+)-(\d+)" mark="([\d-]+)"', text)
     first = loop_of(name).__code__.co_firstlineno
@@ -137,13 +137,13 @@ def test_the_page_marks_the_wrong_lines(name: str) -> None:
 
 
 def test_a_mistake_that_there_is_not_is_refused() -> None:
-    """Only names that are listed are imported."""
+    """Only listed names are imported."""
     with pytest.raises(UserError, match="must be 'right' or one of"):
         loop_of("windows")
 
 
 def test_loops_are_plain() -> None:
-    """The loops hold no line that is there for the page alone: they call nothing of the guide but windows and share."""
+    """The loops contain no lines for the page: of the guide, they only call windows and share."""
     loops: list[Callable[..., None]] = [loop_of(name) for name in ("right", *MISTAKES)]
     used = {word for loop in loops for word in inspect.unwrap(loop).__code__.co_names}
 

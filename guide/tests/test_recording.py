@@ -1,4 +1,4 @@
-"""What an experiment returned, as a file: whole, with its provenance, the same every time, and distrusted when read."""
+"""Recordings: complete, with provenance, reproducible, and validated when read."""
 
 import datetime as dt
 import json
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 SHORT_SECONDS = 5.0
 TESTED_ELSEWHERE = ("claims_", "playground_", "walk_")
-"""Beginnings of experiments that tests of their own record again."""
+"""Name prefixes of experiments that other tests record again."""
 SHORT = [
     name
     for name, experiment in experiments().items()
@@ -56,7 +56,7 @@ def test_catalogue_is_the_folder() -> None:
 
 
 def test_file_is_one_line(tmp_path: Path) -> None:
-    """A recording is one line of JSON without spaces, keys in their order, floats in full, and comes back as it was."""
+    """A recording is one line of compact JSON with ordered keys and exact floats, and survives a round trip."""
     recording = small({"b": 0.1 + 0.2, "a": [1, None, True, "ü"]})
     file = write_recording(recording, tmp_path)
     text = file.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_what_json_lacks() -> None:
-    """NaN and infinities become the words of a run's log; what JSON has no word for is refused."""
+    """NaN and infinities become strings as in a run's log; other values without JSON are refused."""
     assert plain({1: (float("nan"), float("inf"), -float("inf"), 1.5)}) == {"1": ["NaN", "Infinity", "-Infinity", 1.5]}
     with pytest.raises(TypeError, match="Tensor"):
         plain([torch.ones(1)])
@@ -91,7 +91,7 @@ def test_what_json_lacks() -> None:
     ],
 )
 def test_foreign_files(tmp_path: Path, name: str, text: str) -> None:
-    """What is no recording, or has another name than its file, is refused in a sentence."""
+    """Invalid recordings, and wrong file names, are refused with a message."""
     made = '{"date": "", "device": "", "versions": {}, "commit": null, "command": ""}'
     file = tmp_path / name
     file.write_text(text.replace("{MADE}", made))
@@ -105,7 +105,7 @@ def test_large_files(tmp_path: Path) -> None:
     with (tmp_path / "small.json").open("wb") as file:
         file.truncate(2**33)
 
-    with pytest.raises(UserError, match="at most"):
+    with pytest.raises(UserError, match="limit"):
         read_recording(tmp_path / "small.json")
 
 
@@ -123,18 +123,18 @@ def test_large_files(tmp_path: Path) -> None:
     ],
 )
 def test_differences(one: dict[str, Any], other: dict[str, Any], found: int) -> None:
-    """Two recordings differ where a number, a word or a name does; what is noisy has to be there, whatever it is."""
+    """Recordings differ in numbers, texts or names; noisy values only have to exist."""
     assert len(differences(one, other, tolerance=1e-6, noisy=("seconds",))) == found
 
 
 def test_tolerance_is_relative() -> None:
-    """A difference counts beside the larger of the two numbers."""
+    """A difference is relative to the larger of the two numbers."""
     assert differences({"a": 1000.0}, {"a": 1000.9}, tolerance=1e-3) == []
     assert differences({"a": 1e-9}, {"a": 2e-9}, tolerance=1e-3) != []
 
 
 def test_record(tmp_path: Path) -> None:
-    """`record` writes what the experiment returns, with its command; a name that is none is refused."""
+    """`record` writes the result of the experiment, with its command; an unknown name is refused."""
     recording = read_recording(record("mathematics", tmp_path))
 
     assert recording.made.command == "anybatch guide record mathematics"
@@ -146,7 +146,7 @@ def test_record(tmp_path: Path) -> None:
 
 
 def test_commit_says_what_ran() -> None:
-    """In a clone the commit stands in a recording, marked where the sources are not those of the commit."""
+    """In a clone, a recording has the commit, marked if the sources differ from it."""
     commit = commit_here()
 
     assert commit is None or len(commit.removesuffix("+")) == 12
@@ -154,7 +154,7 @@ def test_commit_says_what_ran() -> None:
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with recordings of the short experiments, made by the command in a process of its own."""
+    """Return a folder with recordings of the short experiments, made by the command in a new process."""
     folder = tmp_path_factory.mktemp("again")
     command = [sys.executable, "-m", "anybatch", "guide", "record", *SHORT, "--to", str(folder)]
     subprocess.run(command, check=True, capture_output=True, timeout=600)  # noqa: S603 (a fixed program)
@@ -164,7 +164,7 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.published
 def test_recording_is_made_again(name: str, again: Path) -> None:
-    """The command that stands in a recording makes its numbers again, wherever the software is the same."""
+    """The command in a recording reproduces its numbers, with the same software."""
     made = read_recording(again / f"{name}.json")
     committed = read_recording(RECORDINGS / f"{name}.json")
 
@@ -176,7 +176,7 @@ def test_recording_is_made_again(name: str, again: Path) -> None:
 
 
 def test_experiment_leaves_no_trace() -> None:
-    """An experiment that is recorded leaves torch's random state and the number of threads as they were."""
+    """Recording an experiment restores torch's random state and the number of threads."""
     before = torch.get_rng_state().tolist(), torch.get_num_threads()
     recorded(experiments()["mathematics"])
 

@@ -1,4 +1,4 @@
-"""Runs in a real worker: begun, paused, stepped, cancelled and limited, under a clock that the test sets."""
+"""Runs in a real worker: started, paused, stepped, cancelled and limited, with a fake clock."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ Scene = Coroutine[Any, Any, None]
 
 
 class Desk:
-    """A worker with one page that watches it, and the time."""
+    """A worker with one watching page, and a fake clock."""
 
     def __init__(self, limits: Limits, *, keep: bool = False, command: tuple[str, ...] = WORKER) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Desk:
         self.page = Page(self.stream)
 
     async def begin(self, name: str, *, paused: bool = False) -> str:
-        """Begin an experiment, a second after whatever was before."""
+        """Start an experiment, a second after the previous one."""
         self.now += 1.0
         return await self.runs.begin({"kind": "experiment", "name": name}, paused=paused)
 
@@ -47,11 +47,11 @@ class Desk:
         return next(data for found, data, _ in self.page.events() if found == event and data.get("run") == run)
 
     async def until_idle(self) -> None:
-        """Wait until the last status says that there is nothing to do."""
+        """Wait until the last status is idle."""
         await self.page.until(lambda _page: json.loads(self.stream.status)["worker"] == "idle")
 
     def lines(self, run: str) -> list[dict[str, Any]]:
-        """Return the lines of a run that have come until now."""
+        """Return the lines of a run so far."""
         told = [data for event, data, _ in self.page.events() if event == "lines" and data["run"] == run]
         return [line for data in told for line in data["lines"]]
 
@@ -78,7 +78,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def play(runner: asyncio.Runner) -> Iterator["Play"]:
-    """Give a function that plays a scene at one desk, whose worker is started once."""
+    """Return a function that runs a coroutine with one shared desk and worker."""
     context = open_desk(USUAL)
     desk = runner.run(context.__aenter__())
     yield lambda scene: runner.run(scene(desk))
@@ -89,7 +89,7 @@ Play = Callable[[Callable[[Desk], Scene]], None]
 
 
 def test_run(play: Play) -> None:
-    """A run tells its lines in order, then its result with its provenance; NaN and infinity come as words."""
+    """A run sends its lines in order, then its result with provenance; NaN and infinity are strings."""
 
     async def scene(desk: Desk) -> None:
         run = await desk.begin("counting")
@@ -106,7 +106,7 @@ def test_run(play: Play) -> None:
 
 
 def test_warm(play: Play) -> None:
-    """What the first run would wait for is done once, before the worker says that it is ready."""
+    """The worker warms up once, before it reports that it is ready."""
 
     async def scene(desk: Desk) -> None:
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_ids_are_drawn(play: Play) -> None:
 
 
 def test_two_at_once(play: Play) -> None:
-    """Of two requests in the same moment one is taken, and the other learns which."""
+    """Of two simultaneous requests, one is accepted, and the other gets its id."""
 
     async def scene(desk: Desk) -> None:
         desk.now += 1.0
@@ -147,7 +147,7 @@ def test_two_at_once(play: Play) -> None:
 
 
 def test_too_often(play: Play) -> None:
-    """No more than two runs are begun in a second."""
+    """At most two runs start per second."""
 
     async def scene(desk: Desk) -> None:
         desk.now += 1.0
@@ -165,7 +165,7 @@ def test_too_often(play: Play) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("nothing", "unknown_experiment"), ("only_recorded", "only_recorded")])
 def test_refused(play: Play, name: str, code: str) -> None:
-    """What the worker does not run is refused before it is a run, and leaves the worker free."""
+    """Invalid requests are refused before a run starts, and leave the worker idle."""
 
     async def scene(desk: Desk) -> None:
         with pytest.raises(RefusedError) as refused:
@@ -178,7 +178,7 @@ def test_refused(play: Play, name: str, code: str) -> None:
 
 
 def test_one_micro_batch_at_a_time(play: Play) -> None:
-    """Begun paused, a run stands before its first micro-batch; asked for one it runs one; the last makes the step."""
+    """A run started paused waits before its first micro-batch; each command runs one; the last makes the step."""
 
     async def scene(desk: Desk) -> None:
         run = await desk.begin("counting", paused=True)
@@ -197,18 +197,18 @@ def test_one_micro_batch_at_a_time(play: Play) -> None:
 
 
 def ends(desk: Desk, run: str) -> int:
-    """Return how many micro-batches of a run are over."""
+    """Return the number of finished micro-batches of a run."""
     return sum(line["kind"] == "micro_batch" and line["event"] == "end" for line in desk.lines(run))
 
 
 def test_cancel_while_paused(play: Play) -> None:
-    """A run that is paused can be cancelled; the worker stays the same."""
+    """A paused run can be cancelled; the worker stays the same."""
 
     async def scene(desk: Desk) -> None:
         worker = desk.runs.worker_number
         run = await desk.begin("endless", paused=True)
         desk.runs.cancel(run)
-        desk.runs.cancel(run)  # twice is once
+        desk.runs.cancel(run)  # a second cancel is a no-op
         await desk.until("cancelled", run)
         await desk.until_idle()
         assert desk.runs.worker_number == worker
@@ -219,7 +219,7 @@ def test_cancel_while_paused(play: Play) -> None:
 
 
 def test_cancel_in_the_middle(play: Play) -> None:
-    """A run that goes on can be cancelled; the worker stays the same, and nothing is told after the end."""
+    """A running run can be cancelled; the worker stays the same, and nothing is sent after the end."""
 
     async def scene(desk: Desk) -> None:
         worker = desk.runs.worker_number
@@ -236,13 +236,13 @@ def test_cancel_in_the_middle(play: Play) -> None:
 
 
 def test_a_worker_that_ends_is_replaced(runner: asyncio.Runner) -> None:
-    """A run that cannot be asked to end is ended with its process, by SIGTERM or else by SIGKILL; another one comes.
+    """A run that ignores cancellation ends with its process, by SIGTERM or else SIGKILL, and a new worker starts.
 
-    A worker that is killed takes its run along, which is told; another one is started and works.
+    If a worker is killed, its run is reported as ended, and another worker starts and works.
     """
 
     async def scene() -> None:
-        async with open_desk(USUAL) as desk:  # what happens to its worker is nobody else's affair
+        async with open_desk(USUAL) as desk:  # a separate worker, because the test kills it
             for name in ("stuck", "deaf", "endless"):
                 worker = desk.runs.worker_number
                 assert worker is not None
@@ -263,7 +263,7 @@ def test_a_worker_that_ends_is_replaced(runner: asyncio.Runner) -> None:
 
 
 def test_failing_run(play: Play) -> None:
-    """An experiment with a fault ends with a short word, without a traceback, and the worker goes on."""
+    """A failing experiment ends with a short code, without a traceback, and the worker continues."""
 
     async def scene(desk: Desk) -> None:
         worker = desk.runs.worker_number
@@ -277,7 +277,7 @@ def test_failing_run(play: Play) -> None:
 
 
 def test_what_is_printed_is_no_answer(play: Play) -> None:
-    """What an experiment prints does not reach the page; lines that are none, or too long, are skipped and counted."""
+    """Output of an experiment does not reach the page; invalid or too long lines are skipped and counted."""
 
     async def scene(desk: Desk) -> None:
         run = await desk.begin("noisy")
@@ -291,7 +291,7 @@ def test_what_is_printed_is_no_answer(play: Play) -> None:
 
 
 def test_flood(play: Play) -> None:
-    """A run that tells faster than a page reads loses no step, and the page learns how much it has missed."""
+    """A run that sends faster than a page reads loses no steps, and the page gets the number of missed lines."""
 
     async def scene(desk: Desk) -> None:
         desk.page.may_read.clear()
@@ -317,7 +317,7 @@ def test_flood(play: Play) -> None:
     [(119.0, False, ""), (121.0, False, "time"), (599.0, True, ""), (601.0, True, "paused")],
 )
 def test_time_is_limited(play: Play, seconds: float, paused: bool, code: str) -> None:
-    """A run ends after 120 seconds of running, and after 600 in which it was paused; not before."""
+    """A run ends after 120 seconds of running, or 600 seconds of pause; not before."""
 
     async def scene(desk: Desk) -> None:
         run = await desk.begin("endless", paused=paused)
@@ -334,7 +334,7 @@ def test_time_is_limited(play: Play, seconds: float, paused: bool, code: str) ->
 
 
 async def looked(desk: Desk) -> None:
-    """Wait until the time and memory of a run have surely been looked at."""
+    """Wait until the limits of a run have been checked."""
     looks = asyncio.Event()
     read = desk.runs._clock  # noqa: SLF001 (nothing else tells that nothing was done)
     left = [3]
@@ -352,7 +352,7 @@ async def looked(desk: Desk) -> None:
 
 
 def test_nobody_watches(play: Play) -> None:
-    """A run that no page has watched for a minute is ended."""
+    """A run without a watching page for a minute is ended."""
 
     async def scene(desk: Desk) -> None:
         run = await desk.begin("endless")
@@ -368,7 +368,7 @@ def test_nobody_watches(play: Play) -> None:
 
 
 def test_a_run_that_is_kept(runner: asyncio.Runner) -> None:
-    """With `keep`, a run goes on that no page has watched for a minute."""
+    """With `keep`, a run continues without a watching page."""
 
     async def scene() -> None:
         async with open_desk(USUAL, keep=True) as desk:
@@ -385,7 +385,7 @@ def test_a_run_that_is_kept(runner: asyncio.Runner) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the system does not tell what a process holds")  # noqa: PTH110 (a condition)
 def test_memory_is_limited(runner: asyncio.Runner) -> None:
-    """A run whose process takes more memory than it may is ended, with its process if need be."""
+    """A run whose process exceeds the memory limit is ended, with its process if necessary."""
 
     async def scene() -> None:
         limits = Limits(messages_per_second=1e9, look_seconds=0.01, resident_bytes=600 * MIB, **LIMITS)
@@ -398,7 +398,7 @@ def test_memory_is_limited(runner: asyncio.Runner) -> None:
 
 
 def test_worker_that_cannot_start(runner: asyncio.Runner, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no worker can be started, a request for a run is answered in time, and everything can be closed."""
+    """If no worker can start, a request for a run is answered in time, and everything can be closed."""
 
     async def scene(command: tuple[str, ...]) -> None:
         limits = Limits(**{**LIMITS, "answer_seconds": 0.5})

@@ -1,4 +1,4 @@
-"""The security list against a real server, whose answers are read byte by byte; see `guide/tests/security.py`."""
+"""The security list against a real server, with raw responses; see `guide/tests/security.py`."""
 
 import gzip
 import socket
@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def check(attempt: Attempt, server: Served) -> None:
-    """Compare an answer with the one it has to be, and look at what every answer has to have."""
+    """Compare a response with the expected one, and check the headers of every response."""
     answer = attempt.send(server)
 
     assert (answer.status, answer.code) == (attempt.status, attempt.code), answer
@@ -33,32 +33,32 @@ def check(attempt: Attempt, server: Served) -> None:
     assert "set-cookie" not in answer.headers
     assert b"Traceback" not in answer.body
     assert server.secret.encode() not in answer.body
-    if attempt.code:  # otherwise HTTP itself was broken, and the web server has answered
+    if attempt.code:  # otherwise the HTTP was invalid, and the web server answered
         assert all(answer.headers[name.decode()] == value.decode() for name, value in HEADERS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", DOORS, ids=lambda attempt: attempt.name)
 def test_door(attempt: Attempt, server: Served) -> None:
-    """What comes from another page, by another name, without the secret or in another form is turned away."""
+    """Requests from another page, with another host, without the secret or in another form are refused."""
     check(attempt, server)
 
 
 @pytest.mark.parametrize("attempt", FORMS, ids=lambda attempt: attempt.name)
 def test_form(attempt: Attempt, server: Served) -> None:
-    """What the page would not ask for is not done, whoever asks."""
+    """Requests that the page would not send are refused for everyone."""
     check(attempt, server)
 
 
 @pytest.mark.parametrize("attempt", SETTINGS, ids=lambda attempt: attempt.name)
 def test_setting(attempt: Attempt, server: Served) -> None:
-    """A setting of a wrong type, or that is too much work, is refused with a word that says which."""
+    """A setting with a wrong type, or too much work, is refused with a code."""
     check(attempt, server)
 
 
 @pytest.mark.slow
 def test_around_a_run(server: Served) -> None:
-    """One run at a time; each can be cancelled, however deaf it is; a worker that is killed is replaced."""
+    """One run at a time; each can be cancelled, even if it ignores commands; a killed worker is replaced."""
     rows = list(while_busy(server))
 
     assert len(rows) == 5
@@ -67,14 +67,14 @@ def test_around_a_run(server: Served) -> None:
 
 @pytest.mark.slow
 def test_worker_ends_with_its_server(tmp_path: Path) -> None:
-    """A server that is killed in the middle of a run leaves no process behind."""
+    """A server that is killed during a run leaves no processes."""
     with Served(tmp_path) as served:
         assert orphan(served)[2] == "ok"
 
 
 @pytest.mark.slow
 def test_body_within_its_time(server: Served) -> None:
-    """A body is timed as a whole: one that comes byte by byte, each of them in time, is too slow."""
+    """The time limit is for the whole body, so a body that arrives byte by byte is too slow."""
     stop = threading.Event()
     usual = f"Host: {server.host}\r\nCookie: {server.cookie}\r\nX-Anybatch: 1\r\nContent-Type: application/json"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
@@ -102,7 +102,7 @@ def test_body_within_its_time(server: Served) -> None:
     ],
 )
 def test_text_travels_compressed(accepted: str, compressed: bool, server: Served) -> None:
-    """The page comes compressed to whoever takes gzip, as it is to all others, and the same after unpacking."""
+    """The page is compressed for clients that accept gzip, and otherwise equal."""
     plain = server.ask("GET", "/")
     answer = server.ask("GET", "/", headers={"Accept-Encoding": accepted})
 
@@ -112,7 +112,7 @@ def test_text_travels_compressed(accepted: str, compressed: bool, server: Served
 
 
 def test_no_outgoing_traffic(server: Served) -> None:
-    """Neither the server nor its worker has connected to anything, or asked for a name, in all of the tests above."""
+    """Neither the server nor its worker made a connection or a DNS request in the tests above."""
     run = server.begin("mathematics")
     with server.events() as events:
         result = next(data for event, data, _ in events if event == "result")
@@ -122,7 +122,7 @@ def test_no_outgoing_traffic(server: Served) -> None:
 
 
 def test_traffic_would_be_seen(tmp_path: Path) -> None:
-    """The watch that finds nothing above finds a connection where there is one."""
+    """The observation in the test above detects a real connection."""
     program = (
         "import socket, sys; from pathlib import Path; from guide.tests.connections import watch_connections\n"
         "watch_connections(Path(sys.argv[1])); socket.socket().connect_ex(('127.0.0.1', 1))"

@@ -1,4 +1,4 @@
-"""What the playground may be asked: exact keys, exact types, limits on each value and on all together."""
+"""Settings of the playground: exact keys, exact types, limits on each value and on combinations."""
 
 import math
 from dataclasses import asdict
@@ -22,14 +22,14 @@ ANYTHING = st.recursive(
 
 
 def code_of(value: object) -> str:
-    """Return why a value is refused."""
+    """Return the reason for refusing a value."""
     with pytest.raises(SettingError) as refused:
         parse_setting(value)
     return refused.value.code
 
 
 def test_a_setting_comes_back_as_it_was() -> None:
-    """What `asdict` makes of a setting is read as the same setting, also where a rate is a whole number."""
+    """The result of `asdict` is parsed as the same setting, even if a rate is a whole number."""
     assert parse_setting(GOOD) == PlaygroundSetting()
     assert parse_setting({**GOOD, "learning_rate": 1}) == PlaygroundSetting(learning_rate=1.0)
 
@@ -37,14 +37,14 @@ def test_a_setting_comes_back_as_it_was() -> None:
 @given(ANYTHING)
 @pytest.mark.slow
 def test_foreign_objects_are_refused(value: object) -> None:
-    """Whatever JSON holds that is no setting is refused, with a UserError and no other error."""
+    """Any other JSON is refused with a UserError."""
     with pytest.raises(UserError):
         parse_setting(value)
 
 
 @given(st.sampled_from(sorted(GOOD)), ANYTHING)
 def test_a_foreign_value_is_refused_or_as_it_should_be(name: str, value: object) -> None:
-    """With one value replaced, a setting is refused, or holds that value with its type and within its limits."""
+    """With one value replaced, a setting is refused, or has that value with its type and within its limits."""
     try:
         setting = parse_setting({**GOOD, name: value})
     except SettingError:
@@ -93,12 +93,12 @@ def test_a_foreign_value_is_refused_or_as_it_should_be(name: str, value: object)
     ],
 )
 def test_each_refusal_has_its_code(change: dict[str, Any], code: str) -> None:
-    """Types are exact, limits are held, and what is too much together is refused."""
+    """Types are exact, limits are enforced, and combinations that are too large are refused."""
     assert code_of({**GOOD, **change}) == code
 
 
 def test_a_missing_key_is_refused() -> None:
-    """Every key has to be there: nothing is filled in silently."""
+    """All keys are required; there are no silent defaults."""
     for name in GOOD:
         assert code_of({key: value for key, value in GOOD.items() if key != name}) == "keys"
 
@@ -125,7 +125,7 @@ def test_a_missing_key_is_refused() -> None:
     )
 )
 def test_a_command_line_is_the_setting(setting: PlaygroundSetting) -> None:
-    """The words of the command line are read back as the setting that they were made of."""
+    """The arguments of the command line are parsed as the same setting."""
     program, *words = as_command(setting).split()[2:]
 
     assert program == "anybatch_guide.play"
@@ -134,6 +134,6 @@ def test_a_command_line_is_the_setting(setting: PlaygroundSetting) -> None:
 
 @pytest.mark.parametrize("word", ["steps", "stepz=1", "steps=many", "steps=1.5", "=", "steps=true"])
 def test_words_that_mean_nothing_are_refused(word: str) -> None:
-    """A command line with another word is refused."""
+    """An unknown argument is refused."""
     with pytest.raises(SettingError):
         read([word])

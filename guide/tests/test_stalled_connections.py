@@ -1,4 +1,4 @@
-"""Clients that hold connections without using them do not lock out others: real sockets against real servers."""
+"""Clients with unused connections do not lock out others: real sockets against real servers."""
 
 import contextlib
 import select
@@ -16,7 +16,7 @@ from guide.tests.served import PATIENCE_SECONDS, Served, head
 
 NUM_CONNECTIONS = 16
 SHORT: Mapping[str, Any] = {"head_seconds": 0.5, "unread_seconds": 0.5, "num_connections": NUM_CONNECTIONS}
-# Long enough that a connection which ends in these tests was not ended by a time limit.
+# Long enough that no time limit ends the connections in these tests.
 NEVER: Mapping[str, Any] = {"head_seconds": 1e6, "unread_seconds": 1e6, "num_connections": NUM_CONNECTIONS}
 
 
@@ -63,7 +63,7 @@ def test_incomplete_headers_time_out(sent: bytes, server: Served) -> None:
 
 
 def test_idle_connections_make_room(tmp_path: Path) -> None:
-    """As many silent connections as there are places leave half of the places free, long before they time out."""
+    """Silent connections up to the limit leave half of the places free, long before they time out."""
     with Served(tmp_path, NEVER) as server, connected(server, NUM_CONNECTIONS) as silent:
         still_open = list(silent)
         while len(still_open) > NUM_CONNECTIONS // 2:
@@ -75,13 +75,13 @@ def test_idle_connections_make_room(tmp_path: Path) -> None:
 
 
 def test_kept_alive_connections_time_out(server: Served) -> None:
-    """Half a second request after a complete one does not keep the connection, although uvicorn's own timer is off."""
+    """Half a second request does not keep a connection open, although uvicorn's own timer is off."""
     with connected(server, 1, request(server, "/api/state") + b"GET / HTTP/1.1\r\n") as (connection,):
         assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
 
 
 def test_unread_responses_time_out(server: Served) -> None:
-    """A client that asks for more and more and reads nothing loses its connection."""
+    """A client that sends requests and reads nothing loses its connection."""
 
     def ask_without_reading(connection: socket.socket) -> None:
         while True:
@@ -93,7 +93,7 @@ def test_unread_responses_time_out(server: Served) -> None:
 
 @dataclass(eq=False)
 class FakeConnection:
-    """A connection of which a test sets everything; it is its own transport and exchange."""
+    """A fake connection, which is also its transport and exchange."""
 
     response_complete: bool = False
     unread_bytes: int = 0
@@ -110,33 +110,33 @@ class FakeConnection:
         return self.exchange
 
     def get_write_buffer_size(self) -> int:
-        """Return what a test has set."""
+        """Return the configured value."""
         return self.unread_bytes
 
     def abort(self) -> None:
-        """Note that the connection was closed."""
+        """Record that the connection was closed."""
         self.is_aborted = True
 
 
 def computing(connection: FakeConnection) -> None:
-    """The server still computes the answer."""
+    """The server is still computing the answer."""
     connection.exchange = connection
 
 
 def reading(connection: FakeConnection) -> None:
-    """The client takes one byte at a time."""
+    """The client reads one byte at a time."""
     connection.exchange = connection
     connection.unread_bytes += 1
 
 
 def not_reading(connection: FakeConnection) -> None:
-    """The client takes nothing of a response."""
+    """The client does not read the response."""
     connection.exchange = connection
     connection.unread_bytes = 100
 
 
 def finished_and_unread(connection: FakeConnection) -> None:
-    """The application has sent its response, and the client takes nothing of it."""
+    """The application has sent its response, and the client does not read it."""
     not_reading(connection)
     connection.response_complete = True
 

@@ -1,4 +1,4 @@
-"""One run told to many pages: all of it, in order, once; a slow page loses what only shows progress."""
+"""One run streamed to many pages: complete, in order, once; a slow page loses progress lines."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ Event = tuple[str, Any, str | None]
 
 
 class Page:
-    """A page that reads a stream, as slowly as a test wants it to."""
+    """A page that reads a stream at a controlled speed."""
 
     def __init__(self, stream: Stream, last: str | None = None) -> None:
         self.status = 0
@@ -42,15 +42,15 @@ class Page:
             self._grown.notify_all()
 
     def events(self) -> list[Event]:
-        """Return what has come until now."""
+        """Return the events so far."""
         return list(parsed(iter(self.text.splitlines())))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines that have come until now."""
+        """Return the lines so far."""
         return [line for event, data, _ in self.events() if event == "lines" for line in data["lines"]]
 
     async def until(self, holds: Callable[["Page"], bool]) -> None:
-        """Read until something holds."""
+        """Read until a condition is true."""
         async with asyncio.timeout(60), self._grown:
             await self._grown.wait_for(lambda: holds(self))
 
@@ -66,17 +66,17 @@ class Page:
 
 
 def zero() -> float:
-    """Return the time where no time goes by."""
+    """Return a constant time."""
     return 0.0
 
 
 def micro_batch(number: int) -> dict[str, Any]:
-    """Return a line that only shows progress."""
+    """Return a progress line."""
     return {"kind": "micro_batch", "number": number}
 
 
 def test_every_page_gets_everything() -> None:
-    """A page that was there and one that comes later get the same lines, in order; the status comes first."""
+    """An early and a late page get the same lines, in order; the status comes first."""
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
@@ -106,7 +106,7 @@ def test_every_page_gets_everything() -> None:
 
 
 def test_page_comes_back() -> None:
-    """A page that names the last event it saw gets what came after it, and nothing twice."""
+    """A page that sends its last event id gets the later events, without duplicates."""
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
@@ -130,7 +130,7 @@ def test_page_comes_back() -> None:
     "last", ["", "x", "aaaaaaaa-1", "-", "-1", "{name}-x", "{name}-99999999999999999999", "{name}-²"]
 )
 def test_page_that_names_nonsense(last: str) -> None:
-    """A page that names no event of this server gets everything there is."""
+    """A page without an event id of this server gets everything."""
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
@@ -148,10 +148,10 @@ def test_page_that_names_nonsense(last: str) -> None:
 
 @pytest.mark.slow
 def test_messages_are_few() -> None:
-    """What is told between two messages goes together: no more messages than the limit, and every line is there."""
+    """Lines between two messages are sent together, within the message rate, without loss."""
 
     async def scene() -> None:
-        # On a fast machine a page falls far behind within a second, and is not to lose lines here.
+        # On a fast machine, a page lags far within a second, and must not lose lines here.
         stream = Stream(Limits(messages_per_second=20.0, behind_lines=10**9), zero)
         page = Page(stream)
         loop = asyncio.get_running_loop()
@@ -170,7 +170,7 @@ def test_messages_are_few() -> None:
 
 
 def test_slow_page_loses_progress_first() -> None:
-    """A page that is far behind misses micro-batches, is told how many, and gets every step, diagnosis and end."""
+    """A page with a large backlog misses micro-batches, gets their number, and every step, diagnosis and end."""
 
     async def scene() -> None:
         stream = Stream(Limits(messages_per_second=1e9, behind_lines=100), zero)
@@ -198,7 +198,7 @@ def test_slow_page_loses_progress_first() -> None:
 
 
 def test_ring_drops_progress_first() -> None:
-    """A full ring forgets the oldest lines that only show progress; where only others are left, it says so."""
+    """A full ring drops the oldest progress lines; if only others are left, it raises."""
     ring = Ring(Limits(ring_lines=10))
     for number in range(20):
         ring.add("lines", "run", json.dumps(number), light=number % 4 != 0)
@@ -225,7 +225,7 @@ def test_ring_counts_bytes() -> None:
 
 
 def test_eight_streams() -> None:
-    """The ninth page is told to come later; when one has gone there is room again, and nobody is counted for ever."""
+    """The ninth page is refused; after another one disconnects, there is room again."""
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
@@ -245,7 +245,7 @@ def test_eight_streams() -> None:
 
 
 def test_silence_has_a_pulse() -> None:
-    """A stream on which nothing happens gets a comment now and then, which is no event."""
+    """A silent stream gets comments at intervals, which are not events."""
 
     async def scene() -> None:
         stream = Stream(Limits(heartbeat_seconds=0.01), zero)
@@ -258,7 +258,7 @@ def test_silence_has_a_pulse() -> None:
 
 
 def test_good_bye() -> None:
-    """A server that ends tells its pages what is left, then to go, so that they do not knock for ever."""
+    """A stopping server sends the remaining lines, then a close event, so that pages do not reconnect."""
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
@@ -273,7 +273,7 @@ def test_good_bye() -> None:
 
 
 def test_alone() -> None:
-    """Time alone is counted from the last page that left, and not while one is there."""
+    """The time without pages starts when the last page disconnects."""
 
     async def scene() -> None:
         now = [0.0]
@@ -294,7 +294,7 @@ def test_alone() -> None:
 
 
 def test_lines_that_are_too_long() -> None:
-    """A line that is too long is left out, and whoever tells it learns that."""
+    """A line that is too long is dropped, and the sender is informed."""
     stream = Stream(Limits(line_bytes=100), zero)
 
     assert stream.publish_line("run", {"kind": "start"})
@@ -302,6 +302,6 @@ def test_lines_that_are_too_long() -> None:
 
 
 def test_firm_kinds_are_kinds() -> None:
-    """What is never dropped holds the kinds that the design names."""
+    """The kinds in the design are never dropped."""
     assert {"start", "step", "diagnosis", "end"} <= FIRM_KINDS
     assert "micro_batch" not in FIRM_KINDS

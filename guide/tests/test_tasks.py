@@ -1,4 +1,4 @@
-"""The tasks: the same data everywhere, a loss of chance to begin with, and limits that know what they take."""
+"""The tasks: the same data everywhere, an initial loss at chance, and realistic memory limits."""
 
 import hashlib
 from typing import get_args
@@ -30,7 +30,7 @@ def first_loss(task: PlaygroundTask, num_samples: int) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_loss_is_that_of_chance(name: str) -> None:
-    """A new network knows nothing: its loss is within a tenth of the logarithm of the number of classes."""
+    """The initial loss is within 10% of the logarithm of the number of classes, which is chance."""
     task = load(name)
 
     assert first_loss(task, 64).item() == pytest.approx(task.chance, rel=0.1)
@@ -43,7 +43,7 @@ def test_digits_begin_at_ln_10() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_are_made_alike(name: str) -> None:
-    """Loaded twice, a task has the same data to the bit, and leaves torch's own random numbers alone."""
+    """Loaded twice, a task has bitwise the same data, and torch's random state is unchanged."""
     before = torch.get_rng_state()
     first, second = (
         hashlib.sha256(rows.inputs.numpy().tobytes() + rows.targets.numpy().tobytes()).hexdigest()
@@ -57,7 +57,7 @@ def test_data_are_made_alike(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_what_a_sample_takes_is_known(name: TaskName) -> None:
-    """What 64 more samples add to the peak of a forward and backward is within the stated bytes, and near."""
+    """The peak memory of 64 more samples is at most the stated bytes, and close to them."""
     task = load(name, norm="batch" if name == "shapes" else "none")
     model = task.model()
 
@@ -76,7 +76,7 @@ def test_what_a_sample_takes_is_known(name: TaskName) -> None:
 
 
 def test_sentences_are_sums() -> None:
-    """Numbers are written as English writes them, and a sentence is what comes back from its bytes."""
+    """Numbers are written in English, and bytes decode to the same sentence."""
     assert [in_words(number) for number in (0, 19, 20, 42, 57)] == [
         "zero",
         "nineteen",
@@ -93,7 +93,7 @@ def test_sentences_are_sums() -> None:
 
 
 def test_micro_batches_are_every_sample_once() -> None:
-    """An epoch holds each sample once, in another order than the epoch before; windows do not cross its end."""
+    """An epoch has each sample once, in a new order; windows do not cross its end."""
     rows = load("spirals").rows
     loader = MicroBatches(rows, 64, seed=0)
     epochs = [torch.cat([inputs for inputs, _ in loader]) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_micro_batches_are_every_sample_once() -> None:
 
 
 def test_shares_of_a_window_add_up_to_one() -> None:
-    """What a micro-batch counts in its window is its items, not its samples; ignored targets are none."""
+    """The weight of a micro-batch in its window is its items, without ignored targets, not its samples."""
     pairs = [
         (torch.zeros(2, 3), torch.tensor([[1, 2, IGNORED], [1, IGNORED, IGNORED]])),
         (torch.zeros(1), torch.ones(1)),
@@ -117,7 +117,7 @@ def test_shares_of_a_window_add_up_to_one() -> None:
 
 
 def test_a_surface_is_seen_from_above() -> None:
-    """The first row is the top of the square, the first column its left; a hook of the model hears nothing."""
+    """The first row is the top of the square, the first column its left side; no hook of the model runs."""
     task = load("spirals")
     model = task.model()
     model.register_forward_pre_hook(lambda *_: pytest.fail("the surface went through the hook"))

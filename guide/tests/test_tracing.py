@@ -1,4 +1,4 @@
-"""Which line ran: the traces of the walk-through, held against the files and against what the programs do."""
+"""The traces of the walk-through, compared with the files and with the programs' output."""
 
 import ast
 import sys
@@ -11,7 +11,6 @@ from anybatch_guide.experiments import walk_anybatch, walk_ddp, walk_plain
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tracing import TracedFile, trace_program
 from tests.architecture.source_tree import ROOT
-from tests.faults import sees
 
 PROGRAM = '''"""A program."""
 
@@ -29,7 +28,7 @@ if __name__ == "__main__":
 
 
 def statements(path: Path) -> set[int]:
-    """Return the lines on which something of a file can run."""
+    """Return the executable lines of a file."""
     return {node.lineno for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if hasattr(node, "lineno")}
 
 
@@ -47,7 +46,7 @@ def program(tmp_path: Path) -> TracedFile:
 
 @pytest.mark.slow
 def test_lines_come_as_they_ran(program: TracedFile) -> None:
-    """The trace is the lines in the order in which Python runs them, and what was printed."""
+    """The trace has the lines in execution order, and the output."""
     found = trace_program([program])
 
     assert found["lines"] == [12, 5, 6, 7, 6, 7, 6, 7, 6, 8]
@@ -55,15 +54,9 @@ def test_lines_come_as_they_ran(program: TracedFile) -> None:
     assert found["skipped"] == []
 
 
-@sees(
-    "a walk notes the bodies of classes",
-    "guide/src/anybatch_guide/tracing.py",
-    "if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:",
-    'if frame.f_code.co_name == "<module>":',
-)
 @pytest.mark.slow
 def test_bodies_of_classes_are_not_noted(program: TracedFile) -> None:
-    """What runs when a file is imported, and not when the program does, is not noted: a class's fields neither."""
+    """Lines that run on import, including class fields, are not recorded."""
     program.path.write_text("class Unused:\n    field = 1\n\n\n" + PROGRAM, encoding="utf-8")
 
     assert trace_program([program])["lines"] == [line + 4 for line in (12, 5, 6, 7, 6, 7, 6, 7, 6, 8)]
@@ -71,7 +64,7 @@ def test_bodies_of_classes_are_not_noted(program: TracedFile) -> None:
 
 @pytest.mark.slow
 def test_repeats_are_left_out_and_counted(program: TracedFile) -> None:
-    """A line that ran often is noted a few times; how many were left out stands with the next that is noted."""
+    """A line that ran often is recorded a few times; the next record has the number of skipped lines."""
     found = trace_program([program], repeats=2)
 
     assert found["lines"] == [12, 5, 6, 7, 6, 7, 8]
@@ -80,7 +73,7 @@ def test_repeats_are_left_out_and_counted(program: TracedFile) -> None:
 
 @pytest.mark.slow
 def test_a_program_that_fails_is_told(program: TracedFile) -> None:
-    """A program that raises gives no trace; nothing of this process is traced, before or after."""
+    """A program that raises gives no trace, and leaves this process untraced."""
     before = sys.gettrace()
     program.path.write_text("raise OSError", encoding="utf-8")
     with pytest.raises(EOFError):
@@ -91,14 +84,14 @@ def test_a_program_that_fails_is_told(program: TracedFile) -> None:
 
 @pytest.fixture(scope="module")
 def walks() -> dict[str, Any]:
-    """What the walks on one rank find, once for all tests."""
+    """The traces on one rank, shared by all tests."""
     return {walk.EXPERIMENT.name.removeprefix("walk_"): walk.run(say_nothing) for walk in (walk_plain, walk_anybatch)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "anybatch"])
 def test_walks_are_of_the_files(name: str, walks: dict[str, Any]) -> None:
-    """Every line of a walk is one on which something runs, of the file as it is, and those recorded; three updates."""
+    """All traced lines are executable lines of the current file and equal the recording, with three updates."""
     found, recorded = walks[name], recorded_traces()[name]
     file_of = found["file_of"] or [0] * len(found["lines"])
 
@@ -112,7 +105,7 @@ def test_walks_are_of_the_files(name: str, walks: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_micro_batches_and_losses_are_those_of_the_program(walks: dict[str, Any]) -> None:
-    """In the plain walk, the losses after the division add up to what the program prints; four a step."""
+    """In the plain trace, the four divided losses of each step add up to the printed loss."""
     found = walks["plain"]
     losses = [value for _, value in found["values"]["loss"] if value is not None]
 
@@ -125,7 +118,7 @@ def test_micro_batches_and_losses_are_those_of_the_program(walks: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.published
 def test_walks_print_the_same(walks: dict[str, Any]) -> None:
-    """Plain PyTorch, anybatch and DDP on two ranks train alike: the same losses and norms to twelve digits."""
+    """Plain PyTorch, anybatch and DDP on two ranks have the same losses and norms to twelve digits."""
     plain, ours, ddp = walks["plain"], walks["anybatch"], walk_ddp.run(say_nothing)
 
     assert plain["output"] == ours["output"] == ddp["output"]
@@ -135,14 +128,14 @@ def test_walks_print_the_same(walks: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_noted_of_other_files(program: TracedFile) -> None:
-    """Lines of a file that is not watched are not noted."""
+    """Lines of other files are not recorded."""
     program.path.write_text('import json\n\nif __name__ == "__main__":\n    json.dumps({})\n', encoding="utf-8")
 
     assert trace_program([program])["lines"] == [4]
 
 
 def recorded_traces() -> dict[str, Any]:
-    """Return all traces that were recorded, by name."""
+    """Return all recorded traces by name."""
     folder = ROOT / "guide" / "web" / "recordings"
     walks = {name: read_recording(folder / f"walk_{name}.json").data for name in ("plain", "ddp", "anybatch")}
     return {**walks, **read_recording(folder / "walk_ladder.json").data["programs"]}
@@ -152,7 +145,7 @@ def recorded_traces() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.published
 def test_recorded_lines_are_those_of_the_files(name: str) -> None:
-    """What was recorded is of the files as they are now: their text, and lines on which something runs."""
+    """The recorded traces match the current files: their text, and executable lines."""
     trace = recorded_traces()[name]
     file_of = trace["file_of"] or [0] * len(trace["lines"])
     paths = [ROOT / file["path"] for file in trace["files"]]

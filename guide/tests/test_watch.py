@@ -1,4 +1,4 @@
-"""What `anybatch watch` reads out of logs: as they grow, in bounded memory, whatever they hold."""
+"""`anybatch watch` reads growing and hostile logs in bounded memory."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,6 @@ from anybatch_guide.watch.verdict import compare
 from anybatch_guide.watch.watching import Watching, encoded
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
 from guide.tests.served import Served
-from tests.faults import sees
 
 NUM_HOSTILE = 24
 KILLED = """
@@ -65,12 +64,12 @@ def written(folder: Path, content: bytes) -> Path:
 
 
 def view_of(*folders: Path, at: int = 0) -> dict[str, object]:
-    """Return what the page shows of a run, as it arrives there."""
+    """Return the data of a run, as received by the page."""
     return dict(json.loads(encoded(Watching(list(folders)).read_all()[at])))
 
 
 def texts(value: object) -> Iterator[str]:
-    """Yield every text in a view, names included."""
+    """Yield every text in a view, including names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -81,14 +80,8 @@ def texts(value: object) -> Iterator[str]:
             yield from texts(item)
 
 
-@sees(
-    "watch: a piece is drawn by its first and last loss",
-    "guide/src/anybatch_guide/watch/curve.py",
-    "piece.index(min(finite)), piece.index(max(finite))",
-    "0, len(piece) - 1",
-)
 def test_no_jump_is_lost() -> None:
-    """However many steps there are, each piece is drawn by its least and largest loss, at the steps that had them."""
+    """For any number of steps, each section is drawn by its smallest and largest loss, at their steps."""
     rng = random.Random(0)
     losses = [rng.random() for _ in range(10_000)]
     losses[7_777], losses[4_444] = 90.0, -90.0
@@ -103,7 +96,7 @@ def test_no_jump_is_lost() -> None:
 
 
 def test_few_steps_are_drawn_as_they_are() -> None:
-    """A run of fewer steps than pieces loses none."""
+    """A run with fewer steps than sections loses none."""
     losses = [float(number % 7) for number in range(100)]
 
     assert curve_of(losses).points()["loss"]["value"] == losses
@@ -118,14 +111,8 @@ def test_losses_that_are_no_numbers_leave_gaps() -> None:
     assert (min(long), max(long)) == (1.0, 3.0)
 
 
-@sees(
-    "watch: steps that were undone stay",
-    "guide/src/anybatch_guide/watch/curve.py",
-    "at = bisect.bisect_left(self.steps, first_step)",
-    "at = len(self.steps)",
-)
 def test_a_resumed_run_is_the_run_that_went_through() -> None:
-    """Steps that a resumed run makes again replace the first ones: losses, samples and counts are as if made once."""
+    """Repeated steps of a resumed run replace the first ones in losses, samples and counts."""
     torn, through = Curve(), Curve()
     for number in range(30):
         flags = CLIPPED if number % 3 else SKIPPED
@@ -140,7 +127,7 @@ def test_a_resumed_run_is_the_run_that_went_through() -> None:
 
 
 def test_a_long_run_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond its bound a curve keeps every second step, and then every fourth, from its beginning to its end."""
+    """Above its limit, a curve keeps every second step, then every fourth, from start to end."""
     monkeypatch.setattr(curve, "MOST_STEPS", 100)
     long = curve_of([float(number) for number in range(1_000)])
 
@@ -154,12 +141,6 @@ def test_a_long_run_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
 FACTS = {"effective_batch_size": 8, "seed": 0, "num_parameters": 10, "precision": "fp32", "dtype": "float32"}
 
 
-@sees(
-    "watch: drift is never seen",
-    "guide/src/anybatch_guide/watch/verdict.py",
-    "if beyond is None and apart > tolerance:",
-    "if beyond is None and apart > 1e9:",
-)
 @pytest.mark.parametrize(
     ("change", "facts", "word", "at"),
     [
@@ -177,7 +158,7 @@ FACTS = {"effective_batch_size": 8, "seed": 0, "num_parameters": 10, "precision"
     ],
 )
 def test_verdicts(change: dict[int, float], facts: dict[str, object], word: str, at: int | None) -> None:
-    """Runs are the same up to the rounding of their format, have drifted since the first step beyond, or are others."""
+    """Runs are equal up to rounding, have drifted since the first larger difference, or are different."""
     losses = [2.0 / (number + 1) for number in range(20)]
     other = [loss * (1 + change.get(number, 0.0)) for number, loss in enumerate(losses)]
     found = compare(FACTS, curve_of(losses), {**FACTS, **facts}, curve_of(other))
@@ -187,17 +168,11 @@ def test_verdicts(change: dict[int, float], facts: dict[str, object], word: str,
 
 
 def test_verdict_of_runs_without_a_common_step() -> None:
-    """Nothing is said of runs that have no step in common, and a run is compared over the steps that both have."""
+    """Runs without common steps are not compared; otherwise, the common steps are compared."""
     assert compare(FACTS, curve_of([1.0, 2.0]), FACTS, curve_of([3.0], first=2)).word == "unknown"
     assert compare(FACTS, curve_of([1.0, 2.0, 3.0]), FACTS, curve_of([2.0, 3.0], first=1)).num_steps == 2
 
 
-@sees(
-    "watch: waiting for others counts as communication",
-    "guide/src/anybatch_guide/watch/lanes.py",
-    'others = statistics.median(_seconds(of_rank[step], "reduce") - waits[step] for step in common)',
-    'others = statistics.median(_seconds(of_rank[step], "reduce") for step in common)',
-)
 def test_lanes_say_who_waits() -> None:
     """Of two ranks that wait 1 and 5 seconds for a sum, 1 is communication and 4 is waiting for the other rank."""
     ranks = {}
@@ -220,7 +195,7 @@ def test_lanes_say_who_waits() -> None:
 
 
 def test_a_log_of_two_stretches(tmp_path: Path) -> None:
-    """Geometry, its change by memory, evaluations, checkpoints, diagnoses and the end are told as the log has them."""
+    """Geometry and its changes, evaluations, checkpoints, diagnoses and the end equal the log."""
     content = b"".join((
         start(), step(0), step(1, 0.5, 3.0, clipped=True),
         line("out_of_memory", step=2, micro_batch_size_before=4, micro_batch_size_after=2),
@@ -240,19 +215,13 @@ def test_a_log_of_two_stretches(tmp_path: Path) -> None:
         "other",
     ]
     assert (view["state"], view["message"], view["counts"]) == ("failed", "gone", {"clipped": 1, "skipped": 0})
-    assert view["evaluations"] == []  # it was undone
+    assert view["evaluations"] == []  # a resume discarded it
     assert view["checkpoints"][0]["path"] == "there"  # type: ignore[index]
     assert view["diagnoses"][0]["remedy"] == "lower"  # type: ignore[index]
 
 
-@sees(
-    "watch: an unfinished line is taken",
-    "src/anybatch/events/log_lines.py",
-    'end = block.rfind(b"\\n") + 1\n',
-    "end = len(block)\n",
-)
 def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
-    """Written in pieces of any length, a log gives what it gives as a whole, and half a line is never looked at."""
+    """A log read in pieces of any length gives the same result; incomplete lines are never parsed."""
     content = start() + b"".join(step(number, number / 3, 2.0 + number) for number in range(40))
     whole = view_of(written(tmp_path / "whole", content))
     (tmp_path / "pieces").mkdir()
@@ -282,7 +251,7 @@ def test_another_log_in_its_place(tmp_path: Path) -> None:
 
 
 def test_only_what_has_changed_is_told(tmp_path: Path) -> None:
-    """A look tells the runs that have grown, and those whose verdict is another one since the reference has."""
+    """A read returns the runs that have grown, and runs whose verdict changed because the reference grew."""
     one, other = (written(tmp_path / name, start() + step(0)) for name in ("one", "other"))
     watching = Watching([one, other])
 
@@ -298,7 +267,7 @@ def test_only_what_has_changed_is_told(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While most of a long log was not read, steps from all over it are drawn, each with its own loss and time."""
+    """While most of a long log is unread, steps from the whole log are drawn, with their losses and times."""
     monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
     log = written(tmp_path / "run", start() + b"".join(step(n, n / 7, 2.0 + n) for n in range(3_000))) / "events.jsonl"
     found = sketched(log, log.stat().st_size)
@@ -313,14 +282,8 @@ def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["seconds"] == [n - steps[0] for n in steps]
 
 
-@sees(
-    "watch: a torn log is sketched",
-    "guide/src/anybatch_guide/watch/sketch.py",
-    "if len(found) < NUM_PLACES // 4 or not is_in_order:",
-    "if len(found) < NUM_PLACES // 4:",
-)
 def test_a_log_that_went_back_is_not_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a log in which steps were made again, or on another clock, a few steps do not tell the shape."""
+    """A log with repeated steps, or a changed clock, has no preview."""
     monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
     again = [step(n, 1.0, 2.0 + n) for n in range(900)] + [step(n, 1.0, 5_000.0 + n) for n in range(500, 900)]
     clock = [step(n, 1.0, 9_000.0 + n) for n in range(900)] + [step(n, 1.0, 1.0 + n) for n in range(900, 1_800)]
@@ -331,7 +294,7 @@ def test_a_log_that_went_back_is_not_sketched(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_a_run_without_an_end(tmp_path: Path) -> None:
-    """The log of a process that was killed while it wrote shows every whole line, and no end."""
+    """The log of a process killed while writing shows every complete line, and no end."""
     process = subprocess.Popen(  # noqa: S603 (a fixed program)
         [sys.executable, "-c", KILLED, str(tmp_path / "events.jsonl")], stdout=subprocess.PIPE, env=os.environ
     )
@@ -351,18 +314,18 @@ def test_a_killed_process_leaves_a_run_without_an_end(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hostile() -> list[tuple[str, bytes]]:
-    """Return name and bytes of each hostile log, written once, and not where tests are collected."""
+    """Return name and bytes of each hostile log, created once, not during collection."""
     return list(hostile_logs())
 
 
 def test_all_hostile_logs_are_tried(hostile: list[tuple[str, bytes]]) -> None:
-    """There are as many hostile logs as the next test takes."""
+    """The number of hostile logs matches the next test."""
     assert len(hostile) == NUM_HOSTILE
 
 
 @pytest.mark.parametrize("number", range(NUM_HOSTILE))
 def test_hostile_logs_are_data(tmp_path: Path, hostile: list[tuple[str, bytes]], number: int) -> None:
-    """What anybody may have written becomes a view that is JSON and small, with texts that are short and harmless."""
+    """Any log becomes a small JSON view, with short and harmless texts."""
     name, content = hostile[number]
     folder = written(tmp_path / name.replace("/", " "), content)
     view = Watching([folder]).read_all()[0]
@@ -375,14 +338,8 @@ def test_hostile_logs_are_data(tmp_path: Path, hostile: list[tuple[str, bytes]],
         assert shown(one, MOST_TEXT) == one
 
 
-@sees(
-    "watch: texts keep what turns direction",
-    "guide/src/anybatch_guide/watch/fields.py",
-    'return _UNSEEN.sub("\\ufffd", cut)',
-    "return cut",
-)
 def test_texts_lose_what_is_unseen() -> None:
-    """Control characters and those that turn direction are replaced, line breaks stay, and a long text is cut."""
+    """Control and direction characters are replaced, line breaks stay, and long texts are truncated."""
     assert shown("a\u202eb\x1b[2J\ud800", 100) == "a\ufffdb\ufffd[2J\ufffd"
     assert shown("a\nb\tc", 100) == "a\nb\tc"
     assert shown("a" * 100, 10) == "a" * 9 + "…"
@@ -399,7 +356,7 @@ SETTINGS = {
 
 
 def header(folder: Path, recipe: object = "digits", **settings: object) -> Path:
-    """Write what a run was asked for."""
+    """Write the settings of a run."""
     content = {
         "origin": {"recipe": recipe, "ranks": 2},
         "stretches": [{"first_step": 0, "settings": {**SETTINGS, **settings}}],
@@ -409,7 +366,7 @@ def header(folder: Path, recipe: object = "digits", **settings: object) -> Path:
 
 
 def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
-    """What `run.json` keeps of the request becomes the words that ask for it again, which the parser takes."""
+    """The settings in `run.json` become a command that the parser accepts."""
     from anybatch.cli.train import read  # noqa: PLC0415 (the parser of another verb)
 
     told = command_of(header(tmp_path), tmp_path)["command"]
@@ -421,7 +378,7 @@ def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
 
 
 def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
-    """What a shell would take apart is quoted; an option, what is unprintable or no word gives no command."""
+    """Values are quoted for the shell; options, unprintable values and non-strings give no command."""
     told = command_of(header(tmp_path, recipe="a.py; rm -rf ~ $(x)"), tmp_path)["command"]
     assert "'a.py; rm -rf ~ $(x)'" in told
     hostile: tuple[object, ...] = ("--out=/", "a\nrm", "a\x1b[2J", "a" * 10_000, ["a"], None, {})
@@ -433,7 +390,7 @@ def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path without a log, and no path where there are no runs, are said; a pipe is not waited for."""
+    """A path without a log, and a missing default folder, are reported; a pipe does not block."""
     with pytest.raises(UserError, match=r"events\.jsonl is missing"):
         Watching([tmp_path])
     monkeypatch.chdir(tmp_path)
@@ -446,7 +403,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_of_runs_and_their_names(tmp_path: Path) -> None:
-    """Runs of a folder come newest first, each with a name of its own, whatever their folders are called."""
+    """Runs of a folder are sorted newest first, with unique names."""
     for number, name in enumerate(("a/x", "a/y", "b/x", "b/<b>\u202e")):
         folder = written(tmp_path / name, start())
         os.utime(folder / "events.jsonl", (number, number))
@@ -456,7 +413,7 @@ def test_a_folder_of_runs_and_their_names(tmp_path: Path) -> None:
 
 
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One file is written, which holds the runs as data that ends no element, and asks for nothing."""
+    """The exported file contains the runs as safe embedded data, and makes no requests."""
     run, page = written(tmp_path / "run", next(iter(hostile_logs()))[1]), tmp_path / "page.html"
 
     assert command.run([str(run), "--export", str(page)]) == Status.DONE
@@ -469,7 +426,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_door_is_the_guides(tmp_path: Path) -> None:
-    """Without the secret, from another page, by another name, or to change something, nobody gets in."""
+    """Requests without the secret, from another page, with another host, or with changes are refused."""
     serve = ("import sys; from anybatch_guide.watch.command import run; run(sys.argv[1:])", "--no-browser")
     with Served(tmp_path, command=(sys.executable, "-c", *serve, str(written(tmp_path / "run", start())))) as server:
         asked = {
@@ -485,12 +442,12 @@ def test_the_door_is_the_guides(tmp_path: Path) -> None:
 
     assert list(found.values()) == [200, 403, 403, 421, 405, 404, 404], found
     assert "default-src 'none'" in asked["page"].headers["content-security-policy"]
-    assert server.said[0].endswith("watch  ended\n")
+    assert server.said[0].endswith("watch  stopped\n")
     assert server.said[1] == ""
 
 
 def test_what_ends_the_reading_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error while logs are read asks the server to end, and is there to be raised, instead of a page that stands."""
+    """An error while reading logs stops the server and is raised, instead of freezing the page."""
     watching, signals = Watching([written(tmp_path / "run", start())]), list[int]()
     monkeypatch.setattr(signal, "raise_signal", signals.append)
 
@@ -506,9 +463,9 @@ def test_what_ends_the_reading_ends_the_server(tmp_path: Path, monkeypatch: pyte
 
 
 def test_runs_that_are_left_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of more runs than are shown, the first are, and the number of the others is printed."""
+    """With more runs than the limit, the first are shown, and the number of the others is printed."""
     for number in range(35):
         written(tmp_path / "runs" / str(number), start())
     command.run([str(tmp_path / "runs"), "--export", str(tmp_path / "page.html")])
 
-    assert capsys.readouterr().out.startswith("watch  the first 32 runs; 3 more are left out\n")
+    assert capsys.readouterr().out.startswith("watch  the first 32 runs; 3 more are not shown\n")

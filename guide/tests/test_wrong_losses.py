@@ -1,4 +1,4 @@
-"""What each mistake makes of a step, and cuts by length: what must hold of the recordings, and of their runs."""
+"""The effects of mistakes on a step, and splits by length: properties of the recordings and of new runs."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,6 @@ from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import load
 from guide.tests.recorded_again import RECORDINGS, made_again
 from tests.extras import skip_without
-from tests.faults import sees
 
 skip_without("sklearn", "anybatch[guide]")
 
@@ -34,22 +33,16 @@ def data_of(name: str) -> Any:
     return read_recording(RECORDINGS / f"{name}.json").data
 
 
-@sees(
-    "no_sync_around_nothing",
-    "guide/src/anybatch_guide/exercises/no_sync_backward.py",
-    "model.no_sync()",
-    "nullcontext()",
-)
 @pytest.mark.published
 def test_no_sync_around_the_backward_only_is_named() -> None:
-    """The checker tells the two misplacements of no_sync from reducing in every micro-batch."""
+    """The checker distinguishes the two misplacements of no_sync from reducing in every micro-batch."""
     named = {one["name"]: {finding["code"] for finding in one["findings"]} for one in wrong_losses.checked_loops()}
 
     assert {name: code for name, code in FOUND.items() if code not in named[name]} == {}
 
 
 def test_loops_are_named_by_the_checker() -> None:
-    """Each recorded loop has its finding, the lines that are wrong, and a command that asks about it."""
+    """Each recorded loop has its finding, its wrong lines, and a command for the check."""
     loops = {one["name"]: one for one in data_of("wrong_losses")["loops"]}
 
     assert set(loops) == set(FOUND)
@@ -60,7 +53,7 @@ def test_loops_are_named_by_the_checker() -> None:
 
 
 def test_what_is_wrong_is_far_off_and_what_is_right_is_not() -> None:
-    """A right gradient is off by rounding, each wrong one by over a hundredth; misplaced, no_sync sends all."""
+    """A correct gradient is off by rounding, each wrong one by over 1%; a misplaced no_sync sends everything."""
     data = data_of("wrong_losses")
     for name, error in data["errors"].items():
         assert error < 1e-12 if name in RIGHT else error > 0.01, name
@@ -70,11 +63,8 @@ def test_what_is_wrong_is_far_off_and_what_is_right_is_not() -> None:
 
 
 @pytest.mark.slow
-@sees(
-    "divided_after_all", "guide/src/anybatch_guide/mistakes/no_division.py", "loss.backward()", "(loss / 4).backward()"
-)
 def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
-    """The mistakes' own loops are run: not divided, the gradient is off by three times its length."""
+    """The loops of the mistakes are run: without division, the relative gradient error is three."""
     digits = load("digits")
     full = wrong_losses.FULL
 
@@ -84,7 +74,7 @@ def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
 
 
 def test_a_trainer_is_right_with_the_losses_of_transformers_and_wrong_with_means() -> None:
-    """Recorded: what is divided by the items of a step is right, a mean is off, one that nobody divides by K - 1."""
+    """Recorded: dividing by the items of a step is exact, a mean is off, and an undivided mean is off by K - 1."""
     recording = read_recording(RECORDINGS / "trainer_losses.json")
     last = {name: errors[-1] for name, errors in recording.data["errors"].items()}
 
@@ -97,10 +87,9 @@ def test_a_trainer_is_right_with_the_losses_of_transformers_and_wrong_with_means
     assert recording.data["errors"]["module_ragged"][0] < 1e-12  # a step whose micro-batches are all full
 
 
-@sees("seen_before", "guide/src/anybatch_guide/experiments/trainer_losses.py", "self.seen.clear()", "pass")
 @pytest.mark.slow
 def test_each_step_is_compared_with_what_it_has_seen() -> None:
-    """A loop that divides by items has no error in any step, one of means its own; no Trainer is needed for that."""
+    """A loop that divides by items has no error, a loop of means has one; this needs no Trainer."""
     rows = trainer_losses.rows_of("digits")
     parts = [rows[0:16], rows[16:21], rows[21:37], rows[37:42]]
     for weights, is_right in (((16 / 21, 5 / 21), True), ((1 / 2, 1 / 2), False)):
@@ -121,7 +110,7 @@ def test_each_step_is_compared_with_what_it_has_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "codes"), [("text", ["loss_declaration"]), ("digits", [])])
 def test_check_finds_means_of_tokens_in_a_loss_for_a_trainer(task: str, codes: list[str]) -> None:
-    """As the page says: declared as a mean over samples, a mean over tokens is found, and one over samples is right."""
+    """A mean over tokens declared as a mean over samples is found; a mean over samples is accepted."""
     rows = trainer_losses.rows_of(task)[:8]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     declared = ab.mean_over_samples(lambda model, some: model(**some)["loss"])
@@ -132,7 +121,7 @@ def test_check_finds_means_of_tokens_in_a_loss_for_a_trainer(task: str, codes: l
 
 
 def test_what_a_trainer_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where accelerate is not installed, the experiment says which extra brings it."""
+    """Without accelerate, the error names the extra that installs it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else name)
 
     with pytest.raises(UserError, match=r"accelerate must be installed.*anybatch\[peers\]"):
@@ -141,14 +130,14 @@ def test_what_a_trainer_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.published
 def test_a_trainer_does_the_same_again(tmp_path: Path) -> None:
-    """Run now, a Trainer takes steps that are as far off as those of the recording."""
+    """New Trainer steps have the recorded errors."""
     pytest.importorskip("accelerate", reason="needs the extra anybatch[peers]")
 
     assert made_again("trainer_losses", tmp_path) == []
 
 
 def test_every_cut_has_each_sentence_once_and_one_gradient() -> None:
-    """Cut in any way: every sentence once, no more tokens than the cap, the gradient of the batch at once."""
+    """For every split: each sentence once, tokens within the cap, and the gradient of the unsplit batch."""
     data = data_of("length_cuts")
     for way in data["ways"]:
         assert sorted(length for cut in way["cuts"] for length in cut) == sorted(data["lengths"])
@@ -157,14 +146,8 @@ def test_every_cut_has_each_sentence_once_and_one_gradient() -> None:
 
 
 @pytest.mark.slow
-@sees(
-    "sentences_lost",
-    "guide/src/anybatch_guide/experiments/length_cuts.py",
-    "effective_batch_size=len(rows)",
-    "effective_batch_size=len(rows) - 1",
-)
 def test_the_engine_makes_the_recorded_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under one cap the engine runs the micro-batches of the recording."""
+    """For one cap, the engine runs the recorded micro-batches."""
     cap = length_cuts.CAPS[-2]
     monkeypatch.setattr(length_cuts, "CAPS", (cap,))
     made = length_cuts.run(lambda _: None)

@@ -1,4 +1,4 @@
-"""A worker with experiments that misbehave, beside the real ones: `main([FILE])`, for what it connects to."""
+"""A worker with misbehaving experiments and the real ones: `main([FILE])` records its connections."""
 
 import signal
 import sys
@@ -22,7 +22,7 @@ def micro_batch(event: str, step: int, position: int) -> dict[str, object]:
 
 
 def counting(emit: Emit) -> Data:
-    """Emit steps of micro-batches, as the engine does."""
+    """Emit steps of micro-batches like the engine."""
     emit({"kind": "start"})
     for step in range(NUM_STEPS):
         for position in range(NUM_MICRO_BATCHES):
@@ -34,7 +34,7 @@ def counting(emit: Emit) -> Data:
 
 
 def endless(emit: Emit) -> Data:
-    """Go on for ever, whatever goes wrong, and emit progress."""
+    """Emit progress forever, and ignore all errors."""
     done = 0
     while True:
         with suppress(Exception):
@@ -44,14 +44,14 @@ def endless(emit: Emit) -> Data:
 
 
 def stuck(emit: Emit) -> Data:
-    """Emit one event and no more, so that it cannot be cancelled by asking."""
+    """Emit only one event, so that it cannot be cancelled normally."""
     emit({"kind": "start"})
     while True:
         signal.pause()
 
 
 def deaf(emit: Emit) -> Data:
-    """Do not even listen to SIGTERM."""
+    """Ignore SIGTERM as well."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return stuck(emit)
 
@@ -64,13 +64,13 @@ def greedy(emit: Emit) -> Data:
 
 
 def failing(emit: Emit) -> Data:
-    """Fail as code with a fault does."""
+    """Fail with an ordinary exception."""
     emit({"kind": "start"})
     return {"never": 1 / 0}
 
 
 def noisy(emit: Emit) -> Data:
-    """Print what looks like answers, and emit lines that are none."""
+    """Print fake answers, and emit invalid lines."""
     sys.stdout.write('{"id": "x", "done": true}\nnoise\n')
     sys.stdout.flush()
     emit({"no": "kind"})
@@ -91,7 +91,7 @@ EXPERIMENTS: tuple[Callable[[Emit], Data], ...] = (*(counting, endless, stuck, d
 
 
 def repertoire() -> Repertoire:
-    """Return all that the guide has, and what misbehaves."""
+    """Return the guide's repertoire and the misbehaving experiments."""
     real = everything()
     own = {run.__name__: Experiment(name=run.__name__, question="?", run=run, seconds=1.0) for run in EXPERIMENTS}
     warmed: list[str] = []
@@ -105,7 +105,7 @@ def repertoire() -> Repertoire:
 
 
 def main(words: Sequence[str]) -> None:
-    """Become a worker."""
+    """Run as a worker."""
     if words:
         watch_connections(Path(words[0]))
     work(repertoire)

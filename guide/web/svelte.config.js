@@ -3,7 +3,7 @@ import { vitePreprocess } from "@sveltejs/vite-plugin-svelte";
 import { code } from "./make/code.js";
 import { equations } from "./make/equations.js";
 
-/** Styles by the short name of their component's classes. @type {Map<string, string>} */
+/** Short class name to component styles. @type {Map<string, string>} */
 const named = new Map();
 
 /**

@@ -5,7 +5,7 @@ import { defineConfig } from "vite";
 
 import { recordings, recordingElements } from "./make/recordings.js";
 
-/** While writing: `npm run dev` draws the page in the browser, with every recording embedded. */
+/** Development: `npm run dev` renders the page in the browser, with every recording embedded. */
 export default defineConfig({
   plugins: [
     svelte({ configFile: fileURLToPath(new URL("svelte.config.js", import.meta.url)) }),

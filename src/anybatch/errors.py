@@ -2,41 +2,41 @@
 
 ```text
 AnyBatchError
-├── UserError (ValueError)            what was passed in cannot be run as asked
+├── UserError (ValueError)            an argument, option or file cannot be used as given
 │   ├── BatchSizeError                effective size, micro-batch size and accumulation steps contradict
 │   ├── DataError                     a data set, loader or batch that cannot be split or trusted
 │   ├── LossError                     a loss that breaks its declaration
 │   ├── LoopError                     a training loop that cannot be checked
-│   ├── ParameterError                model and optimizer do not belong together
-│   ├── PlanError                     memory or time cannot be planned; says why
-│   │   └── CannotPlanError           a step cannot be traced without its device: sizes have to be tried there
-│   └── CompositionError              two features that do not compose; says why and what to use
-├── UnsupportedTorchError (RuntimeError)  this version of torch lacks something that is needed; says what
+│   ├── ParameterError                model and optimizer do not match
+│   ├── PlanError                     memory or time cannot be planned; gives the reason
+│   │   └── CannotPlanError           a step cannot be traced without its device: try sizes there
+│   └── CompositionError              two features that do not compose; gives the reason and an alternative
+├── UnsupportedTorchError (RuntimeError)  this version of torch lacks a required feature
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
-├── MemoryExhaustedError (RuntimeError)  memory has run out, and smaller micro-batches cannot help
-│   ├── DoesNotFitError               the smallest micro-batches do not fit, or what stays beside them
-│   ├── CannotRedoError               the step cannot be repeated: its collectives cannot be taken back
-│   └── HalfUpdatedError              it ran out inside the update: parameters may be half updated
-├── UpdateFailedError (RuntimeError)  an update broke off: parameters and optimizer may be half updated
+├── MemoryExhaustedError (RuntimeError)  out of memory, and smaller micro-batches cannot help
+│   ├── DoesNotFitError               the smallest micro-batches or the resident tensors do not fit
+│   ├── CannotRedoError               the step cannot be retried: its collectives cannot be undone
+│   └── HalfUpdatedError              out of memory during the update: parameters may be half updated
+├── UpdateFailedError (RuntimeError)  an update failed: parameters and optimizer may be half updated
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
-│   ├── MissingCheckpointError        there is none where one was looked for
-│   ├── NotACheckpointError           something else is there
-│   ├── DamagedCheckpointError        it is not what was written
-│   │   └── TruncatedCheckpointError  a file of it is shorter than what was written
+│   ├── MissingCheckpointError        no checkpoint at this path
+│   ├── NotACheckpointError           the path holds something else
+│   ├── DamagedCheckpointError        a file is missing, or its bytes have changed
+│   │   └── TruncatedCheckpointError  a file is shorter than when it was written
 │   ├── NewerCheckpointError          a newer version of anybatch wrote it
-│   ├── CheckpointAccessError         the file system does not permit it
-│   └── DiskFullError                 there is no room for it
-└── WorldError (RuntimeError)         something went wrong between ranks
-    ├── ReplicaError                  ranks hold different parameters where they must be equal
-    ├── RanksDifferError              ranks called different things, or mean different steps by one
+│   ├── CheckpointAccessError         the file system denies access
+│   └── DiskFullError                 not enough free disk space
+└── WorldError (RuntimeError)         a failure between ranks
+    ├── ReplicaError                  parameters differ between ranks although they must be equal
+    ├── RanksDifferError              ranks made different calls, or disagree about the step
     └── RankFailedError               another rank failed first; carries its error
 ```
 
-`AnyBatchWarning` (UserWarning) is the class of what runs all the same, and might not be what was meant.
+`AnyBatchWarning` (UserWarning) marks code that runs but may not do what was intended.
 
-Every message says what is wrong, shows both values, and says what to do. What a program would want to know of it is in
-fields beside the text: rank, step, phase, sizes, paths. A field is None where the place that raised does not know it.
-Fields survive pickling, which is how an error of one rank reaches another.
+Every message names the problem, shows both values, and gives the fix. Fields hold the same facts for programs: rank,
+step, phase, sizes, paths. A field is None if it was not available where the error was raised. Fields survive pickling,
+so that an error can travel from one rank to another.
 """
 
 import inspect
@@ -46,15 +46,15 @@ from typing import Any
 
 
 class AnyBatchWarning(UserWarning):
-    """What runs, and might not be what was meant: it could not be checked, or differs from the un-split batch.
+    """Code that runs but may not do what was intended: it could not be checked, or differs from the unsplit batch.
 
-    Given once, on rank 0, with what to do. The same text is a diagnosis record for observers. To stop at it:
-    `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
+    Issued once, on rank 0, with the fix; observers receive the same text as a diagnosis record. To turn it into an
+    error: `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
     """
 
 
 class AnyBatchError(Exception):
-    """The root: catch this to catch everything anybatch raises on purpose."""
+    """The base class of every exception that anybatch raises on purpose."""
 
 
 class UserError(AnyBatchError, ValueError):
@@ -62,17 +62,17 @@ class UserError(AnyBatchError, ValueError):
 
 
 class BatchSizeError(UserError):
-    """Effective size, micro-batch size and accumulation steps contradict each other, or one of them is no size.
+    """Effective size, micro-batch size and accumulation steps contradict each other, or one of them is not a size.
 
     Attributes:
-        effective_batch_size: samples per step over all ranks, as asked for.
-        micro_batch_size: most samples of one forward and backward, as asked for.
-        accumulation_steps: micro-batches per rank and step, as asked for.
+        effective_batch_size: requested samples per step, over all ranks.
+        micro_batch_size: requested maximum of samples per forward and backward.
+        accumulation_steps: requested micro-batches per rank and step.
         world_size: number of ranks.
     """
 
-    # Fields are optional keywords and the message is the only positional argument: then `BaseException.__reduce__`
-    # pickles them by itself, as (class, args, __dict__).
+    # Fields are optional keywords and the message is the only positional argument, so that `BaseException.__reduce__`
+    # can pickle them as (class, args, __dict__).
     def __init__(
         self,
         message: str = "",
@@ -98,9 +98,9 @@ class LossError(UserError):
 
     Attributes:
         term: name of the term that breaks it.
-        unit: the items that the term was declared to be a mean over, such as "samples".
-        cause: the finding of the first-step check, such as "sum", "mean", "joint" or "module"; None where the
-            error is not of that check.
+        unit: the items of the declared mean, such as "samples".
+        cause: the finding of the first-step check, such as "sum", "mean", "joint" or "module"; None if another check
+            raised the error.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class LoopError(UserError):
     """A training loop that cannot be checked.
 
     Attributes:
-        parameters: names of its parameters that are unknown, or that are not enough.
-        cause: name of the class of the error that the loop raised.
+        parameters: names of the unknown or insufficient parameters.
+        cause: class name of the error that the loop raised.
     """
 
     def __init__(self, message: str = "", *, parameters: tuple[str, ...] = (), cause: str | None = None) -> None:
@@ -127,15 +127,15 @@ class LoopError(UserError):
 
 
 class ParameterError(UserError):
-    """Model and optimizer do not belong together."""
+    """Model and optimizer do not match."""
 
 
 class PlanError(UserError):
-    """Memory or time cannot be planned: the question does not follow from what is known."""
+    """Memory or time cannot be planned from the available information."""
 
 
 class CannotPlanError(PlanError):
-    """A step cannot be traced without its device: which sizes fit has to be tried there."""
+    """A step cannot be traced without its device; find the size that fits by trying sizes on it."""
 
 
 class CompositionError(UserError):
@@ -143,15 +143,15 @@ class CompositionError(UserError):
 
 
 class UnsupportedTorchError(AnyBatchError, RuntimeError):
-    """This version of torch lacks something that is needed. The message names it, and versions that have it."""
+    """This version of torch lacks a required feature; the message names it and the versions that have it."""
 
 
 class NonFiniteError(AnyBatchError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite. It is the effective batch's, so every rank raises alike.
+    """A loss or gradient of the effective batch is NaN or infinite; every rank raises this error.
 
     Attributes:
         step: number of the step, from 0 on.
-        updated: whether that step's update was made before it was seen: then go back to a checkpoint.
+        updated: whether the optimizer had already applied this step; if so, return to a checkpoint.
     """
 
     def __init__(self, message: str = "", *, step: int | None = None, updated: bool | None = None) -> None:
@@ -161,15 +161,15 @@ class NonFiniteError(AnyBatchError, ArithmeticError):
 
 
 class MemoryExhaustedError(AnyBatchError, RuntimeError):
-    """Memory has run out, and smaller micro-batches cannot help. Quotes torch's own error and the line it came from.
+    """Out of memory, and smaller micro-batches cannot help. The message quotes torch's error and the line that raised.
 
-    That error is not its cause: its traceback would keep the memory that has run out.
+    `__cause__` is not set: torch's traceback would keep the exhausted memory alive.
 
     Attributes:
-        rank: the rank that ran out.
+        rank: the rank that ran out of memory.
         step: number of the step, from 0 on.
         phase: the phase of the step, one of `anybatch.records.PhaseName`.
-        micro_batch_size: most samples of a micro-batch of that step.
+        micro_batch_size: maximum samples of a micro-batch in this step.
     """
 
     def __init__(
@@ -189,27 +189,27 @@ class MemoryExhaustedError(AnyBatchError, RuntimeError):
 
 
 class DoesNotFitError(MemoryExhaustedError):
-    """The smallest micro-batches do not fit, or what stays in memory beside them does not. Parameters are as before."""
+    """The smallest micro-batches or the resident tensors do not fit in memory. Parameters are unchanged."""
 
 
 class CannotRedoError(MemoryExhaustedError):
-    """The step cannot be repeated: other ranks wait in a collective it cannot serve, or its inputs have changed.
+    """The step cannot be retried: other ranks wait in a collective it cannot serve, or its inputs have changed.
 
     Attributes:
-        smaller_micro_batch_size: the size to go on with from a checkpoint; None where nothing smaller can be cut.
+        smaller_micro_batch_size: the size to resume with from a checkpoint; None if the cut cannot get smaller.
     """
 
-    def __init__(self, message: str = "", *, smaller_micro_batch_size: int | None = None, **fields: Any) -> None:  # noqa: ANN401 (those of every `MemoryExhaustedError`)
+    def __init__(self, message: str = "", *, smaller_micro_batch_size: int | None = None, **fields: Any) -> None:  # noqa: ANN401 (the fields of `MemoryExhaustedError`)
         super().__init__(message, **fields)
         self.smaller_micro_batch_size = smaller_micro_batch_size
 
 
 class HalfUpdatedError(MemoryExhaustedError):
-    """Memory ran out inside the update: parameters and optimizer may be half updated. Go back to a checkpoint."""
+    """Out of memory during the update: parameters and optimizer may be half updated. Return to a checkpoint."""
 
 
 class UpdateFailedError(AnyBatchError, RuntimeError):
-    """An update broke off with an error: parameters and optimizer may be half updated. Go back to a checkpoint.
+    """An update failed: parameters and optimizer may be half updated. Return to a checkpoint.
 
     Attributes:
         step: number of the step, from 0 on.
@@ -224,7 +224,7 @@ class CheckpointError(AnyBatchError, RuntimeError):
     """A checkpoint cannot be written or read.
 
     Attributes:
-        path: the checkpoint, or the file or folder in it that is concerned.
+        path: the checkpoint, or the file or folder in it that caused the error.
     """
 
     def __init__(self, message: str = "", *, path: Path | None = None) -> None:
@@ -233,19 +233,19 @@ class CheckpointError(AnyBatchError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError):
-    """There is no checkpoint where one was looked for: a run may start from the beginning."""
+    """No checkpoint exists at this path; a run may start from the beginning."""
 
 
 class NotACheckpointError(CheckpointError):
-    """Something else is where a checkpoint was looked for."""
+    """The path holds something other than a checkpoint."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not as it was written: a file is missing, or its bytes differ."""
+    """A file of the checkpoint is missing, or its bytes differ from the saved checksum."""
 
 
 class TruncatedCheckpointError(DamagedCheckpointError):
-    """A file of a checkpoint is shorter than it was written."""
+    """A file of the checkpoint is shorter than when it was written."""
 
 
 class NewerCheckpointError(CheckpointError):
@@ -253,15 +253,15 @@ class NewerCheckpointError(CheckpointError):
 
 
 class CheckpointAccessError(CheckpointError):
-    """The file system does not permit a checkpoint to be written or read there."""
+    """The file system denies reading or writing a checkpoint at this path."""
 
 
 class DiskFullError(CheckpointError):
-    """There is no room for a checkpoint.
+    """Not enough free disk space for a checkpoint.
 
     Attributes:
         needed_bytes: size of the checkpoint.
-        free_bytes: what the file system had left.
+        free_bytes: free bytes on the file system.
     """
 
     def __init__(
@@ -278,15 +278,15 @@ class DiskFullError(CheckpointError):
 
 
 class WorldError(AnyBatchError, RuntimeError):
-    """Ranks did not meet, or stopped agreeing."""
+    """Ranks failed to connect, or stopped agreeing."""
 
 
 class ReplicaError(WorldError):
-    """Ranks hold different parameters where they must be equal.
+    """Parameters differ between ranks although they must be equal.
 
     Attributes:
-        ranks: those that differ from rank 0.
-        names: parameters and buffers in which they differ, as far as it was looked for.
+        ranks: the ranks that differ from rank 0.
+        names: the differing parameters and buffers that were found; the search may stop early.
     """
 
     def __init__(self, message: str = "", *, ranks: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
@@ -296,12 +296,12 @@ class ReplicaError(WorldError):
 
 
 class RanksDifferError(WorldError):
-    """Ranks called different things, or mean different steps by one. Raised on all ranks; nothing has been updated.
+    """Ranks made different calls, or disagree about the step. Raised on all ranks, before the update.
 
     Attributes:
         step: number of this rank's step, from 0 on.
-        names: what differs, as words such as "batch" or "settings"; empty where the calls do.
-        meant: what each rank meant, in rank order, as far as it is known.
+        names: the parts of the step that differ, such as "batch" or "settings"; empty if the calls themselves differ.
+        meant: each rank's own description of the step, in rank order, if available.
     """
 
     def __init__(
@@ -322,11 +322,11 @@ class RankFailedError(WorldError):
     """Another rank failed first; the message carries its error.
 
     Attributes:
-        rank: the rank that failed; None if it ended without a word, killed for example.
-        step: number of the step it failed in, from 0 on; None between steps, or if that is not known.
-        error_type: name of the class of its error, such as "NonFiniteError"; None if it ended without a word.
-        reason: the text of its error; empty if it ended without a word.
-        smaller_micro_batch_size: the size to go on with from a checkpoint, as in `CannotRedoError`; None for others.
+        rank: the rank that failed; None if the process died without an error message (killed, for example).
+        step: number of the step in which it failed, from 0 on; None between steps, or if unknown.
+        error_type: class name of its error, such as "NonFiniteError"; None if the process died without one.
+        reason: text of its error; empty if the process died without one.
+        smaller_micro_batch_size: the size to resume with from a checkpoint, as in `CannotRedoError`; None otherwise.
     """
 
     def __init__(
@@ -348,12 +348,9 @@ class RankFailedError(WorldError):
 
 
 def warn_user(message: str) -> None:
-    """Give an `AnyBatchWarning` at the innermost line of the caller's that is neither anybatch's nor torch's.
+    """Issue an `AnyBatchWarning` at the innermost line of the caller's code, outside anybatch and torch.
 
-    Python shows a warning once per line and text, so one that comes in every step is shown once.
-
-    Args:
-        message: what might not be meant, both values, and what to do.
+    Python shows a warning once per line and text, so a warning in every step appears once.
     """
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):

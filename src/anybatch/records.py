@@ -1,4 +1,4 @@
-"""What an observer is handed: one frozen record for each thing that happens in a run.
+"""The records that an observer receives, one for each event of a run, and observers that write them.
 
 ```python
 import anybatch as ab
@@ -14,7 +14,7 @@ class PrintLoss:  # any object with this method is an `ab.Observer`
 engine = ab.Engine(model, optimizer, loss, observer=Observers(PrintLoss(), ab.JsonlLog("events.jsonl")))
 ```
 
-New kinds of record and new fields may come: an observer does nothing on a kind that it does not know.
+New kinds of record and new fields may be added, so an observer ignores kinds that it does not know.
 """
 
 from anybatch.core.records import (
@@ -37,6 +37,9 @@ from anybatch.core.records import (
     StartRecord,
     StepRecord,
 )
+from anybatch.events.jsonl import JsonlLog
+from anybatch.events.plot import plot_losses
+from anybatch.events.tensorboard import TensorBoardLog
 
 __all__ = [
     "CheckpointRecord",
@@ -45,6 +48,7 @@ __all__ = [
     "EvaluateRecord",
     "Flag",
     "GradientNoiseRecord",
+    "JsonlLog",
     "MemoryRecord",
     "MicroBatchRecord",
     "Observers",
@@ -57,4 +61,6 @@ __all__ = [
     "SpanEvent",
     "StartRecord",
     "StepRecord",
+    "TensorBoardLog",
+    "plot_losses",
 ]

@@ -1,4 +1,4 @@
-"""What a test may change and has to put back, seen from outside: compare before and after."""
+"""Detect process state that a test changes and does not restore, by comparing before and after."""
 
 import dataclasses
 import gc
@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-FOREIGN_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # pytest's, and those torch's compiler sets for itself
-FOREIGN_THREADS = ("Dummy-",)  # threads that were not started from Python: autograd's, when they run a hook
+FOREIGN_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # pytest's, and torch's compiler's
+FOREIGN_THREADS = ("Dummy-",)  # threads not started from Python, such as autograd's when they run a hook
 PROCESS = Path("/proc/self")
 GROUP_THREADS = ("gloo", "pt_gloo", "pt_tcpstore", "pt_nccl")
 PATIENCE_SECONDS = 5.0
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Something a process has one of: how to read it, and how to put it back."""
+    """A process-wide setting: how to read it, and how to restore it."""
 
     name: str
     read: Callable[[], Any]
@@ -34,24 +34,24 @@ class Setting:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables a test has to leave alone."""
+    """Return the environment variables that a test must not change."""
     return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN_VARIABLES)}
 
 
 def restore_environment(before: Mapping[str, str]) -> None:
-    """Put those variables back."""
+    """Restore those variables."""
     for name in environment().keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
 
 
 def process_group() -> bool:
-    """Whether torch.distributed is initialised."""
+    """Return whether torch.distributed is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def restore_process_group(before: bool) -> None:
-    """Leave the process group that a test joined; one that it left stays lost."""
+    """Destroy a process group that a test left initialized; one that a test destroyed cannot be restored."""
     if not before:
         dist.destroy_process_group()
 
@@ -73,13 +73,13 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the system says that this process has; empty where the system does not say it (Linux does).
+    """Threads, sockets and files of this process according to the system; empty if unknown (Linux reports them).
 
     Attributes:
-        num_threads: all of them, also those that Python does not know.
-        num_group_threads: those of process groups and their stores; each group has two or three.
-        num_sockets: connections to other processes, and those that listen.
-        num_files: open files, pipes and their like.
+        num_threads: all threads, including those unknown to Python.
+        num_group_threads: threads of process groups and their stores; each group has two or three.
+        num_sockets: connections to other processes, and listening sockets.
+        num_files: open files, pipes and similar.
     """
 
     num_threads: int = 0
@@ -88,7 +88,7 @@ class Holdings:
     num_files: int = 0
 
     def within(self, limit: Self) -> bool:
-        """Whether nothing is more than in another one."""
+        """Return whether no number exceeds the limit's."""
         mine, others = dataclasses.astuple(self), dataclasses.astuple(limit)
         return all(number <= most for number, most in zip(mine, others, strict=True))
 
@@ -99,7 +99,7 @@ def holdings() -> Holdings:
         return Holdings()
     opened, threads = [], []
     for handle in (PROCESS / "fd").iterdir():
-        with suppress(OSError):  # the one that lists the folder is gone
+        with suppress(OSError):  # the handle that lists the folder is closed
             opened.append(str(handle.readlink()))
     for thread in (PROCESS / "task").iterdir():
         with suppress(OSError):  # it has just ended
@@ -116,22 +116,22 @@ def holdings() -> Holdings:
 def settled(
     limit: Holdings, enough: Callable[[Holdings, Holdings], bool] = Holdings.within, patience: float = PATIENCE_SECONDS
 ) -> Holdings:
-    """Return what this process has, once it is little enough or patience has ended: threads end slowly."""
+    """Return the holdings once they are within the limit, or after a timeout: threads end slowly."""
     end = time.monotonic() + patience
     found = holdings()
     if enough(found, limit):
         return found
-    gc.collect()  # what is part of a cycle keeps what it has until it is collected
+    gc.collect()  # garbage cycles keep resources until they are collected
     while not enough(found := holdings(), limit) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
     return found
 
 
 def has_no_more_groups(now: Holdings, before: Holdings) -> bool:
-    """Whether no process group has come.
+    """Return whether no process group was added.
 
-    A thread has its name only once it runs, so that one more of these names alone may have been there before. Other
-    threads and files are not compared: fonts and profilers are opened once, and stay.
+    A thread gets its name only once it runs, so another named thread alone may have existed before. Other threads and
+    files are not compared: fonts and profilers are opened once, and stay.
     """
     return now.num_group_threads <= before.num_group_threads or now.num_threads <= before.num_threads
 
@@ -157,9 +157,9 @@ def take_snapshot() -> Snapshot:
 
 
 def leaks_since(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS) -> list[str]:
-    """Return what is different from `before`, in words; settings are put back, so that the next test is not blamed.
+    """Describe the differences from `before`, and restore settings, so that the next test is not blamed.
 
-    Threads and processes that are about to end are waited for, for `patience_seconds` each.
+    Threads and processes that are ending are waited for, up to `patience_seconds` each.
     """
     leaks = []
     for setting, old in zip(SETTINGS, before.settings, strict=True):
@@ -168,7 +168,7 @@ def leaks_since(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS)
             setting.restore(old)
             leaks.append(f"{setting.name}: {difference(old, new)}")
     if new_threads(before) or new_processes(before):
-        gc.collect()  # a loader that nobody holds any more ends its workers only when it is collected
+        gc.collect()  # an unreferenced loader ends its workers only when collected
         ending: list[threading.Thread | BaseProcess] = [*new_threads(before), *new_processes(before)]
         for one in ending:
             one.join(patience_seconds)
@@ -178,7 +178,7 @@ def leaks_since(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS)
 
 
 def new_groups(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS) -> list[str]:
-    """Return what was left behind of process groups that a test has made; what is about to end is waited for."""
+    """Describe process groups that a test leaked, after waiting for ending ones."""
     old, new = before.holdings, settled(before.holdings, has_no_more_groups, patience_seconds)
     if has_no_more_groups(new, old):
         return []
@@ -187,18 +187,18 @@ def new_groups(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS) 
 
 
 def new_threads(before: Snapshot) -> list[threading.Thread]:
-    """Return threads that run now and did not before."""
+    """Return threads that were started since then and still run."""
     running = [thread for thread in threading.enumerate() if thread not in before.threads]
     return [thread for thread in running if thread.is_alive() and not thread.name.startswith(FOREIGN_THREADS)]
 
 
 def new_processes(before: Snapshot) -> list[BaseProcess]:
-    """Return child processes that run now and did not before."""
+    """Return child processes that were started since then and still run."""
     return [process for process in multiprocessing.active_children() if process not in before.processes]
 
 
 def difference(old: object, new: object) -> str:
-    """Return what differs between two values of a setting; of mappings only the keys that do."""
+    """Describe the difference between two values of a setting; for mappings, only the keys."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return ", ".join(sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)))
     return f"{old} has become {new}"

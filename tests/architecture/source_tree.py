@@ -1,4 +1,4 @@
-"""The project as data for the tests of its architecture: its files, and what is in them."""
+"""The project's files and their contents, for the architecture tests."""
 
 import ast
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Something in a source file: where it is, and what."""
+    """A finding in a source file: path, line and text."""
 
     path: Path
     line: int
     what: str
 
     def __str__(self) -> str:
-        """Return it the way compilers do, so that editors can jump there."""
+        """Return it in the format of compilers, so that editors can jump there."""
         shown = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
         return f"{shown.as_posix()}:{self.line}: {self.what}"
 
@@ -44,7 +44,7 @@ def functions(tree: ast.Module) -> Iterator[FunctionNode]:
 
 
 def imported_modules(node: ast.AST) -> Iterator[str]:
-    """Yield every dotted name an import statement could bring in: `from a import b` may mean `a` and `a.b`."""
+    """Yield every module that an import statement may import: `from a import b` may mean `a` and `a.b`."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -53,7 +53,7 @@ def imported_modules(node: ast.AST) -> Iterator[str]:
 
 
 def is_within(module: str, package: str) -> bool:
-    """Whether a dotted name is that package or lies in it."""
+    """Return whether a dotted name is that package or inside it."""
     return module == package or module.startswith(f"{package}.")
 
 

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md's map of the code shows the tree as it is."""
+"""ARCHITECTURE.md's code map matches the tree."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from tests.architecture.source_tree import GUIDE, PACKAGE, ROOT, parse, python_f
 
 
 def first_line(path: Path) -> str:
-    """Return the first line of a module's docstring; empty without docstring, or without module."""
+    """Return the first line of a module's docstring; empty without a docstring or module."""
     return (ast.get_docstring(parse(path)) or "").partition("\n")[0] if path.exists() else ""
 
 
@@ -22,26 +22,26 @@ def drawn_map(text: str) -> dict[str, str]:
 
 
 def folders_of(package: Path, root: Path) -> dict[str, str]:
-    """Return path -> first docstring line of each folder with code in it."""
+    """Return path -> first docstring line of each folder with code."""
     folders = sorted({path.parent for path in python_files(package)})
     return {f"{folder.relative_to(root).as_posix()}/": first_line(folder / "__init__.py") for folder in folders}
 
 
 def real_map(package: Path, root: Path) -> dict[str, str]:
-    """Return path -> first docstring line of each folder with code in it, and of each module at the top."""
+    """Return path -> first docstring line of each folder with code, and of each top-level module."""
     files = python_files(package)
     tops = [path for path in files if path.parent == package and path.stem not in ("__init__", "__main__")]
     return {**folders_of(package, root), **{path.relative_to(root).as_posix(): first_line(path) for path in tops}}
 
 
 def as_block(entries: Mapping[str, str]) -> str:
-    """Return a map the way it is drawn."""
+    """Return a map in the format of the page."""
     width = max(map(len, entries))
     return "\n".join(f"{path:<{width}}  {line}" for path, line in entries.items())
 
 
 def test_map_shows_the_tree() -> None:
-    """The code map has one line per folder, and that line is how the folder's own docstring begins."""
+    """The code map has one line per folder, with the first line of its docstring."""
     drawn = drawn_map((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
     real = real_map(PACKAGE, ROOT) | folders_of(GUIDE, ROOT)
 
@@ -52,14 +52,14 @@ def test_map_shows_the_tree() -> None:
 
 
 def test_every_folder_says_what_it_is() -> None:
-    """Each folder is a package, and each package's docstring begins with a sentence."""
+    """Each folder is a package whose docstring starts with a sentence."""
     silent = [path for path, line in (real_map(PACKAGE, ROOT) | folders_of(GUIDE, ROOT)).items() if not line]
 
     assert not silent
 
 
 def test_core_is_in_chapters() -> None:
-    """Each module of `core` says which chapter it is, and no two are the same."""
+    """Each module of `core` names its chapter, and chapter numbers are unique."""
     modules = [path for path in python_files(PACKAGE / "core") if path.stem != "__init__"]
     chapters = {path.name: re.match(r"Chapter (\d+): ", first_line(path)) for path in modules}
     numbers = [chapter.group(1) for chapter in chapters.values() if chapter]
@@ -69,7 +69,7 @@ def test_core_is_in_chapters() -> None:
 
 
 def test_other_tree_is_seen(tmp_path: Path) -> None:
-    """A folder that is new, and a docstring that has changed, both differ from the map."""
+    """A new folder and a changed docstring differ from the map."""
     for folder in (tmp_path, tmp_path / "core"):
         folder.mkdir(exist_ok=True)
         (folder / "__init__.py").write_text('"""Facts.\n\nMore."""\n')

@@ -1,4 +1,4 @@
-"""The police that watches all other tests sees what they could leave behind, and puts it back."""
+"""The leak check detects leftovers of tests and restores settings."""
 
 import dataclasses
 import multiprocessing
@@ -25,7 +25,7 @@ from tests.architecture.leak_police import (
 
 
 def test_clean_test_is_let_go() -> None:
-    """Who changes nothing, and who starts a thread and waits for it, leaks nothing."""
+    """A test that changes nothing, or joins the thread it starts, leaks nothing."""
     before = take_snapshot()
     thread = threading.Thread(target=list)
     thread.start()
@@ -46,7 +46,7 @@ def test_clean_test_is_let_go() -> None:
     ],
 )
 def test_settings_are_seen_and_put_back(word: str, leak: Callable[[], None]) -> None:
-    """A setting that differs is named once, and is what it was afterwards."""
+    """A changed setting is reported once and restored."""
     before = take_snapshot()
     leak()
 
@@ -56,7 +56,7 @@ def test_settings_are_seen_and_put_back(word: str, leak: Callable[[], None]) -> 
 
 
 def test_variables_are_seen_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is new, changed or gone is named; values are not shown, for they may be secret."""
+    """A new, changed or removed variable is reported by name only, as values may be secret."""
     monkeypatch.setenv("ANYBATCH_CHANGED", "old")
     monkeypatch.setenv("ANYBATCH_GONE", "old")
     before, expected = take_snapshot(), environment()
@@ -68,7 +68,7 @@ def test_variables_are_seen_and_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_threads_are_seen() -> None:
-    """A thread that does not end is named."""
+    """A thread that keeps running is reported."""
     before, release = take_snapshot(), threading.Event()
     thread = threading.Thread(target=release.wait, name="endless")
     thread.start()
@@ -80,7 +80,7 @@ def test_threads_are_seen() -> None:
 
 
 def test_processes_are_seen() -> None:
-    """A child process that does not end is named."""
+    """A child process that keeps running is reported."""
     before = take_snapshot()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -97,7 +97,7 @@ def test_processes_are_seen() -> None:
 
 
 def test_sockets_files_and_threads_are_counted(tmp_path: Path) -> None:
-    """What is opened is one more, and what is closed is not there any more."""
+    """Open sockets, files and threads are counted, and no longer after they are closed."""
     before, release = holdings(), threading.Event()
     thread = threading.Thread(target=release.wait)
     with socket.socket(), Path(tmp_path, "open").open("w", encoding="utf-8"):
@@ -111,14 +111,14 @@ def test_sockets_files_and_threads_are_counted(tmp_path: Path) -> None:
 
 
 def test_groups_that_are_not_destroyed_are_seen(tmp_path: Path) -> None:
-    """A group beside the default one is seen by its threads, which Python does not know, and waited for at its end."""
+    """A non-default group is detected by its native threads, and waited for if it is ending."""
     dist.init_process_group("gloo", init_method=Path(tmp_path, "store").as_uri(), rank=0, world_size=1)
     try:
         before = take_snapshot()
         group = dist.new_group(backend="gloo")
         end = time.monotonic() + PATIENCE_SECONDS
         while has_no_more_groups(holdings(), before.holdings) and time.monotonic() < end:
-            os.sched_yield()  # a thread that has just been started has no name yet
+            os.sched_yield()  # a new thread has no name yet
         (found,) = leaks_since(before, patience_seconds=0.1)
         dist.destroy_process_group(group)
         del group
@@ -129,7 +129,7 @@ def test_groups_that_are_not_destroyed_are_seen(tmp_path: Path) -> None:
 
 
 def test_process_groups_are_seen_and_left(tmp_path: Path) -> None:
-    """An initialised torch.distributed is named, and is not there any more afterwards."""
+    """An initialized torch.distributed is reported and destroyed."""
     before = take_snapshot()
     dist.init_process_group("gloo", init_method=Path(tmp_path, "store").as_uri(), rank=0, world_size=1)
 

@@ -1,4 +1,4 @@
-"""Project files that would otherwise drift apart: versions, reasons, decisions."""
+"""Project files that could get out of sync: versions, reasons, decisions."""
 
 import ast
 import importlib
@@ -18,19 +18,19 @@ MAX_PAGE_LINES = 60
 
 
 def project(folder: str = "") -> dict[str, Any]:
-    """Return the pyproject.toml of a folder; the one at the root by default."""
+    """Return the pyproject.toml of a folder, by default the root's."""
     return tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def top_version(changelog: str) -> str:
-    """Return the version of a changelog's topmost entry."""
+    """Return the version of a changelog's first entry."""
     heading = re.search(r"^## \[?(\d+\.\d+\.\d+\w*)", changelog, flags=re.MULTILINE)
     assert heading is not None, "CHANGELOG.md has no entry: a line such as '## 0.1.0'."
     return heading.group(1)
 
 
 def rules_without_reason(text: str) -> list[str]:
-    """Return the lines of ruff's tables that switch a rule off and do not say why."""
+    """Return the lines of ruff's tables that disable a rule without a reason."""
     section = text[text.index("[tool.ruff.lint]") :]
     rules = re.findall(r'^ {4}"[A-Z]+[0-9]*",.*$', section, flags=re.MULTILINE)
     assert rules, "pyproject.toml no longer lists one rule per line."
@@ -38,7 +38,7 @@ def rules_without_reason(text: str) -> list[str]:
 
 
 def test_changelog_is_up_to_date() -> None:
-    """The changelog begins with the version of the package."""
+    """The changelog starts with the version of the package."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
     assert top_version(changelog) == anybatch.__version__
@@ -46,7 +46,7 @@ def test_changelog_is_up_to_date() -> None:
 
 
 def test_the_guide_is_of_the_same_release() -> None:
-    """The guide has the version and licence of anybatch, and asks for exactly that anybatch."""
+    """The guide has anybatch's version and license, and requires exactly that version."""
     guide = project("guide")["project"]
 
     assert guide["version"] == anybatch.__version__
@@ -55,26 +55,26 @@ def test_the_guide_is_of_the_same_release() -> None:
 
 
 def test_sources_hold_all_that_the_set_up_works_on() -> None:
-    """Every folder that make.py installs, tests or checks is in the package of sources."""
+    """Every folder that make.py installs, tests or checks is in the source distribution."""
     included = project()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
 
     assert {f"/{Path(folder).parts[0]}" for folder in make.SOURCES} - set(included) == set()
 
 
 def test_every_lint_exception_has_its_reason() -> None:
-    """Each rule that is switched off says why on its line."""
+    """Each disabled rule has a reason on its line."""
     assert rules_without_reason((ROOT / "pyproject.toml").read_text(encoding="utf-8")) == []
 
 
 def test_missing_reasons_are_seen() -> None:
-    """A rule without reason is found."""
+    """A rule without a reason is detected."""
     text = '[tool.ruff.lint]\nignore = [\n    "S101",  # why\n    "COM812",\n]\n'
 
     assert rules_without_reason(text) == ['"COM812",']
 
 
 def test_decisions_are_pages_of_one_form() -> None:
-    """A decision has a number of its own, the three parts every decision has, and fits on a page."""
+    """A decision has a unique number, the three required sections, and fits on a page."""
     pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "decisions").glob("*.md")}
 
     assert len({name[:4] for name in pages}) == len(pages)
@@ -86,12 +86,12 @@ def test_decisions_are_pages_of_one_form() -> None:
 
 @pytest.mark.parametrize("heading", ["## 1.2.3", "## 1.2.3 - unreleased", "## [1.2.3] - 2030-01-31"])
 def test_top_version_is_the_first(heading: str) -> None:
-    """The topmost entry counts, however its date is written."""
+    """The first entry counts, in any date format."""
     assert top_version(f"# Changes\n\n{heading}\n\n## 0.9.0\n") == "1.2.3"
 
 
 def test_files_that_begin_first_are_there() -> None:
-    """Every file of tests that `conftest.py` names as a long one exists: one that was renamed would begin last."""
+    """Every long test file that `conftest.py` names exists: a renamed one would start last."""
     named = re.findall(r'"((?:guide/)?tests/[\w/]+\.py)"', (ROOT / "conftest.py").read_text(encoding="utf-8"))
 
     assert len(named) > 5
@@ -99,15 +99,15 @@ def test_files_that_begin_first_are_there() -> None:
 
 
 def is_module(name: str) -> bool:
-    """Whether there is a module of that name in a package."""
+    """Return whether a module of that name exists."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # what should hold it is no package
+    except ModuleNotFoundError:  # the parent is not a package
         return False
 
 
 def missing_imports(file: Path) -> list[str]:
-    """Return what a program imports of anybatch and its tests that is not there."""
+    """Return the names that a program imports from anybatch and its tests but that do not exist."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"anybatch", "tests"}:
@@ -119,9 +119,9 @@ def missing_imports(file: Path) -> list[str]:
 
 
 def imports_from_elsewhere(file: Path) -> list[str]:
-    """Return the imports of tests that a program makes before it has put the root where Python looks for them.
+    """Return imports from tests that a program makes before it adds the root to the import path.
 
-    `python benchmarks/NAME.py` looks in benchmarks/, and the root is no package that an installation would know.
+    `python benchmarks/NAME.py` searches benchmarks/, and the root is not an installed package.
     """
     found, looks_at_root = [], False
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -132,7 +132,7 @@ def imports_from_elsewhere(file: Path) -> list[str]:
 
 
 def test_programs_run_by_the_command_that_they_name(tmp_path: Path) -> None:
-    """A benchmark or example that uses the tests finds them from wherever it is called."""
+    """A benchmark or example that imports tests runs from any working directory."""
     programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
     assert [lost for file in programs for lost in imports_from_elsewhere(file)] == []
 
@@ -142,7 +142,7 @@ def test_programs_run_by_the_command_that_they_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_programs_import_is_there(tmp_path: Path) -> None:
-    """Benchmarks and examples, which no test runs as a whole, import nothing that was renamed or taken away."""
+    """Benchmarks and examples, which no test runs completely, import only existing names."""
     programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
     assert [missing for file in programs for missing in missing_imports(file)] == []
 

@@ -1,4 +1,4 @@
-"""What code does not do: facts do not act, the environment is read in one place, an import changes nothing."""
+"""`core` has no side effects, few files read the environment, and an import changes nothing."""
 
 import ast
 import re
@@ -20,7 +20,6 @@ from tests.architecture.source_tree import (
     parse,
     python_files,
 )
-from tests.faults import sees
 
 Check = Callable[[ast.AST], Iterator[str]]
 CLOCKS = ("time", "datetime")
@@ -35,7 +34,7 @@ ACTING_CALLS = ("breakpoint", "exec", "eval", "input", "open", "print", "torch.l
 
 
 def acts(node: ast.AST) -> Iterator[str]:
-    """Yield what a node of `core` does beyond turning numbers and tensors into numbers and tensors."""
+    """Yield the side effects of a node of `core`."""
     for module in imported_modules(node):
         if any(is_within(module, acting) for acting in ACTING_MODULES):
             yield f"imports {module}"
@@ -46,7 +45,7 @@ def acts(node: ast.AST) -> Iterator[str]:
 
 
 def reads_environment(node: ast.AST) -> Iterator[str]:
-    """Yield how a node reads or writes environment variables."""
+    """Yield the uses of environment variables in a node."""
     names = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
     yield from (f"imports {module}" for module in imported_modules(node) if module in names)
     if isinstance(node, ast.Attribute) and dotted_name(node) in names:
@@ -54,19 +53,19 @@ def reads_environment(node: ast.AST) -> Iterator[str]:
 
 
 def reads_clock(node: ast.AST) -> Iterator[str]:
-    """Yield how a node gets at a clock."""
+    """Yield the imports of clocks in a node."""
     yield from (f"imports {name}" for name in imported_modules(node) if any(is_within(name, c) for c in CLOCKS))
 
 
 def asks_clock(node: ast.AST) -> Iterator[str]:
-    """Yield how a node asks a clock by its own name."""
+    """Yield direct calls of a clock in a node."""
     name = dotted_name(node.func) if isinstance(node, ast.Call) else None
     if name is not None and any(is_within(name, clock) for clock in CLOCKS):
         yield f"calls {name}"
 
 
 def findings(check: Check, files: Sequence[Path]) -> list[Found]:
-    """Return all that a check finds in files."""
+    """Return all findings of a check in files."""
     return [
         Found(path, getattr(node, "lineno", 1), what)
         for path in files
@@ -76,12 +75,12 @@ def findings(check: Check, files: Sequence[Path]) -> list[Found]:
 
 
 def found_in_text(check: Check, source: str) -> list[str]:
-    """Return all that a check finds in a text."""
+    """Return all findings of a check in a source text."""
     return [what for node in ast.walk(ast.parse(source)) for what in check(node)]
 
 
 def test_core_acts_on_nothing() -> None:
-    """`core` reaches no clock, file, environment, device, random state, other process or terminal."""
+    """`core` uses no clock, file, environment, device, random state, other process or terminal."""
     found = findings(acts, python_files(PACKAGE / "core"))
 
     assert not found, "\n".join(map(str, found))
@@ -89,11 +88,17 @@ def test_core_acts_on_nothing() -> None:
 
 @pytest.mark.slow
 def test_environment_is_read_in_one_file() -> None:
-    """Only parallel/launchers.py reads environment variables, and only the program writes one, before torch is there.
+    """Only parallel/launchers.py reads environment variables, and only the program sets one, before torch is imported.
 
-    Everything else gets what it needs as an argument. The guide's server hands its environment on to its worker.
+    Other code gets settings as arguments. The guide's server passes its environment to its worker, and the launcher of
+    local ranks a folder to its fork server.
     """
-    known = [PACKAGE / "parallel" / "launchers.py", PACKAGE / "cli" / "threads.py", GUIDE / "worker_process.py"]
+    known = [
+        PACKAGE / "parallel" / "launchers.py",
+        PACKAGE / "cli" / "threads.py",
+        PACKAGE / "cli" / "fork_server.py",
+        GUIDE / "worker_process.py",
+    ]
     found = findings(reads_environment, [path for path in python_files(*PACKAGES) if path not in known])
 
     assert not found, "\n".join(map(str, found))
@@ -101,9 +106,9 @@ def test_environment_is_read_in_one_file() -> None:
 
 
 def test_the_engine_reads_a_clock_in_one_file() -> None:
-    """Only engine/micro_batch_size/search.py has a clock: a default that can be replaced.
+    """Only engine/micro_batch_size/search.py uses a clock, as a replaceable default.
 
-    No other decision of the engine can depend on speed; observers take the time of records.
+    No other decision of the engine can depend on speed; observers timestamp records.
     """
     known = PACKAGE / "engine" / "micro_batch_size" / "search.py"
     found = findings(reads_clock, [path for path in python_files(PACKAGE / "engine") if path != known])
@@ -131,7 +136,7 @@ def test_the_engine_reads_a_clock_in_one_file() -> None:
     ],
 )
 def test_faults_are_seen(check: Check, fault: str) -> None:
-    """Each check above finds what it is there for, also inside functions and behind other forms of import."""
+    """Each check finds its faults, also inside functions and in other forms of import."""
     assert found_in_text(check, fault)
 
 
@@ -145,7 +150,7 @@ def test_faults_are_seen(check: Check, fault: str) -> None:
     ],
 )
 def test_innocent_code_passes(innocent: str) -> None:
-    """A name that only looks like a forbidden one is none."""
+    """Names that only resemble forbidden ones pass."""
     assert not found_in_text(acts, innocent)
 
 
@@ -203,20 +208,6 @@ OTHER_WINGS = (
 )
 
 
-@sees(
-    "a recipe brings diagnostics along",
-    "src/anybatch/recipes/load.py",
-    "from anybatch.errors import AnyBatchError, UserError\nfrom anybatch.recipes.job import Job\n",
-    "import anybatch.diagnostics\n"
-    "from anybatch.errors import AnyBatchError, UserError\nfrom anybatch.recipes.job import Job\n",
-)
-@sees(
-    "a run brings the planner along",
-    "src/anybatch/recipes/run/prepare.py",
-    "from anybatch.recipes.job import Job\n",
-    "from anybatch.recipes.job import Job\nfrom anybatch.recipes.planning import size_limit\n",
-    cases=["train"],
-)
 @pytest.mark.parametrize(
     ("program", "needs", "does_without"),
     [
@@ -227,7 +218,7 @@ OTHER_WINGS = (
 )
 @pytest.mark.slow
 def test_a_first_step_imports_nothing_that_it_does_not_use(program: str, needs: str, does_without: str) -> None:
-    """A step, and `anybatch train`, import none of the wings that judge, compare, plan and draw: that takes time."""
+    """A step, and `anybatch train`, do not import the modules to check, compare, plan and plot, which takes time."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)  # noqa: S603 (a fixed program)
 
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Shapes in annotations are checked under test, and nothing else in annotations is."""
+"""Tests check the shapes in annotations, and no other types."""
 
 import importlib
 import sys
@@ -43,7 +43,7 @@ def rows_of(batch: Batch) -> int:
 
 @pytest.fixture
 def shaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Yield SOURCE as a module, imported the way tests import anybatch."""
+    """Yield SOURCE as a module, imported like anybatch under test."""
     (tmp_path / "shaped_example.py").write_text(SOURCE)
     (tmp_path / "plain_example.py").write_text('"""No shapes; it mentions jaxtyping only here."""\n')
     monkeypatch.syspath_prepend(tmp_path)
@@ -55,7 +55,7 @@ def shaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 
 
 def test_right_shapes_pass(shaped: ModuleType) -> None:
-    """Tensors of the annotated shapes go through, and None where the annotation allows it."""
+    """Tensors of the annotated shapes pass, and None where allowed."""
     rows, weights = torch.ones(2, 3), torch.ones(3)
 
     assert shaped.sums(rows, weights).shape == (2,)
@@ -64,7 +64,7 @@ def test_right_shapes_pass(shaped: ModuleType) -> None:
 
 
 def test_wrong_shapes_are_refused(shaped: ModuleType) -> None:
-    """Too many axes, axes that disagree with each other, a wrong dtype, a wrong result: each is refused."""
+    """Too many axes, inconsistent axes, a wrong dtype and a wrong result all raise."""
     rows, weights = torch.ones(2, 3), torch.ones(3)
     for arguments in (
         (rows, rows),
@@ -82,19 +82,19 @@ def test_wrong_shapes_are_refused(shaped: ModuleType) -> None:
 
 
 def test_other_types_are_left_alone(shaped: ModuleType) -> None:
-    """A string that is no string reaches the function, so that it can raise its own error."""
+    """An argument of another wrong type reaches the function, which can raise its own error."""
     assert shaped.sums(torch.ones(2, 3), torch.ones(3), name=7).shape == (2,)
     assert shaped.Batch([], num_rows="two").num_rows == "two"
 
 
 def test_functions_without_shapes_are_as_they_were_written(shaped: ModuleType) -> None:
-    """A function whose annotations name no shape is not wrapped, so that it costs what it costs; others are."""
+    """A function without shapes in its annotations is not wrapped, so it costs nothing; others are."""
     assert not hasattr(shaped.rows_of, "__wrapped__")
     assert hasattr(shaped.sums, "__wrapped__")
 
 
 def test_shapes_of_the_package_are_checked() -> None:
-    """Every module of anybatch and of its guide that names shapes was imported with their check in place."""
+    """Every module of anybatch and its guide with shapes was imported with the checks active."""
     modules = [importlib.import_module(name) for package in PACKAGES for name in shaped_modules(package.parent)]
 
     unchecked = [module.__name__ for module in modules if not hasattr(module, "jaxtyping")]

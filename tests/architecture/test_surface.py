@@ -1,6 +1,7 @@
-"""The public surface: `anybatch.__all__` says what there is, in order, documented."""
+"""The public API: `anybatch.__all__` is complete, sorted and documented."""
 
 import inspect
+import re
 from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 from typing import get_args
@@ -8,18 +9,19 @@ from typing import get_args
 import pytest
 
 import anybatch
-from anybatch import records
+from anybatch import noise, records, scaling, schedules, sizes, spikes, strategies
+from tests.architecture.source_tree import ROOT
 
-MAX_NAMES = 27  # the 23 of training, the questions about it (advise, check, plan), and the seam to look in (Observer)
+MAX_NAMES = 27  # 23 for training, three questions about it (advise, check, plan), and Observer
 
 
 def public_names(module: object) -> list[str]:
-    """Return the names a module offers: those without underscore that are no modules."""
+    """Return the public names of a module, without modules."""
     return sorted(name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType))
 
 
 def undocumented(module: object, names: list[str]) -> list[str]:
-    """Return the names whose values have no docstring of their own."""
+    """Return the names whose values have no docstring."""
     values = {name: getattr(module, name) for name in names if not name.startswith("__")}
     own = {name: getattr(value, "__doc__", None) for name, value in values.items()}
     generated = {
@@ -29,7 +31,7 @@ def undocumented(module: object, names: list[str]) -> list[str]:
 
 
 def test_surface_is_listed() -> None:
-    """`__all__` is sorted and holds exactly the public names of the package, also those that were not used yet."""
+    """`__all__` is sorted and has exactly the public names of the package, including lazy ones."""
     listed = list(anybatch.__all__)
     homes = {getattr(anybatch, name).__module__ for name in listed}
 
@@ -40,12 +42,12 @@ def test_surface_is_listed() -> None:
 
 
 def test_surface_is_small() -> None:
-    """There are at most 27 public names to learn."""
+    """There are at most 27 public names."""
     assert len(anybatch.__all__) <= MAX_NAMES
 
 
 def test_surface_is_documented() -> None:
-    """Everything public has a docstring."""
+    """Every public name has a docstring."""
     assert undocumented(anybatch, list(anybatch.__all__)) == []
 
 
@@ -57,13 +59,37 @@ def test_records_are_public() -> None:
     assert undocumented(records, sorted({"Observers", *kinds})) == []
 
 
+FACADES = (noise, records, scaling, schedules, sizes, spikes, strategies)
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_facades_are_documented(facade: ModuleType) -> None:
+    """A module that collects public names lists exactly these, each with a docstring."""
+    aliases = {"Flag", "PhaseName", "Record", "Scalar", "SpanEvent"}  # types without docstrings
+
+    assert sorted(facade.__all__) == public_names(facade)
+    assert undocumented(facade, sorted(set(facade.__all__) - aliases)) == []
+
+
+def test_pages_import_from_one_level() -> None:
+    """Pages import only from `anybatch` or its direct submodules."""
+    pages = [page for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if page.name != "log.md"]
+    deep = re.compile(
+        r"(?:from|import) (anybatch\.\w+\.[\w.]+)|"  # an import
+        r"\b(anybatch\.(?:core|engine|parallel|recipes|planner|data|events|memory|norms)\.[a-z_]+\.[\w.]+)"
+    )
+    found = [f"{page.name}: {match[0]}" for page in pages for match in deep.finditer(page.read_text(encoding="utf-8"))]
+
+    assert found == []
+
+
 def test_the_version_is_there() -> None:
-    """`anybatch.__version__` is the version of what is installed."""
+    """`anybatch.__version__` is the installed version."""
     assert anybatch.__version__ == version("anybatch")
 
 
 def test_gaps_are_seen() -> None:
-    """A name without docstring is found; an imported module is no public name."""
+    """A name without a docstring is found; an imported module is not a public name."""
 
     def silent() -> None: ...
 
@@ -73,6 +99,6 @@ def test_gaps_are_seen() -> None:
 
 
 def test_other_names_are_an_error() -> None:
-    """A name that does not exist is an AttributeError that says so."""
+    """An unknown name raises an AttributeError that names it."""
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = anybatch.Trainer

@@ -1,4 +1,4 @@
-"""What torch does not promise to keep is asked for in `torch_internals.py` alone, one such file per folder."""
+"""Private torch APIs are only used in `torch_internals.py`, one such file per folder."""
 
 import ast
 import importlib
@@ -17,16 +17,16 @@ from tests.architecture.source_tree import PACKAGE, PACKAGES, ROOT, Found, dotte
 HOME = "torch_internals.py"
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "operator.attrgetter"})
 OF_PYTHON = frozenset({"_fields", "_replace", "_asdict", "_exit"})
-"""Names with an underscore that Python documents: those of named tuples, and `os._exit`."""
+"""Documented Python names with an underscore: those for named tuples, and `os._exit`."""
 
 
 def is_private(name: str) -> bool:
-    """Whether a name, or a part of a dotted one, begins with one underscore and is more than that."""
+    """Return whether a name, or a part of a dotted one, starts with a single underscore."""
     return any(part[:1] == "_" and part[:2] != "__" and part.strip("_") != "" for part in name.split("."))
 
 
 def reaches_into(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yield where code reaches for what others keep to themselves: by attribute, by import, by the name as text."""
+    """Yield uses of private names of other objects: attributes, imports and names as text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
             if not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}):
@@ -47,9 +47,9 @@ def reaches_into(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 @pytest.mark.slow
 def test_private_names_have_one_home_per_folder() -> None:
-    """No file of the library or the guide but `torch_internals.py` uses private names, but those of its own objects.
+    """Only `torch_internals.py` files use private names, except for attributes of `self` and `cls`.
 
-    A private name of ours that another class needs is no private name: it is given a public one.
+    A private name that another class of ours needs must become public.
     """
     found = [
         Found(path, getattr(node, "lineno", 1), f"{what} belongs into a {HOME}")
@@ -62,7 +62,7 @@ def test_private_names_have_one_home_per_folder() -> None:
 
 
 def test_the_homes_are_used() -> None:
-    """Each such file reaches for something private; otherwise it is not needed, or the check has gone blind."""
+    """Each such file uses a private name; otherwise it is not needed, or the check is broken."""
     homes = [path for path in python_files(PACKAGE) if path.name == HOME]
 
     assert homes
@@ -85,7 +85,7 @@ def test_the_homes_are_used() -> None:
     ],
 )
 def test_faults_are_seen(fault: str) -> None:
-    """A private name is found as an attribute, in an import and as text, also inside of functions."""
+    """A private name is found as an attribute, in an import and as text, also inside functions."""
     assert list(reaches_into(ast.parse(fault)))
 
 
@@ -94,7 +94,7 @@ def test_faults_are_seen(fault: str) -> None:
     ["self._own", "point._replace(x=1)", "module.__dict__", "from a import b as _b", "_, x = y", "getattr(x, 'name')"],
 )
 def test_innocent_code_passes(innocent: str) -> None:
-    """An object's own names, Python's documented ones and names of the file itself are none of these."""
+    """An object's own names, Python's documented ones and names of the file pass."""
     assert not list(reaches_into(ast.parse(innocent)))
 
 
@@ -110,7 +110,7 @@ def test_innocent_code_passes(innocent: str) -> None:
     ],
 )
 def test_missing_classes_are_refused(home: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that lacks a class whose name a file needs is refused when that file is imported, with our error."""
+    """A torch without a required class raises our error when the file is imported."""
     real = importlib.import_module(module)
     lacking = ModuleType(module)
     vars(lacking).update({other: value for other, value in vars(real).items() if other != name})
@@ -121,7 +121,7 @@ def test_missing_classes_are_refused(home: str, module: str, name: str, monkeypa
 
 
 def test_the_versions_are_those_of_the_matrix() -> None:
-    """What private names were seen on is what `make matrix` runs, and begins with the oldest torch that is promised."""
+    """Private names were tested on the versions of `make matrix`, which start with the oldest supported torch."""
     matrix = ast.parse((ROOT / "benchmarks" / "version_matrix.py").read_text(encoding="utf-8"))
     values = {
         node.targets[0].id: ast.literal_eval(node.value)

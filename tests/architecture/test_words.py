@@ -1,4 +1,4 @@
-"""Names and sentences: no drawer for odds and ends, and every test says what it claims."""
+"""Modules have meaningful names, and every test states its claim."""
 
 import ast
 from pathlib import Path
@@ -11,12 +11,12 @@ DRAWERS = frozenset({"util", "utils", "helper", "helpers", "common", "misc", "ma
 
 
 def drawers(paths: list[Path]) -> list[str]:
-    """Return the paths in which a folder or file is named after no idea at all."""
+    """Return the paths with a meaningless folder or file name."""
     return [path.as_posix() for path in paths if any(DRAWERS & set(Path(part).stem.split("_")) for part in path.parts)]
 
 
 def silent_tests(tree: ast.Module) -> list[ast.AST]:
-    """Return the test functions without docstring."""
+    """Return the test functions without a docstring."""
     return [f for f in functions(tree) if f.name.startswith("test_") and not ast.get_docstring(f)]
 
 
@@ -29,7 +29,7 @@ def test_every_module_is_named_after_an_idea() -> None:
 
 @pytest.mark.parametrize("path", ["src/utils.py", "src/common/a.py", "tests/data_helpers.py", "a/manager/b/c.py"])
 def test_drawers_are_seen(path: str) -> None:
-    """Such a name is found wherever it stands."""
+    """Such a name is found at any depth."""
     assert drawers([Path(path), Path("src/communication.py"), Path("src/manage.py")]) == [path]
 
 
@@ -46,7 +46,7 @@ def test_every_test_says_its_claim() -> None:
 
 
 def test_silent_tests_are_seen() -> None:
-    """A test without docstring is found, in a class too."""
+    """A test without a docstring is found, also in a class."""
     (silent,) = silent_tests(
         ast.parse("class TestIt:\n    def test_a(self): pass\n    def test_b(self):\n        'Claim.'")
     )

@@ -1,4 +1,4 @@
-"""`make gpu`, rehearsed on the CPU at the smallest size: results survive an interruption. CI runs every stage."""
+"""`make gpu` on the CPU at the smallest size keeps its results after an interruption. CI runs every stage."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ COMMAND = (sys.executable, str(ROOT / "benchmarks" / "on_a_gpu.py"), "--device",
 
 def start(folder: Path, *stages: str) -> "subprocess.Popen[str]":
     """Start some stages as a user would, with their files in a folder."""
-    # One thread: tests run next to each other.
+    # One thread, as tests run in parallel.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(  # noqa: S603 (our own program)
         [*COMMAND, "--stages", *stages, "--out", str(folder)],
@@ -27,7 +27,7 @@ def start(folder: Path, *stages: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 def test_interrupted_stage_keeps_its_rows(tmp_path: Path) -> None:
-    """After Ctrl-C the stage that was running has its rows on disk, and its file says that others are missing."""
+    """After Ctrl-C the running stage has saved its rows, and its file says that later ones are missing."""
     process = start(tmp_path, "exactness", "memory")
     assert process.stdout is not None
     for line in process.stdout:

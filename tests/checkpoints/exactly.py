@@ -1,4 +1,4 @@
-"""Comparison of two states, bit for bit."""
+"""Bitwise comparison of two states."""
 
 import struct
 from collections import Counter, OrderedDict
@@ -8,7 +8,7 @@ import torch
 
 
 def exactly(value: Any) -> Any:
-    """Return a value that is equal for two states only if types, order of keys and every bit are."""
+    """Return a value that two states share only if types, key order and every bit are equal."""
     kind = type(value)
     if kind is float:
         return float, struct.pack(">d", value)

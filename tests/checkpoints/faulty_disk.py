@@ -1,4 +1,4 @@
-"""File systems that fail, die or lose power at a chosen operation. Run as a module, a process that is then killed."""
+"""File systems that fail, crash or lose power at a chosen operation. Run as a module, a process that is killed."""
 
 import os
 import shutil
@@ -16,25 +16,25 @@ from anybatch.checkpoints.disk import LOCAL_DISK
 
 
 class Crash(BaseException):
-    """The process is dead: this is never handled."""
+    """Simulates the end of the process; never handled."""
 
 
 def no_fault() -> None:
-    """Let an operation be."""
+    """Do nothing."""
 
 
 def crash() -> NoReturn:
-    """Die."""
+    """Raise Crash."""
     raise Crash
 
 
 def kill() -> None:
-    """Die for real."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def failing(error_number: int) -> Callable[[], NoReturn]:
-    """Return a fault that is an error of the operating system."""
+    """Return a fault that raises an error of the operating system."""
 
     def fail() -> NoReturn:
         raise OSError(error_number, os.strerror(error_number))
@@ -43,14 +43,14 @@ def failing(error_number: int) -> Callable[[], NoReturn]:
 
 
 class FaultyDisk:
-    """The local file system, on which one operation goes wrong: a write half-way, any other before it begins.
+    """The local file system with one faulty operation: a write fails half-way, others before they begin.
 
-    After a crash nothing works any more, as for a dead process. Syncing is only noted, which saves time.
+    After a crash no operation works, as for a dead process. Syncing is only recorded, which saves time.
 
     Args:
-        fault_at: number of the operation, from 0 on; None for none.
-        fault: what happens then.
-        lasting: whether it happens to every later operation of the same name too.
+        fault_at: number of the operation, from 0; None for none.
+        fault: the fault.
+        lasting: whether all later operations of the same name fail too.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FaultyDisk:
 
     @property
     def num_unsynced_renames(self) -> int:
-        """Renames that a power failure may undo."""
+        """Number of renames that a power failure may undo."""
         return len(self._unsynced_renames)
 
     def make_folder(self, path: Path, /) -> None:
@@ -103,7 +103,7 @@ class FaultyDisk:
         LOCAL_DISK.rename(path, new)
         self._unsynced_renames.append((path, new))
         self._follow(path, new)
-        self._unsynced_names.discard(new)  # its name is as safe as the rename is
+        self._unsynced_names.discard(new)  # its name is as safe as the rename
 
     def remove_file(self, path: Path, /) -> None:
         self._begin("remove_file")
@@ -117,7 +117,7 @@ class FaultyDisk:
         return LOCAL_DISK.free_bytes(path)
 
     def lose_power(self, num_renames: int) -> None:
-        """Lose whatever was not synced: bytes, names, and the last `num_renames` of the renames."""
+        """Lose everything unsynced: bytes, names, and the last `num_renames` renames."""
         for _ in range(num_renames):
             old, new = self._unsynced_renames.pop()
             if new.exists():
@@ -145,7 +145,7 @@ class FaultyDisk:
             self._fault()
 
     def _follow(self, path: Path, new: Path) -> None:
-        """Call what lies in a renamed folder by its new name."""
+        """Update the names of files in a renamed folder."""
         for paths in (self._unsynced_files, self._unsynced_names):
             for old in [each for each in paths if each == path or path in each.parents]:
                 paths.discard(old)
@@ -153,13 +153,13 @@ class FaultyDisk:
 
 
 def state_of(number: int) -> dict[str, object]:
-    """Return a small state that is another one for every number."""
+    """Return a small state that differs for every number."""
     values = torch.arange(6, dtype=torch.float32) + number
     return {"number": number, "optimizer": {0: {"average": values, "step": torch.tensor(float(number))}}}
 
 
 def save_and_be_killed(folder: Path, step: int, fault_at: int) -> int:
-    """Let a process of its own save state 2, replacing or removing what there is; return how it ended."""
+    """Save state 2 in a separate process, replacing or removing the old state; return its exit status."""
     child = os.fork()
     if not child:
         save(folder, step, state_of(2), keep_last=1, disk=FaultyDisk(fault_at, kill))

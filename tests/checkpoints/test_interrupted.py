@@ -1,4 +1,4 @@
-"""Whenever a save is cut short, the newest checkpoint that can be loaded is the former one or the new one, whole."""
+"""If a save is interrupted at any point, the newest loadable checkpoint is the old or the new one, complete."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ from tests.faults import sees
 
 
 def save_two(folder: Path, *, disk: FaultyDisk) -> None:
-    """Save a checkpoint that stays, with another one after it."""
+    """Save a checkpoint, and a later one."""
     save(folder, 7, state_of(2), disk=disk)
 
 
@@ -32,7 +32,7 @@ def replace(folder: Path, *, disk: FaultyDisk) -> None:
 
 
 def save_and_remove(folder: Path, *, disk: FaultyDisk) -> None:
-    """Save a checkpoint for which the former one is removed."""
+    """Save a checkpoint that causes the old one's removal."""
     save(folder, 7, state_of(2), keep_last=1, disk=disk)
 
 
@@ -41,7 +41,7 @@ Act = Callable[..., None]
 
 
 def prepared(folder: Path) -> Path:
-    """Make a folder that holds state 1 at step 5, and leftovers of a run that was killed while it saved and removed."""
+    """Create a folder with state 1 at step 5, and leftovers of a run killed while it saved and removed."""
     save(folder, 5, state_of(1), disk=FaultyDisk())
     for leftover in ("step-00000007.saving", "step-00000003.deleting"):
         (folder / leftover).mkdir()
@@ -50,7 +50,7 @@ def prepared(folder: Path) -> Path:
 
 
 def operations_of(act: Act) -> list[str]:
-    """Return what the file system has to do if nothing goes wrong."""
+    """Return the operations of the file system without a fault."""
     with TemporaryDirectory() as folder:
         disk = FaultyDisk()
         act(prepared(Path(folder)), disk=disk)
@@ -58,14 +58,14 @@ def operations_of(act: Act) -> list[str]:
 
 
 def faults(act: Act, fault: Callable[[], object]) -> Iterator[tuple[Path, FaultyDisk]]:
-    """Yield for each operation a prepared folder, and a disk on which that operation goes wrong."""
+    """Yield for each operation a prepared folder, and a disk on which that operation fails."""
     for number in range(len(operations_of(act))):
         with TemporaryDirectory() as folder:
             yield prepared(Path(folder)), FaultyDisk(number, fault)
 
 
 def newest(folder: Path) -> object:
-    """Return the newest state that can be loaded, having looked that nothing that is called a checkpoint is not one."""
+    """Return the newest loadable state, after checking that everything called a checkpoint is one."""
     for path in list_checkpoints(folder)[:-1]:
         load(path)
     loaded = load_latest(folder)
@@ -91,7 +91,7 @@ OLD, NEW, NEXT = (exactly(state_of(number)) for number in (1, 2, 3))
 )
 @CASES
 def test_killed_at_any_operation(act: Act) -> None:
-    """Killed before any operation, or half-way in a write, the former state or the new one is loaded, bit for bit."""
+    """Killed before any operation, or half-way in a write, the old state or the new one is loaded, bit for bit."""
     seen = []
     for folder, disk in faults(act, crash):
         with pytest.raises(Crash):
@@ -114,10 +114,10 @@ def test_killed_at_any_operation(act: Act) -> None:
 )
 @CASES
 def test_power_lost_at_any_operation(act: Act) -> None:
-    """The same holds if bytes, names and renames that were not synced are lost as well, any number of the latter."""
+    """The same holds if unsynced bytes, names and any number of unsynced renames are lost."""
 
     def lose_power(number: int, num_renames: int) -> int:
-        """Let power fail at an operation, look at what is left, and return how many renames could have been lost."""
+        """Lose power at an operation, check the result, and return how many renames could have been lost."""
         with TemporaryDirectory() as place:
             folder, disk = prepared(Path(place)), FaultyDisk(number)
             with pytest.raises(Crash):
@@ -146,7 +146,7 @@ def test_power_lost_at_any_operation(act: Act) -> None:
 @CASES
 @pytest.mark.parametrize("prepare", [prepared, lambda folder: folder / "run" / "checkpoints"], ids=["second", "first"])
 def test_power_lost_after_a_save(prepare: Callable[[Path], Path], act: Act, tmp_path: Path) -> None:
-    """A saved checkpoint survives a power failure, the folders made for the first one included."""
+    """A saved checkpoint survives a power failure, including new folders."""
     folder = prepare(tmp_path)
     disk = FaultyDisk()
     act(folder, disk=disk)
@@ -157,7 +157,7 @@ def test_power_lost_after_a_save(prepare: Callable[[Path], Path], act: Act, tmp_
 
 @CASES
 def test_the_next_save_clears_up(act: Act) -> None:
-    """Wherever a run was killed, the next save succeeds and leaves checkpoints alone, none too many."""
+    """After a kill at any point, the next save succeeds, removes leftovers and keeps the right checkpoints."""
     for folder, disk in faults(act, crash):
         with pytest.raises(Crash):
             act(folder, disk=disk)
@@ -169,7 +169,7 @@ def test_the_next_save_clears_up(act: Act) -> None:
 
 
 def test_killed_in_the_first_save(tmp_path: Path) -> None:
-    """A run that is killed in its first save has no checkpoint, or that one; never one that cannot be loaded."""
+    """A run killed in its first save has no checkpoint or that one, never one that cannot be loaded."""
     disk = FaultyDisk()
     save(tmp_path / "whole" / "checkpoints", 0, state_of(2), disk=disk)
     for number in range(len(disk.operations)):
@@ -199,7 +199,7 @@ def test_killed_in_the_first_save(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 2), st.none() | st.integers(0, 30)), max_size=6))
 @settings(max_examples=60)
 def test_killed_again_and_again(saves: list[tuple[int, int, int | None]]) -> None:
-    """After any saves, some killed anywhere, nothing older than the last one that was completed is loaded."""
+    """After saves that were randomly killed, nothing older than the last completed one is loaded."""
     with TemporaryDirectory() as place:
         folder, step, possible = Path(place), 5, [OLD]
         save(folder, step, state_of(1), disk=FaultyDisk())
@@ -219,9 +219,9 @@ def test_killed_again_and_again(saves: list[tuple[int, int, int | None]]) -> Non
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.slow
 def test_an_error_at_any_operation(act: Act, *, lasting: bool) -> None:
-    """A file system that fails, once or from then on, is an error unless it only cannot remove, and never a loss.
+    """If a file operation fails, once or persistently, saving raises, unless only a removal fails; nothing is lost.
 
-    The former state or the new one is loaded, and the next save succeeds and clears up.
+    The old state or the new one is loaded, and the next save succeeds and removes leftovers.
     """
     for number, name in enumerate(operations_of(act)):
         with TemporaryDirectory() as place:
@@ -244,19 +244,19 @@ def test_an_error_at_any_operation(act: Act, *, lasting: bool) -> None:
 
 
 def test_what_could_not_be_removed_is_said(tmp_path: Path) -> None:
-    """A checkpoint that is complete is not an error because an older one could not be removed: a warning names it."""
+    """If an older checkpoint cannot be removed, saving succeeds with a warning that names it."""
     last = len(operations_of(save_and_remove)) - 1
     disk = FaultyDisk(last, failing(errno.ENOTEMPTY))
 
     saved = save(prepared(tmp_path), 7, state_of(2), keep_last=1, disk=disk)
 
     (warning,) = saved.warnings
-    assert "step-00000005 is no longer needed and could not be removed: [Errno 39] Directory not empty" in warning
+    assert "step-00000005, which is not needed any more: [Errno 39] Directory not empty" in warning
 
 
 @CASES
 def test_a_disk_that_gets_full(act: Act) -> None:
-    """A full disk is an error with the bytes needed and free; nothing half-written stays, and all that was there."""
+    """A full disk raises with the needed and free bytes, leaves no partial file, and keeps existing ones."""
     with TemporaryDirectory() as place:
         needed = save(place, 0, state_of(2), disk=FaultyDisk()).num_bytes
     message = rf"needs {needed} bytes, and \d+ are free \(No space left on device\)"
@@ -276,7 +276,7 @@ def test_a_disk_that_gets_full(act: Act) -> None:
 
 @contextmanager
 def tiny_file_system(place: Path, num_bytes: int) -> Iterator[None]:
-    """Mount a file system of that size at `place`, or skip the test."""
+    """Mount a small file system at `place`, or skip the test."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)]
     try:
         mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
@@ -291,7 +291,7 @@ def tiny_file_system(place: Path, num_bytes: int) -> Iterator[None]:
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """On a file system of 1 MiB, the second checkpoint of 0.6 MiB is refused with both numbers, and the first stays."""
+    """On a file system of 1 MiB, a second checkpoint of 0.6 MiB raises with both numbers, and the first is kept."""
     with tiny_file_system(tmp_path, 1 << 20):
         first, second = ({"weight": torch.full((150_000,), value)} for value in (1.0, 2.0))
         saved = save(tmp_path, 1, first)
@@ -306,7 +306,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_are_really_killed(tmp_path: Path) -> None:
-    """Processes killed with SIGKILL, one at each operation, leave the former state or the new one, and no obstacle."""
+    """Processes killed with SIGKILL at each operation leave the old state or the new one, and no obstacle."""
     folders = [prepared(tmp_path / str(number)) for number in range(len(operations_of(replace)))]
     command = [sys.executable, "-m", "tests.checkpoints.faulty_disk", str(tmp_path), "5"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""What several processes save in parts is one checkpoint: as whole, as safe, and readable by other software."""
+"""A checkpoint saved in parts by several processes is complete, safe, and readable by other software."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from anybatch.checkpoints import list_checkpoints, load, load_latest, save
 from anybatch.checkpoints.loading import stored_state
-from anybatch.checkpoints.parts import HeldPart, deal_parts
+from anybatch.checkpoints.parts import HeldPart, assign_parts
 from anybatch.checkpoints.saving_together import SharedSave
 from anybatch.checkpoints.structure import TensorPart
 from anybatch.errors import CheckpointError, DamagedCheckpointError, TruncatedCheckpointError, UserError
@@ -23,7 +23,7 @@ NUM_PROCESSES = 3
 
 
 def whole_state(number: int = 0) -> dict[str, Any]:
-    """Return a state with rows and columns to cut, tied weights, numbers, and a dtype that safetensors lacks."""
+    """Return a state with tensors to shard by row and column, tied weights, numbers, and an unusual dtype."""
     generator = torch.Generator().manual_seed(number)
     rows, columns = torch.randn(7, 4, generator=generator), torch.randn(2, 5, 2, generator=generator)
     weights = {"rows": rows, "tied": rows, "columns": columns}
@@ -36,10 +36,10 @@ def whole_state(number: int = 0) -> dict[str, Any]:
 
 
 def held_by(state: dict[str, Any], process: int) -> dict[str, Any]:
-    """Return what a process has: rows and columns are cut, the scale is the first one's, the rest everybody's."""
+    """Return the state of a process: its row and column shards, the rest in full, and the scale on process 0."""
 
     def part(tensor: torch.Tensor, dim: int) -> TensorPart:
-        pieces = tensor.chunk(NUM_PROCESSES, dim)  # the last of them is smaller, or there is none
+        pieces = tensor.chunk(NUM_PROCESSES, dim)  # the last is smaller or missing
         begin = sum(piece.shape[dim] for piece in pieces[:process])
         own = pieces[process] if process < len(pieces) else tensor.narrow(dim, 0, 0)
         return TensorPart(own, tuple(tensor.shape), tuple(begin if at == dim else 0 for at in range(tensor.dim())))
@@ -70,9 +70,9 @@ def save_together(folder: Path, state: dict[str, Any], *, disk: FaultyDisk) -> P
     "columns = _slices(starts[1:], stops[1:], starts[1:])",
 )
 def test_parts_are_loaded_as_the_whole(tmp_path: Path) -> None:
-    """A state that three processes save in parts is loaded as the one that a single process saves, bit for bit.
+    """A state saved in parts by three processes loads bitwise the same as one saved by a single process.
 
-    Of each tensor any box can be read, too.
+    Any box of a tensor can be read too.
     """
     state = whole_state()
     path = save_together(tmp_path / "parts", state, disk=FaultyDisk())
@@ -88,7 +88,7 @@ def test_parts_are_loaded_as_the_whole(tmp_path: Path) -> None:
 
 
 def test_each_part_is_written_once(tmp_path: Path) -> None:
-    """The files of all processes together have each number once, and about as many bytes each."""
+    """The files of all processes together have each number once, in roughly equal parts."""
     state = whole_state()
     state["many"] = [torch.full((1000,), float(number)) for number in range(9)]
     path = save_together(tmp_path, state, disk=FaultyDisk())
@@ -101,7 +101,7 @@ def test_each_part_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_parts(tmp_path: Path) -> None:
-    """`torch.distributed.checkpoint` loads the tensors of a folder of parts with its own reader."""
+    """`torch.distributed.checkpoint` can read the tensors of a checkpoint in parts."""
     state = whole_state()
     path = save_together(tmp_path, state, disk=FaultyDisk())
     found = {f"model.{name}": torch.zeros_like(state["model"][name]) for name in ("rows", "columns", "scale")}
@@ -120,7 +120,7 @@ def test_torch_reads_the_parts(tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_whatever_is_cut_short_the_old_or_the_new_one_is_whole(tmp_path: Path) -> None:
-    """Cut short at any operation of any process, or without power, what loads is the former checkpoint or the new."""
+    """Interrupted at any operation of any process, or by power loss, the old or the new checkpoint is loaded."""
     counting = FaultyDisk()
     save_together(tmp_path / "counted", whole_state(1), disk=FaultyDisk())
     save_together(tmp_path / "counted", whole_state(2), disk=counting)
@@ -139,7 +139,7 @@ def test_whatever_is_cut_short_the_old_or_the_new_one_is_whole(tmp_path: Path) -
 
 
 def test_a_full_disk_is_said_with_the_path(tmp_path: Path) -> None:
-    """A process that cannot write says which checkpoint it was; the former one is as it was."""
+    """A process that cannot write raises with the checkpoint's name, and the old one is unchanged."""
     save_together(tmp_path, whole_state(1), disk=FaultyDisk())
     disk = FaultyDisk(8, failing(28), lasting=True)
     with pytest.raises(CheckpointError, match="step-00000002 could not be saved"):
@@ -157,7 +157,7 @@ def test_a_full_disk_is_said_with_the_path(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_part_is_damage(damage: Callable[[Path], Any], error: type[CheckpointError], tmp_path: Path) -> None:
-    """Where one process's file is missing, shorter or different, the checkpoint is passed over."""
+    """If one process's file is missing, truncated or changed, the checkpoint is skipped."""
     path = save_together(tmp_path, whole_state(1), disk=FaultyDisk())
     damage(path / "tensors-00002-of-00003.safetensors")
 
@@ -166,7 +166,7 @@ def test_a_damaged_part_is_damage(damage: Callable[[Path], Any], error: type[Che
 
 
 def test_notes_of_threads_are_no_part_of_the_checkpoint(tmp_path: Path) -> None:
-    """Threads that leave word of their files in the folder are heard when all have; an error is told as it was."""
+    """Reports of threads in the folder are read when all have finished; an error is passed on unchanged."""
     state = whole_state(4)
     for reason in ("", "no room"):
         shares = [
@@ -196,13 +196,13 @@ def _row(begin: int, stop: int) -> HeldPart:
 
 @pytest.mark.parametrize("held", [((0, 2), (3, 4)), ((0, 4), (0, 2)), ((0, 3), (2, 4))])
 def test_parts_that_do_not_make_up_the_whole_are_refused(held: Sequence[tuple[int, int]]) -> None:
-    """Gaps and overlaps are refused before anything is written, with the tensor's name and what to do."""
+    """Gaps and overlaps raise before anything is written, with the tensor's name and the fix."""
     with pytest.raises(CheckpointError, match=r"'a' .*do not make up the whole.*sharded=False"):
-        deal_parts([[_row(*rows)] for rows in held])
+        assign_parts([[_row(*rows)] for rows in held])
 
 
 def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
-    """A state that cannot be restored is refused before a folder is made."""
+    """A state that cannot be restored raises before a folder is created."""
     with pytest.raises(UserError, match="state\\['a'\\]"):
         SharedSave(tmp_path / "new", 0, {"a": object()}, process=0, num_processes=2)
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""A checkpoint can be read without anybatch, and without running anything that is in it."""
+"""A checkpoint can be read without anybatch, and without running code in it."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anybatch.checkpoints import save
-from anybatch.checkpoints.tensors import STANDARD_DTYPES, lay_out, read_tensors
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, file_layout, read_tensors
 from tests.checkpoints.exactly import bytes_of, exactly
 from tests.checkpoints.faulty_disk import FaultyDisk
 
@@ -27,7 +27,7 @@ TENSORS = {
 
 
 def test_plain_json_and_safetensors_read_it(tmp_path: Path) -> None:
-    """The files are JSON and safetensors, and nothing else: other software finds every number and tensor in them."""
+    """A checkpoint consists of JSON and safetensors files that other software can read completely."""
     state = {"tensors": TENSORS, "lr": 0.1, "betas": (0.9, 0.999), "best": float("inf"), "name": "größer"}
     path = save(tmp_path, 12, state, disk=FaultyDisk()).path
     body = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def test_plain_json_and_safetensors_read_it(tmp_path: Path) -> None:
 
 
 def test_digests_are_those_of_any_tool(tmp_path: Path) -> None:
-    """The file of digests holds the length and the SHA-256 of the other two, as any tool computes them."""
+    """The digest file has the lengths and SHA-256 digests of the other files, as standard tools compute them."""
     path = save(tmp_path, 0, {"a": torch.ones(3)}).path
     files = json.loads((path / "digests.json").read_text())["files"]
     contents = {name: (path / name).read_bytes() for name in ("state.json", "tensors.safetensors")}
@@ -63,7 +63,7 @@ def test_digests_are_those_of_any_tool(tmp_path: Path) -> None:
 
 
 def test_tensors_of_the_reference_library_are_read(tmp_path: Path) -> None:
-    """A file that the format's own library wrote is read with the same tensors."""
+    """A file written by the safetensors library is read with the same tensors."""
     given = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
     save_file(given, tmp_path / "reference.safetensors", metadata={"format": "pt"})
     with (tmp_path / "reference.safetensors").open("rb") as file:
@@ -75,8 +75,8 @@ def test_tensors_of_the_reference_library_are_read(tmp_path: Path) -> None:
 
 
 def test_tensors_begin_where_their_items_may(tmp_path: Path) -> None:
-    """Every tensor begins at a multiple of its item's width, so that others can map the file into memory."""
-    layout = lay_out(TENSORS)
+    """Every tensor is aligned to its item size, so that other software can map the file into memory."""
+    layout = file_layout(TENSORS)
     (tmp_path / "laid_out.safetensors").write_bytes(b"".join(map(bytes, layout.blocks())))
     header = json.loads(layout.head[8:])
     del header["__metadata__"]
@@ -98,7 +98,7 @@ def test_tensors_begin_where_their_items_may(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_lies_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
-    """A header whose shapes, offsets and file disagree is refused before a tensor is made of other bytes."""
+    """A header with inconsistent shapes or offsets is rejected before any tensor is created."""
     text = json.dumps({"__metadata__": {"format": "pt"}, "a": entry}).encode()
     path = tmp_path / "lying.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))

@@ -1,4 +1,4 @@
-"""A state that cannot be restored exactly is refused before anything is written, with its place and a way out."""
+"""A state that cannot be restored exactly raises before anything is written, with its place and the fix."""
 
 import enum
 import re
@@ -18,7 +18,7 @@ from anybatch.errors import UserError
 
 
 class Colour(enum.IntEnum):
-    """A number that is more than its value."""
+    """An enum member, which is more than its value."""
 
     RED = 1
 
@@ -58,7 +58,7 @@ CYCLE.append(CYCLE)
     ],
 )
 def test_it_is_refused_with_its_place(make: Any, message: str, tmp_path: Path) -> None:
-    """Anything that would come back as something else is refused, with its place, its type and what to do."""
+    """A value that would not be restored as itself raises with its place, its type and the fix."""
     state = {"model": {3: [None, make()]}}
 
     with pytest.raises(UserError, match=message) as caught:
@@ -69,6 +69,6 @@ def test_it_is_refused_with_its_place(make: Any, message: str, tmp_path: Path) -
 
 
 def test_the_state_itself_is_looked_at(tmp_path: Path) -> None:
-    """A state that is of a type of its own is refused like anything in it."""
+    """A state of an unknown type raises, like any value in it."""
     with pytest.raises(UserError, match=r"^state is type collections.defaultdict, which .* dict\(\.\.\.\)"):
         save(tmp_path, 0, defaultdict(int))

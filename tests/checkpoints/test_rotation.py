@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, how they are called, and what is said about the others."""
+"""Which checkpoints are kept, their names, and messages about other files."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.faults import sees
 
 
 def names(folder: Path) -> list[str]:
-    """Return everything that lies in a folder."""
+    """Return all entries of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -24,7 +24,7 @@ def names(folder: Path) -> list[str]:
 )
 @pytest.mark.parametrize("keep_last", [1, 2, 5])
 def test_the_newest_are_kept(keep_last: int, tmp_path: Path) -> None:
-    """After each save, `keep_last` checkpoints are there, or as many as were saved, and each is intact."""
+    """After each save, `keep_last` checkpoints exist, or all saved ones, and each is intact."""
     for step in range(0, 70, 10):
         saved = save(tmp_path, step, state_of(step), keep_last=keep_last, disk=FaultyDisk())
         kept = range(step, -1, -10)[:keep_last]
@@ -39,7 +39,7 @@ def test_the_newest_are_kept(keep_last: int, tmp_path: Path) -> None:
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """Saving a step again replaces it, and nothing of the former one is left."""
+    """Saving a step again replaces its checkpoint without leftovers."""
     for number in (1, 2, 3):
         save(tmp_path, 4, state_of(number), keep_last=1)
 
@@ -48,7 +48,7 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
-    """A run resumed from an earlier step keeps its own; later steps are neither counted nor removed, but reported."""
+    """A run resumed from an earlier step keeps its checkpoints; later ones are reported, not counted or removed."""
     for step in (10, 20, 30):
         save(tmp_path, step, state_of(step), keep_last=3, disk=FaultyDisk())
     saved = save(tmp_path, 15, state_of(15), keep_last=1, disk=FaultyDisk())
@@ -63,7 +63,7 @@ def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
 
 
 def test_a_damaged_newer_one_does_not_cost_the_new_one(tmp_path: Path) -> None:
-    """After falling back, what the run saves stays, is loaded, and in time replaces what was damaged."""
+    """After a fallback, the run's new checkpoints are kept, loaded, and in time replace the damaged ones."""
     for step in (10, 20):
         save(tmp_path, step, state_of(step), disk=FaultyDisk())
     (tmp_path / "step-00000020" / "state.json").write_text("")
@@ -78,7 +78,7 @@ def test_a_damaged_newer_one_does_not_cost_the_new_one(tmp_path: Path) -> None:
 
 
 def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
-    """Killed between the two renames of a replacement, the former checkpoint is loaded, and gets its name back."""
+    """Killed between the two renames of a replacement, the old checkpoint is loaded and gets its name back."""
     save(tmp_path, 1, state_of(1))
     save(tmp_path, 2, state_of(2)).path.rename(tmp_path / "step-00000002.replaced")
 
@@ -90,7 +90,7 @@ def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_former_one_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
-    """Beside the one that replaced it, the former checkpoint is loaded only if that one is damaged."""
+    """The old checkpoint of a replaced one is loaded only if the new one is damaged."""
     save(tmp_path, 2, state_of(1)).path.rename(tmp_path / "step-00000002.replaced")
     new = save(tmp_path / "elsewhere", 2, state_of(2)).path.rename(tmp_path / "step-00000002")
 
@@ -100,7 +100,7 @@ def test_the_former_one_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
 
 
 def test_other_things_in_the_folder_are_let_be(tmp_path: Path) -> None:
-    """Whatever else lies in the folder is neither listed nor loaded nor removed."""
+    """Other files in the folder are ignored and kept."""
     others = ["best", "step-12", "step-00000001.old", "step-last.saving", "notes.txt", "step-00000001.saving.txt"]
     for name in others:
         (tmp_path / name).mkdir()
@@ -112,7 +112,7 @@ def test_other_things_in_the_folder_are_let_be(tmp_path: Path) -> None:
 
 
 def test_what_a_user_put_into_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
-    """Folders and links inside a checkpoint do not keep it from being removed, and what links lead to stays."""
+    """A checkpoint is removed with the folders and links that a user added, but not the targets of links."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "kept.txt").touch()
     folder = tmp_path / "checkpoints"
@@ -128,7 +128,7 @@ def test_what_a_user_put_into_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_steps_sort_as_numbers(tmp_path: Path) -> None:
-    """Steps are ordered as numbers also where they need more digits than the name has."""
+    """Steps are ordered as numbers, even with more digits than usual in the name."""
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step, state_of(1), keep_last=3)
 
@@ -137,7 +137,7 @@ def test_steps_sort_as_numbers(tmp_path: Path) -> None:
 
 
 def test_a_copied_checkpoint_is_loaded_from_anywhere(tmp_path: Path) -> None:
-    """A checkpoint is its files: under another name and in another folder it is loaded all the same."""
+    """A checkpoint can be loaded under another name and from another folder."""
     path = save(tmp_path / "run" / "checkpoints", 7, state_of(1)).path.rename(tmp_path / "best")
 
     assert exactly(load(str(path))) == exactly(state_of(1))
@@ -145,20 +145,20 @@ def test_a_copied_checkpoint_is_loaded_from_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
 def test_a_step_is_a_count(step: object, tmp_path: Path) -> None:
-    """A step that is no count is refused with its value, and nothing is written."""
+    """A step that is not a count raises with its value, and nothing is written."""
     with pytest.raises(UserError, match=f"step={step!r} must be a whole number of at least 0"):
         save(tmp_path / "a", step, {})  # type: ignore[arg-type]  # on purpose
     assert not (tmp_path / "a").exists()
 
 
 def test_none_cannot_be_kept(tmp_path: Path) -> None:
-    """Keeping no checkpoint is refused: what was saved would be removed."""
+    """Keeping no checkpoint is an error, as each save would be removed."""
     with pytest.raises(UserError, match="keep_last=0 must be a whole number of at least 1"):
         save(tmp_path, 0, {}, keep_last=0)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    """A file where the folder of checkpoints should be is reported as such by all three."""
+    """A file instead of the folder of checkpoints is reported by all three functions."""
     path = tmp_path / "checkpoints"
     path.touch()
 

@@ -1,4 +1,4 @@
-"""A loaded state is the saved one, to the last bit."""
+"""A loaded state is bitwise the saved one."""
 
 import math
 import warnings
@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from anybatch.checkpoints import load, save
-from anybatch.checkpoints.tensors import lay_out
+from anybatch.checkpoints.tensors import file_layout
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import FaultyDisk
 from tests.faults import sees
@@ -73,7 +73,7 @@ def there_and_back(state: dict[Any, Any], folder: Path | str) -> dict[Any, Any]:
 @example({0: "int", "0": "text", -1: ()})
 @settings(max_examples=150)
 def test_a_state_comes_back_exactly(state: Any) -> None:
-    """Any nesting of the permitted types comes back with its types, its order and every bit, NaN and -0.0 included."""
+    """Any nesting of supported types is restored with its types, order and every bit, including NaN and -0.0."""
     with TemporaryDirectory() as folder:
         assert exactly(there_and_back({"state": state}, folder)) == exactly({"state": state})
 
@@ -107,7 +107,7 @@ def test_the_bits_of_nan_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")
 def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Every dtype of torch that is not quantized, the format's own or not, keeps dtype, shape and bits."""
+    """Every dtype of torch that is not quantized keeps its dtype, shape and bits."""
     state = {}
     for shape in [(), (0, 3), (4,), (2, 3)]:
         raw = torch.arange(17, 17 + dtype.itemsize * math.prod(shape), dtype=torch.uint8)
@@ -140,7 +140,7 @@ def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     ],
 )
 def test_views_come_back_as_what_they_show(make: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
-    """A tensor that is a view (transposed, strided, expanded, conjugated) is restored with the values it shows."""
+    """A view (transposed, strided, expanded, conjugated) is restored with its values."""
     state = {"view": make(torch.arange(12, dtype=torch.float32).reshape(3, 4))}
 
     assert exactly(there_and_back(state, tmp_path)) == exactly(state)
@@ -157,7 +157,7 @@ def test_views_come_back_as_what_they_show(make: Callable[[torch.Tensor], torch.
 """,
 )
 def test_tied_tensors_are_stored_once_and_tied_again(tmp_path: Path) -> None:
-    """Tensors that show the same memory in the same way take their bytes once, and are one memory again."""
+    """Tied tensors are stored once and are tied again after loading."""
     weight = torch.rand(1000)
     state = {"encoder": {"weight": weight}, "decoder": [weight.detach(), nn.Parameter(weight)], "part": weight[:10]}
 
@@ -171,7 +171,7 @@ def test_tied_tensors_are_stored_once_and_tied_again(tmp_path: Path) -> None:
 
 
 def test_tensors_without_items_are_tied_only_if_they_are_one(tmp_path: Path) -> None:
-    """Empty tensors all lie at the same address; they are distinguished all the same."""
+    """Empty tensors, which all have the same address, are not tied."""
     empty = torch.empty(0)
     loaded = there_and_back({"a": empty, "b": torch.empty(0), "c": empty}, tmp_path)
 
@@ -180,14 +180,14 @@ def test_tensors_without_items_are_tied_only_if_they_are_one(tmp_path: Path) -> 
 
 
 def test_no_name_is_taken_from_the_user(tmp_path: Path) -> None:
-    """The one name that the format keeps for itself can be used as a key, also for a tensor at the top."""
+    """The format's one reserved name can be used as a key, also for a top-level tensor."""
     state = {"__metadata__": torch.ones(2), "__metadata__~2": torch.zeros(2)}
 
     assert exactly(there_and_back(state, tmp_path)) == exactly(state)
 
 
 def test_views_that_differ_are_not_taken_for_tied(tmp_path: Path) -> None:
-    """The same memory shown in another shape, order, dtype or sign is another tensor."""
+    """Views of the same memory with different shape, order, dtype or sign are not tied."""
     square = torch.rand(4, 4)
     turned = square.to(torch.complex64).mul(1j)
     state = {
@@ -199,7 +199,7 @@ def test_views_that_differ_are_not_taken_for_tied(tmp_path: Path) -> None:
 
 
 def test_a_parameter_comes_back_as_its_values(tmp_path: Path) -> None:
-    """A parameter is restored as a tensor that requires no gradient, and a tensor with a graph without it."""
+    """A parameter is restored as a tensor that does not require grad, and a tensor with a graph without the graph."""
     weight = nn.Parameter(torch.rand(3))
     loaded = there_and_back({"weight": weight, "twice": weight * 2}, tmp_path)
 
@@ -208,7 +208,7 @@ def test_a_parameter_comes_back_as_its_values(tmp_path: Path) -> None:
 
 
 def test_loaded_tensors_are_ordinary_ones(tmp_path: Path) -> None:
-    """A loaded tensor owns memory that can be written to and resized, and that outlives the checkpoint's file."""
+    """A loaded tensor owns its memory, can be written and resized, and outlives the checkpoint's file."""
     saved = save(tmp_path, 0, {"a": torch.ones(4), "b": torch.zeros(4)})
     loaded = load(saved.path)
     for file in saved.path.iterdir():
@@ -227,9 +227,9 @@ def test_loaded_tensors_are_ordinary_ones(tmp_path: Path) -> None:
     "_flat_bytes(tensor).split(len(window))[:1]",
 )
 def test_a_tensor_wider_than_the_window_comes_back(tmp_path: Path) -> None:
-    """A tensor goes to its file in pieces of at most 16 MiB, whatever its size, and is whole again when loaded."""
+    """A tensor is written in pieces of at most 16 MiB and restored completely."""
     large = torch.arange((1 << 23) + 5, dtype=torch.int32)[1:]  # 32 MiB and 16 bytes
-    blocks = [len(block) for block in lay_out({"large": large}).blocks()]
+    blocks = [len(block) for block in file_layout({"large": large}).blocks()]
     state = {"large": large, "small": torch.ones(3)}
 
     assert blocks[1:] == [1 << 24, 1 << 24, 16]
@@ -246,7 +246,7 @@ def test_a_tensor_wider_than_the_window_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_an_optimizer_continues_bit_for_bit(make: Callable[[list[dict[str, Any]]], Optimizer], tmp_path: Path) -> None:
-    """An optimizer's state is restored exactly, and three more steps from it give the same bits."""
+    """An optimizer's state is restored exactly, and three more steps give bitwise the same result."""
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     groups: list[dict[str, Any]] = [
         {"params": list(layers[0].parameters()), "lr": 0.3},
@@ -289,7 +289,7 @@ def test_an_optimizer_continues_bit_for_bit(make: Callable[[list[dict[str, Any]]
     ],
 )
 def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp_path: Path) -> None:
-    """A scheduler's state is restored exactly, and gives the same learning rates from there on."""
+    """A scheduler's state is restored exactly, with the same later learning rates."""
 
     def build() -> tuple[Optimizer, Any]:
         optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
@@ -303,7 +303,7 @@ def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp
             learning_rates.append(optimizer.param_groups[0]["lr"])
         return learning_rates
 
-    with warnings.catch_warnings():  # SequentialLR itself calls step as torch warns others not to
+    with warnings.catch_warnings():  # SequentialLR calls step in a way that torch warns about
         warnings.simplefilter("ignore", UserWarning)
         optimizer, scheduler = build()
         rates(optimizer, scheduler)
@@ -319,7 +319,7 @@ def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp
 
 
 def test_a_plateau_scheduler_and_a_loss_scaler_come_back(tmp_path: Path) -> None:
-    """States that hold infinities, and that of fp16's loss scaler, are restored exactly."""
+    """States with infinities, and fp16's loss scaler, are restored exactly."""
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     state = {"scheduler": schedulers.ReduceLROnPlateau(optimizer).state_dict(), "scaler": scaler.state_dict()}
@@ -330,7 +330,7 @@ def test_a_plateau_scheduler_and_a_loss_scaler_come_back(tmp_path: Path) -> None
 
 @pytest.mark.gpu(1)
 def test_tensors_of_an_accelerator_come_back_on_the_cpu(tmp_path: Path) -> None:
-    """A tensor on a GPU is saved through a small window on the host, and restored on the CPU with the same bits."""
+    """A GPU tensor is saved through a small host buffer, and restored on the CPU with the same bits."""
     large = torch.rand((1 << 22) + 3, device="cuda")
     state = {"large": large, "turned": large[:12].view(3, 4).t(), "tied": large}
     torch.cuda.synchronize()
@@ -344,5 +344,5 @@ def test_tensors_of_an_accelerator_come_back_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_an_empty_state_comes_back(tmp_path: Path) -> None:
-    """A state without anything in it is a checkpoint like any other."""
+    """An empty state can be saved and loaded."""
     assert there_and_back({}, tmp_path) == {}

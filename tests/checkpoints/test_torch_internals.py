@@ -1,4 +1,4 @@
-"""What checkpoints ask of torch in private: the versions of layers go along with a state dict."""
+"""Private torch APIs for checkpoints: a state dict carries the versions of its layers."""
 
 from collections import OrderedDict
 
@@ -9,7 +9,7 @@ from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versi
 
 
 def test_versions_of_layers_go_along() -> None:
-    """A state dict that was given its versions is loaded as the original; without them BatchNorm lacks its counter."""
+    """A state dict with versions loads like the original; without them BatchNorm lacks its counter."""
     layer = nn.BatchNorm1d(2)
     layer(torch.rand(3, 2))
     state = layer.state_dict()

@@ -1,6 +1,6 @@
-"""A job that takes a second, and faults that strike it in the middle of a step.
+"""A job that takes a second, and faults in the middle of its steps.
 
-It has what makes resuming hard: dropout, AdamW's moments, a schedule, epochs whose last batch is smaller.
+It has everything that makes resuming hard: dropout, AdamW's moments, a schedule, epochs with a smaller last batch.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class FaultError(Exception):
 
 @dataclass
 class Calls:
-    """How often the loss was called in this process."""
+    """Counts the calls of the loss in this process."""
 
     number: int = 0
 
@@ -51,7 +51,7 @@ CALLS = Calls()
 
 
 def job(strike: Callable[[], None] | None = None) -> ab.Job:
-    """Return the job; `strike` is called in every forward, and else the fault that the environment names.
+    """Return the job; each forward calls `strike`, or by default triggers the fault set in the environment.
 
     Forwards of a step count; forwards of the first-step check do not.
     """
@@ -90,7 +90,7 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
 
 
 def strike_from_environment() -> None:
-    """Do what FAULT says, "what:call:rank", in that call of the loss on that rank."""
+    """Trigger the fault in FAULT, "what:call:rank", at that call of the loss on that rank."""
     CALLS.number += 1
     what, _, where = os.environ.get(FAULT, "").partition(":")
     if not what or where != f"{CALLS.number}:{os.environ.get('RANK', '0')}":
@@ -99,7 +99,7 @@ def strike_from_environment() -> None:
 
 
 def signal_launcher(number: signal.Signals) -> None:
-    """Send a signal to the process that has started this rank."""
+    """Send a signal to the parent process of this rank."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
@@ -107,27 +107,27 @@ def signal_launcher(number: signal.Signals) -> None:
 
 
 def kill_launcher() -> None:
-    """Kill it, and wait until it is gone."""
+    """Kill the parent process and wait for its end."""
     signal_launcher(signal.SIGKILL)
     while multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
         pass
 
 
 def terminate_launcher() -> None:
-    """Ask it to stop, and wait until it says that it will: its standard error is the file that SAID names."""
+    """Send SIGTERM to the parent, and wait for its message in the standard error file named by SAID."""
     signal_launcher(signal.SIGTERM)
     while "SIGTERM" not in Path(os.environ[SAID]).read_text():
         pass
 
 
 def raise_fault() -> None:
-    """Fail as a user's code does."""
+    """Raise an exception like the user's code."""
     message = "mine"
     raise FaultError(message)
 
 
 def interrupt_twice() -> None:
-    """Press Ctrl-C, wait until it is said what a second one does, press it again, and never end this step."""
+    """Send SIGINT, wait for the message about a second one, send it again, and never end this step."""
     signal_launcher(signal.SIGINT)
     while "SIGINT" not in Path(os.environ[SAID]).read_text():
         pass
@@ -137,7 +137,7 @@ def interrupt_twice() -> None:
 
 
 def hang() -> None:
-    """Say so, and never come back from this step: whoever reads it ends the host."""
+    """Report it and hang in this step; the reader kills the host."""
     Path(os.environ[SAID]).write_text("hangs")
     signal.pause()
 
@@ -155,13 +155,13 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 class StopAfter:
-    """Asks to stop after that many steps of a session; a stand-in for a signal."""
+    """Requests a stop after this many steps of a session, like a signal."""
 
     def __init__(self, num_steps: int) -> None:
         self.left = num_steps
 
     def __call__(self) -> bool:
-        """Return whether to stop; asked once in each step."""
+        """Return whether to stop; called once per step."""
         self.left -= 1
         return self.left == 0
 
@@ -175,7 +175,7 @@ def run(
     stopping_rank: int = 0,
     failing_call: int = 0,
 ) -> SessionResult:
-    """Train the small job on every rank that calls this, one sample at a time, so that the log names each of them."""
+    """Train the small job on every rank that calls this, one sample at a time, so that logs name every sample."""
     world = World.from_environment(device="cpu")
     calls = Calls()
 
@@ -205,9 +205,9 @@ def lines(folder: Path, *, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:
-    """Return step -> the ids of its samples over all ranks, from the logs; what a resume has undone is left out."""
+    """Return step -> ids of its samples over all ranks, from the logs, without steps that a resume discarded."""
     starts = [(line["first_step"], line["world_size"]) for line in logged(folder, "start")]
-    # Of each session, the steps that no later one has made again.
+    # For each session, the steps that no later session repeated.
     kept = [
         range(first, min([after for after, _ in starts[number + 1 :]], default=1 << 62))
         for number, (first, _) in enumerate(starts)
@@ -230,22 +230,22 @@ def logged(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def header(folder: Path) -> dict[str, Any]:
-    """Return what the run was asked for."""
+    """Return the run's settings."""
     return dict(json.loads(RunFolder(folder).header.read_text()))
 
 
 def failing_job() -> ab.Job:
-    """Return a job whose loss fails at once."""
+    """Return a job whose loss fails immediately."""
     return job(raise_fault)
 
 
 def step_bytes() -> int:
-    """Return the bytes of AdamW's counters of steps, one for each parameter."""
+    """Return the bytes of AdamW's step counters, one for each parameter."""
     return 4 * len([*job().model().parameters()])  # type: ignore[union-attr]
 
 
 class RunsOut(torch.autograd.Function):
-    """Runs out of memory in its backward, where strategies that reduce meanwhile cannot leave the step."""
+    """Runs out of memory in its backward, at a point where strategies that reduce cannot leave the step."""
 
     @staticmethod
     def forward(_: Any, values: Tensor) -> Tensor:
@@ -254,18 +254,18 @@ class RunsOut(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *__: Tensor) -> Tensor:
-        """Raise what a device's allocator raises."""
+        """Raise the error of a device's allocator."""
         message = "planted: no memory left"
         raise torch.OutOfMemoryError(message)
 
 
 def measured_job() -> ab.Job:
-    """Return the job, with the noise of its gradient measured in every step."""
+    """Return the job with gradient noise measured in every step."""
     return dataclasses.replace(job(), noise=GradientNoise(every=1))
 
 
 def crowded_job(most: int = 2, from_call: int = 10) -> ab.Job:
-    """Return the job without dropout: on rank 1 more than `most` samples at once do not fit, from a call of it on."""
+    """Return the job without dropout: from one call on, micro-batches above `most` samples do not fit on rank 1."""
     calls = Calls()
     made: list[nn.Module] = []
 

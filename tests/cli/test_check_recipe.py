@@ -1,4 +1,4 @@
-"""`anybatch check RECIPE`: built-in recipes are exact, and a recipe that is not is reported."""
+"""`anybatch check RECIPE`: built-in recipes are exact, and an inexact recipe is reported."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def job():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["digits", "text"])
 def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A built-in recipe is exact in every cut, and the exit status says so."""
+    """A built-in recipe is exact in every cut, and the exit status is 0."""
     status = check_recipe(recipe, num_samples=5, micro_batch_sizes=[2], seed=0, figure=None)
 
     printed = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sum declared as a mean ends with a status of its own, the reason and a picture."""
+    """A sum declared as a mean is reported with a separate exit status, the reason and a picture."""
     file = tmp_path / "wrong.py"
     file.write_text(WRONG, encoding="utf-8")
     picture = tmp_path / "errors.svg"

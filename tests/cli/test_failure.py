@@ -47,7 +47,7 @@ KILLED = -signal.SIGKILL
     ],
 )
 def test_foreseen_errors(error: BaseException, status: Status) -> None:
-    """Each kind of error that was foreseen has a status of its own, and is a message without a traceback."""
+    """Each kind of expected error has its own status, and prints a message without a traceback."""
     assert status_of(error) is status
     said = explain(raised(error), in_full=False)
     assert said.startswith("anybatch: ")
@@ -57,7 +57,7 @@ def test_foreseen_errors(error: BaseException, status: Status) -> None:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EIO, "I/O error"), AnyBatchError("x")])
 def test_other_errors(error: Exception) -> None:
-    """Whatever else is raised has status 1."""
+    """Any other exception has status 1."""
     assert status_of(error) is Status.UNEXPECTED
 
 
@@ -69,7 +69,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
-    """The traceback of a user's own error begins in the user's file: anybatch's and torch's frames above are cut."""
+    """The traceback of a user's error starts in the user's file, without anybatch's and torch's frames above."""
     with pytest.raises(small.FaultError) as caught:
         train(small.job(small.raise_fault), tmp_path / "run", world=World())
     error = caught.value
@@ -88,7 +88,7 @@ def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
 
 
 def test_own_faults_are_shown_in_full() -> None:
-    """An error without a frame of the user is ours: the whole traceback, and where to report it."""
+    """An error without a user frame is a bug of ours: it prints the whole traceback and where to report it."""
     error = ValueError("deep inside")
     said = explain(error, in_full=False)
     assert "anybatch env" in said
@@ -113,7 +113,7 @@ def test_own_faults_are_shown_in_full() -> None:
     ],
 )
 def test_first_failure_counts(statuses: list[int], exit_codes: dict[int, int], status: Status, words: str) -> None:
-    """The status of several ranks is that of the one that failed by itself, not of those that ended because of it."""
+    """The exit status of several ranks comes from the rank that failed first."""
     found, said = exit_status_of(statuses, exit_codes)
     assert found is status
     assert said.startswith(words)
@@ -121,7 +121,7 @@ def test_first_failure_counts(statuses: list[int], exit_codes: dict[int, int], s
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks together use the cores once, each has a thread at least, and OMP_NUM_THREADS still holds."""
+    """The ranks share the cores, with at least one thread each, and OMP_NUM_THREADS takes precedence."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     assert [threads_per_rank(number) for number in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
@@ -131,7 +131,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("num_accelerators", "num_ranks", "said"),
-    [(0, 1, ""), (2, 2, ""), (4, 2, "4 accelerators are here, and 2 of them"), (2, 5, "5 ranks share 2")],
+    [(0, 1, ""), (2, 2, ""), (4, 2, "uses 2 of 4 accelerators"), (2, 5, "5 ranks share 2")],
 )
 def test_unused_accelerators(
     num_accelerators: int,
@@ -140,7 +140,7 @@ def test_unused_accelerators(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One rank per accelerator is "auto", and one without any; an accelerator that is left unused is warned of."""
+    """With "auto", the launcher starts one rank per accelerator, or one without any; unused ones raise a warning."""
     monkeypatch.setattr("torch.accelerator.device_count", lambda: num_accelerators)
     monkeypatch.setattr("shutil.which", lambda _: None)
     request = TrainRequest(recipe=None, folder=None, resume=None, ranks="auto", choices={})

@@ -1,4 +1,4 @@
-"""A forecast from the command line: by numbers that are given, and by a recipe that is timed here."""
+"""Forecasts from the command line: from given numbers, or from a recipe timed on this machine."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def parsed(words: str) -> argparse.Namespace:
 
 
 def test_from_given_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table goes up to the ranks that were asked for, JSON has the same rows, weak scaling lets the batch grow."""
+    """The table goes up to the requested ranks, JSON has the same rows, and weak scaling lets the batch grow."""
     out = tmp_path / "forecast.json"
     words = f"--forecast 1024 --link 400Gbit,5us --inner-link 150GB/s,2us --devices-per-host 8 {GIVEN} --json {out}"
     assert run_forecast(parsed(f"{words} --effective-batch-size 8192")) == Status.DONE
@@ -49,13 +49,13 @@ def test_from_given_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The recipe is timed on this machine, its gradients are counted, and the picture is there."""
+    """The recipe is timed on this machine, its gradients are counted, and the picture is written."""
     picture = tmp_path / "forecast.png"
     words = f"{SPEC} --forecast 8 --link 1Gbit,1ms --micro-batch-size 4 --effective-batch-size 16 --figure {picture}"
     assert run_forecast(parsed(words)) == Status.DONE
 
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{SPEC}: what would more ranks bring?")
+    assert printed.startswith(f"{SPEC}: forecast from times of one rank")
     assert "328 bytes of gradients" in printed  # (3 x 8 + 8 + 8 + 1) float64
     assert "4 x 4" in printed
     assert picture.exists()
@@ -65,7 +65,7 @@ def test_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("words", "said"),
     [
         (f"--forecast 8 {GIVEN}", "--link 400Gbit,5us"),
-        ("--forecast 8 --link 1Gbit,1ms", "name a recipe"),
+        ("--forecast 8 --link 1Gbit,1ms", "pass a recipe"),
         ("--forecast 8 --link 1Gbit,1ms --micro-batch-seconds 0.1", "--gradient-bytes"),
         (f"--forecast 8 --link 1Gbit,1ms {GIVEN} --fixed-seconds 0.2", "--fixed-seconds 0.2"),
         (f"--forecast 8 --link 1Gbit,1ms {GIVEN} --devices-per-host 8", "--inner-link"),
@@ -73,20 +73,20 @@ def test_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_what_is_missing(words: str, said: str) -> None:
-    """What a forecast needs and was not given is named, with an example."""
+    """The error names each missing option of a forecast, with an example."""
     with pytest.raises(UserError, match=said):
         run_forecast(parsed(words))
 
 
 def test_a_wrong_link(capsys: pytest.CaptureFixture[str]) -> None:
-    """A link that cannot be read ends the program with how one is written."""
+    """An unreadable link is reported with the right notation."""
     with pytest.raises(SystemExit):
         parsed("--forecast 8 --link 10")
     assert "'10' is no link" in capsys.readouterr().err
 
 
 def test_options_that_a_verb_has_already() -> None:
-    """A verb that has an option of its own leaves it out here."""
+    """Forecast options that a command already has can be left out."""
     parser = Parser("scale", "Scale.")
     parser.add_argument("--figure", type=Path)
     add_forecast_options(parser, without=["--figure"])

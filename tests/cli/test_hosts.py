@@ -1,4 +1,4 @@
-"""Several hosts: torchrun on each of them, and a run that goes on when one of them is gone."""
+"""Several hosts under torchrun, and a run that continues when one of them fails."""
 
 import os
 import select
@@ -34,7 +34,7 @@ IN_EPOCH_3 = 29  # a call of the loss on the third rank, one sample per call
 
 @pytest.fixture(scope="module")
 def three_hosts() -> Iterator[list[Host]]:
-    """Three hosts, each with a network of its own; skipped where the system does not allow that."""
+    """Three hosts with separate networks; skipped if the system does not allow that."""
     with ExitStack() as ends:
         try:
             made = ends.enter_context(hosts(3))
@@ -45,7 +45,7 @@ def three_hosts() -> Iterator[list[Host]]:
 
 @pytest.mark.slow
 def test_latency() -> None:
-    """A word and its answer take at least twice the latency from host to host, as over a cable of that length."""
+    """A round trip between hosts takes at least twice the latency."""
     with ExitStack() as ends:
         try:
             made = ends.enter_context(hosts(2, rate="1gbit", latency=0.05))
@@ -61,7 +61,7 @@ def test_latency() -> None:
 
 @pytest.mark.slow
 def test_a_host_is_gone(tmp_path: Path, three_hosts: list[Host]) -> None:
-    """One of three hosts vanishes in the middle of a step: the others go on by themselves, each sample once."""
+    """If one of three hosts vanishes in the middle of a step, the others resume, with each sample used once."""
     said = tmp_path / "said"
     os.mkfifo(said)
     with ExitStack() as ends:
@@ -86,12 +86,12 @@ def test_a_host_is_gone(tmp_path: Path, three_hosts: list[Host]) -> None:
 
 
 def outputs(folder: Path) -> list[Path]:
-    """Return the files that hold what each host has printed."""
+    """Return the output files of the hosts."""
     return [folder / f"host{number}" for number in range(3)]
 
 
 def wait_for_word(pipe: int) -> None:
-    """Wait until something is written into a pipe."""
+    """Wait until something is written to a pipe."""
     assert select.select([pipe], [], [], TIMEOUT_SECONDS)[0], "the rank that hangs has not said so"
 
 
@@ -104,7 +104,7 @@ def torchrun(folder: Path) -> list[str]:
 
 
 def environment(said: Path) -> dict[str, str]:
-    """Return the environment on every host: the third rank of three hangs in the last epoch."""
+    """Return the environment of every host: the last of three ranks hangs in the last epoch."""
     fault = {FAULT: f"hang:{IN_EPOCH_3}:2", SAID: str(said)}
     path = f"{PACKAGE.parent}{os.pathsep}{ROOT}"
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **fault}

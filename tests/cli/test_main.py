@@ -1,4 +1,4 @@
-"""The command line as it is typed: verbs, options, words of other libraries, exit statuses."""
+"""The command line: commands, options, other libraries' option names, exit statuses."""
 
 import gc
 import importlib.metadata
@@ -66,12 +66,12 @@ def job() -> ab.Job:
 
 
 def test_overview_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a verb it prints the verbs, each with the question it answers, and each of them can be run."""
+    """Without arguments all commands are listed with their summaries, and each of them can be run."""
     assert main([]) == Status.DONE
     printed = capsys.readouterr().out
     for verb in VERBS:
         assert f"anybatch {verb.name}" in printed
-        assert verb.question.endswith("?")
+        assert verb.summary in printed
         assert main([verb.name, "--help"]) == Status.DONE
         assert f"usage: anybatch {verb.name}" in capsys.readouterr().out
 
@@ -79,23 +79,23 @@ def test_overview_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_verb_of_a_package_that_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the package that brings a verb is not installed, the message is the command that installs it."""
+    """If the package of a command is missing, the message has the command that installs it."""
     assert function_of(VERBS[[verb.name for verb in VERBS].index("guide")]).__module__ == "anybatch_guide.command"
 
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
     assert main(["guide"]) == Status.USAGE
-    said = "anybatch: `anybatch guide` is a package of its own: pip install 'anybatch[guide]'\n"
+    said = "anybatch: `anybatch guide` needs an extra: pip install 'anybatch[guide]'\n"
     assert capsys.readouterr().err == said
 
 
 def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    """A word that is no verb ends with status 2 and the verb that was probably meant."""
+    """An unknown verb ends with status 2 and suggests the closest verb."""
     assert main(["trian"]) == Status.USAGE
     assert "Did you mean `anybatch train`?" in capsys.readouterr().err
 
 
 def test_torch_is_imported_late() -> None:
-    """Help and wrong options do not wait for torch, so how its threads wait can be settled, unless it is already."""
+    """Help and option errors do not import torch, so that its thread settings can still be set."""
     done = subprocess.run(  # noqa: S603 (a fixed program)
         [sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False
     )
@@ -111,7 +111,7 @@ def test_statuses_are_documented() -> None:
 
 
 def test_options_are_documented() -> None:
-    """docs/command_line.md has every option of `train`, there are at most 17 of them, and none besides."""
+    """docs/command_line.md has exactly the options of `train`, which are at most 17."""
     options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## `anybatch train")[2].partition("\n## ")[0]
@@ -122,7 +122,7 @@ def test_options_are_documented() -> None:
 
 
 def test_options_of_plan_are_documented() -> None:
-    """docs/command_line.md has every option of `plan`, and none besides."""
+    """docs/command_line.md has exactly the options of `plan`."""
     options = [action.option_strings[-1] for action in make_plan_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## `anybatch plan")[2].partition("\n## ")[0]
@@ -131,7 +131,7 @@ def test_options_of_plan_are_documented() -> None:
 
 
 def test_options_are_read() -> None:
-    """Every option arrives under its name; what was not given is not there."""
+    """Every option arrives under its name; omitted options are absent."""
     request = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
     choices = {"micro_batch_size": "auto", "learning_rate": 0.001}
     assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=None, ranks=2, choices=choices)
@@ -142,7 +142,7 @@ def test_options_are_read() -> None:
 
 @pytest.mark.parametrize("recipe", ["digits", "digits.py", "a/digits.py:job", "a.digits:job", "a.digits"])
 def test_short_name(recipe: str) -> None:
-    """A run's folder is named after the last word of the recipe's place."""
+    """A run's folder is named after the last word of the recipe's path."""
     assert short_name(recipe) == "digits"
 
 
@@ -157,12 +157,12 @@ def test_short_name(recipe: str) -> None:
         ("--learning-rate fast", "'fast' is not a number"),
         ("--precision fp8", "invalid choice: 'fp8'"),
         ("--epoch 3", "Did you mean --epochs?"),
-        ("--nothing-like-it", "There are: --effective-batch-size"),
+        ("--nothing-like-it", "Options: --effective-batch-size"),
         ("digits text", "Pass one recipe"),
         ("--resume", "--resume needs --out"),
         ("--resume auto", "--resume needs --out"),
-        ("--resume digits", "the recipe comes before it: digits --resume"),
-        ("--resume src", "named by --out: --resume --out src"),
+        ("--resume digits", "put a recipe first: digits --resume"),
+        ("--resume src", "use --resume --out src"),
     ],
 )
 def test_wrong_options(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_wrong_options(words: str, said: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_foreign_words_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever another library calls it, however it is written, the answer names our option, with status 2."""
+    """For another library's option in any spelling, the message names our option, with status 2."""
     for ours, theirs, difference in HINTS:
         for name in theirs.split():
             for written in (f"--{name}", f"--{name.replace('-', '_')}=3", f"--{name.upper()}"):
@@ -208,12 +208,12 @@ def test_foreign_words_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_words_of_others(word: str, ours: str) -> None:
-    """The words of DeepSpeed, Accelerate, transformers, Lightning, Megatron and torchtitan lead to ours."""
+    """The option names of DeepSpeed, Accelerate, transformers, Lightning, Megatron and torchtitan lead to ours."""
     assert ours in explain_unknown([word])
 
 
 def test_table_of_foreign_words_is_sound() -> None:
-    """No name stands twice, none of ours is foreign, and each option it points to exists."""
+    """The table has no duplicates and none of our options, and refers only to existing options."""
     names = [name for _, theirs, _ in HINTS for name in theirs.split()]
     assert len(names) == len(set(names))
     assert not set(names) & set(OWN_OPTIONS)
@@ -223,7 +223,7 @@ def test_table_of_foreign_words_is_sound() -> None:
 
 
 def test_table_of_foreign_words_is_documented() -> None:
-    """docs/command_line.md has every option of ours that is pointed to, with the names that lead to it."""
+    """docs/command_line.md lists each of our options in the table with the names that lead to it."""
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## Coming from another library")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(.+?)` \| (.+?) \|", section, flags=re.MULTILINE))
@@ -234,13 +234,13 @@ def test_table_of_foreign_words_is_documented() -> None:
 
 @pytest.mark.slow
 def test_init_writes_a_recipe_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`anybatch init` writes a recipe, `anybatch train` runs it as it is, and a second init leaves it alone."""
+    """`anybatch init` writes a recipe, `anybatch train` runs it unchanged, and a second init does not overwrite it."""
     file = tmp_path / "my_first_recipe.py"
     assert main(["init", str(file)]) == Status.DONE
     content = file.read_text()
     assert main(["train", str(file), "--epochs", "1", "--out", str(tmp_path / "run")]) == Status.DONE
     printed = capsys.readouterr()
-    assert "done         10 steps, 1,000 samples" in printed.out
+    assert "finished     10 steps, 1,000 samples" in printed.out
     assert "Traceback" not in printed.err
 
     file.write_text(content + "# mine")
@@ -250,12 +250,12 @@ def test_init_writes_a_recipe_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("train.txt", "train.py"), ("no/train.py", "no folder no"), ("a-b.py", "_")]
+    ("name", "said"), [("train.txt", "train.py"), ("no/train.py", "folder no does not exist"), ("a-b.py", "_")]
 )
 def test_init_refuses(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A name that cannot be imported, or a folder that is not there, is refused, and nothing is written."""
+    """A name that cannot be imported, or a missing folder, is an error, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     assert main(["init", name]) == Status.USAGE
     assert said in capsys.readouterr().err
@@ -263,7 +263,7 @@ def test_init_refuses(
 
 
 def test_env_names_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    """`anybatch env` prints versions and hardware, and neither paths nor the names of users and hosts."""
+    """`anybatch env` prints versions and hardware, but no paths, user names or host names."""
     assert main(["env"]) == Status.DONE
     printed = capsys.readouterr().out
     for name in ("anybatch", "torch", "python", "cpu cores", "accelerators", "gloo", "nccl"):
@@ -275,14 +275,14 @@ def test_env_names_nobody(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--resume --out` alone goes on with the recipe, the ranks and the settings of the run, and says what changes."""
+    """`--resume --out` alone resumes with the run's recipe, ranks and settings, and reports changes."""
     out = ["--out", str(tmp_path / "run")]
     assert main(["train", SPEC, "--steps", "3", "--micro-batch-size", "3", "--seed", "5", *out]) == Status.DONE
     assert f"anybatch train --resume --out {tmp_path / 'run'}" in capsys.readouterr().out
     assert main(["train", "--resume", *out, "--steps", "5", "--effective-batch-size", "16"]) == Status.DONE
     printed = capsys.readouterr()
     assert "effective_batch_size 8 -> 16" in printed.err
-    assert "2 steps (5 in all), 26 samples" in printed.out
+    assert "2 steps (5 in total), 26 samples" in printed.out
     first, second = logged(tmp_path / "run", "start")
     assert (first["seed"], second["seed"], second["micro_batch_size"]) == (5, 5, 3)
 
@@ -303,7 +303,7 @@ def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_messages_without_traceback(
     words: str, status: Status, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A foreseen error is a message and a status, and leaves no folder behind."""
+    """An expected error prints a message, sets a status, and leaves no folder."""
     assert main(["train", *words.split(), "--out", str(tmp_path / "run")]) == status
     printed = capsys.readouterr().err
     assert said in printed
@@ -312,7 +312,7 @@ def test_messages_without_traceback(
 
 
 def test_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that cannot meet the others, since the port is taken, says so with status 6."""
+    """A rank that cannot connect because the port is in use reports it with status 6."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -321,13 +321,13 @@ def test_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         assert main(["train", SPEC, "--out", str(tmp_path / "run")]) == Status.RANKS
     printed = capsys.readouterr().err
-    assert "the ranks could not meet" in printed
+    assert "the ranks could not connect" in printed
     assert "Traceback" not in printed
 
 
 def test_what_the_program_imports_is_never_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No collection runs inside and none looks at what was made there; after it, also after an error, they run."""
-    monkeypatch.delitem(sys.modules, "torch")  # as in a process that begins
+    """Garbage collection is off inside and later skips objects made there; it is on afterwards, also after an error."""
+    monkeypatch.delitem(sys.modules, "torch")  # as in a new process
     try:
         before = gc.get_freeze_count()
         with frozen_imports():
@@ -344,7 +344,7 @@ def test_what_the_program_imports_is_never_collected(monkeypatch: pytest.MonkeyP
 
 
 def test_what_others_have_made_may_be_collected() -> None:
-    """Where torch was imported before, in a program of the user's, nothing is kept from the collector."""
+    """If torch was imported before, by the user's program, no object is exempt from garbage collection."""
     before = gc.get_freeze_count()
     with frozen_imports():
         running = gc.isenabled()
@@ -355,7 +355,7 @@ def test_what_others_have_made_may_be_collected() -> None:
 
 @pytest.mark.parametrize("word", ["--version", "-V"])
 def test_version_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`anybatch --version` prints the package's version, as every program does."""
+    """`anybatch --version` prints the package's version."""
     assert main([word]) == 0
     assert capsys.readouterr().out == f"anybatch {ab.__version__}\n"
 
@@ -364,7 +364,7 @@ def test_version_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_goes_on_where_the_limit_has_fallen(
     before: int | None, after: int | None, starts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Out of memory is taken up only where the run has left a smaller size than before; else it would come again."""
+    """After running out of memory, a run restarts only if a smaller size was stored; otherwise it would fail again."""
     limits = iter([before, *[after] * 9])
     started: list[TrainRequest] = []
 
@@ -382,7 +382,7 @@ def test_goes_on_where_the_limit_has_fallen(
 @pytest.mark.parametrize("verb", ["train", "check", "tune", "memory"])
 @pytest.mark.parametrize("code", ["'sample 3 is missing'", "0", ""])
 def test_user_code_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, code: str) -> None:
-    """A recipe that calls sys.exit in the middle ends every command with an error that shows the line."""
+    """If a recipe calls sys.exit, every command ends with an error that shows the line."""
     name = f"exits_{verb}_{len(code)}"
     (tmp_path / f"{name}.py").write_text(EXITS.format(code=code))
     words = ["--out", str(tmp_path / "run")] if verb == "train" else []

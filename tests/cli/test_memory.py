@@ -1,4 +1,4 @@
-"""`anybatch memory`: a step of a recipe, its memory and what is left; and what a run reports of its memory."""
+"""`anybatch memory`: the memory of a recipe's step and the free rest; and a run's own memory report."""
 
 import re
 import sys
@@ -19,20 +19,19 @@ from anybatch.recipes.run.session import PeakMemory, SessionResult
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, step_bytes
 from tests.events.recorded_run import memory, step
-from tests.faults import sees
 
 NUM_WEIGHTS = 3 * 8 + 8 + 8 + 1
 ALLOCATED = "allocated on rank 0: tensors and the workspaces of kernels, as an allocator hands them out"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """Return what the verb prints."""
+    """Return the output of the command."""
     assert main(["memory", SPEC, *words]) == Status.DONE
     return capsys.readouterr().out.splitlines()
 
 
 def test_a_step_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second step of the recipe is measured: AdamW's moments are there from its beginning."""
+    """The second step of the recipe is measured, so AdamW's moments exist from its beginning."""
     lines = printed(capsys, "--micro-batch-size", "3")
     text = "\n".join(lines)
 
@@ -43,26 +42,14 @@ def test_a_step_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(rf"o optimizer +{16 * NUM_WEIGHTS + step_bytes()} bytes", text)
 
 
-@sees(
-    "memory report: a size that was chosen is not told",
-    "src/anybatch/diagnostics/memory/memory_report.py",
-    "[] if self.decided is None else",
-    "[] if self.decided is not None else",
-)
 def test_a_size_that_was_chosen_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the engine chose, which another run may choose otherwise, is said with its reason; what was named is not."""
+    """Automatic choices are printed with their reason; given settings are not."""
     assert any(line.startswith("decided: micro-batch size: ") for line in printed(capsys))
     assert not any(line.startswith("decided") for line in printed(capsys, "--micro-batch-size", "3"))
 
 
-@sees(
-    "memory report: the first step is measured",
-    "src/anybatch/cli/memory.py",
-    "        engine.step(first)",
-    "        pass",
-)
 def test_what_is_measured_is_the_second_step() -> None:
-    """At the first moment the optimizer's state is there in full, and gradients are not."""
+    """At the start of the measured step the optimizer state is complete, and gradients do not exist."""
     report = record(
         SPEC, limit=None, allocator=False, micro_batch_size=4, accumulation_steps=None, precision="fp32", seed=0
     )
@@ -72,14 +59,8 @@ def test_what_is_measured_is_the_second_step() -> None:
     assert report.num_steps == 1
 
 
-@sees(
-    "memory report: loading is booked",
-    "src/anybatch/memory/ledger.py",
-    "        if self.paused:",
-    "        if self.paused is None:",
-)
 def test_a_step_is_booked_without_its_loading() -> None:
-    """Memory booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
+    """Loading counts only the batch, not an in-memory data set or its single samples."""
     report = record(
         SPEC, limit=None, allocator=False, micro_batch_size=8, accumulation_steps=None, precision="fp32", seed=0
     )
@@ -87,18 +68,18 @@ def test_a_step_is_booked_without_its_loading() -> None:
 
     assert course.held_bytes[:, course.categories.index("inputs")].max() == 8 * (3 + 1) * 8
     booked = {name for name, phase in zip(course.operations, course.phases, strict=True) if phase == "setup"}
-    assert booked <= {"", "aten.full.default"}  # the numbers that a step's losses are divided by
+    assert booked <= {"", "aten.full.default"}  # the divisors of a step's losses
 
 
 def test_accumulation_steps_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    """The number of micro-batches can be named instead of their size, and so can the effective batch."""
+    """The number of micro-batches can be given instead of their size, as can the effective batch."""
     lines = printed(capsys, "--effective-batch-size", "12", "--accumulation-steps", "4")
 
     assert lines[0].startswith("one step of 12 samples, 4 micro-batches")
 
 
 def test_a_limit_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a limit the last words are what is left, and a figure is where it was asked for."""
+    """With a limit the output ends with the free rest; a figure is written only on request."""
     figure = tmp_path / "figures" / "memory.svg"
     lines = printed(capsys, "--limit", "1MiB", "--figure", str(figure))
 
@@ -109,7 +90,7 @@ def test_a_limit_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a terminal the bar is of blocks in colours."""
+    """A terminal gets a bar of colored blocks."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -118,16 +99,9 @@ def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "█" in capsys.readouterr().out
 
 
-@sees(
-    "memory report: the end of an epoch is measured",
-    "src/anybatch/cli/memory.py",
-    "if len(batch.sample_ids) < len(first.sample_ids):",
-    "if not batch.sample_ids:",
-    cases=["49"],
-)
 @pytest.mark.parametrize("num_samples", [25, 49, 50, 64])
 def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where an epoch of 50 samples ends with a smaller batch, or has one batch only, a largest one is measured."""
+    """A full batch is measured even if the epoch of 50 samples ends with a smaller one, or has only one batch."""
     with pytest.warns(AnyBatchWarning, match="50 samples, fewer than") if num_samples > 50 else nullcontext():
         lines = printed(capsys, "--effective-batch-size", str(num_samples))
 
@@ -135,7 +109,7 @@ def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixtu
 
 
 def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown recipe is refused, and nothing is printed as a result."""
+    """An unknown recipe is an error without output."""
     assert main(["memory", "tests.cli.small:nothing"]) == Status.USAGE
 
     assert capsys.readouterr().out == ""
@@ -146,13 +120,13 @@ def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5mib", 3 * 2**19), ("512KiB", 2**19), ("2TB", 2 * 10**12)],
 )
 def test_sizes_are_read(text: str, num_bytes: int) -> None:
-    """A size has a unit, of 1,024 with an i and of 1,000 without."""
+    """Sizes have units: powers of 1,024 with an i, powers of 1,000 without."""
     assert memory_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GiB", "24 gigs"])
 def test_sizes_without_sense(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text that is no size is refused with an example of one."""
+    """An invalid size is refused with a valid example."""
     assert main(["memory", f"--limit={text}"]) == Status.USAGE
     assert "GiB" in capsys.readouterr().err
 
@@ -187,26 +161,20 @@ def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> Se
     ("peak_bytes", "limit_bytes", "said"),
     [
         (None, None, None),
-        (2**29, None, "peak 512 MiB resident on rank 0: the whole process, with interpreter, libraries and data"),
+        (2**29, None, "peak 512 MiB (resident memory of the rank 0 process)"),
         (2**33, 2**34, f"peak 8.00 of 16.0 GiB, 50% left: headroom of 15% kept; {ALLOCATED}"),
         (2**34 - 1, 2**34, f"peak 16.0 of 16.0 GiB, 0% left: headroom of 15% used up; {ALLOCATED}"),
     ],
 )
 def test_a_run_says_its_memory(tmp_path: Path, peak_bytes: int | None, limit_bytes: int | None, said: str) -> None:
-    """The summary of a run has the peak, and what is left where there is a limit; nothing where nothing is known."""
+    """The summary of a run has the peak, and the free rest with a limit; unknown values are left out."""
     lines = summary(outcome(tmp_path, peak_bytes, limit_bytes), tensorboard="").splitlines()
 
     assert [line[13:] for line in lines if line.startswith("memory")] == ([] if said is None else [said])
 
 
-@sees(
-    "memory report: a run ends with the peak of its last step",
-    "src/anybatch/recipes/run/session.py",
-    " and (self.record is None or record.peak_bytes > self.record.peak_bytes)",
-    "",
-)
 def test_the_highest_peak_is_kept() -> None:
-    """Of all memory records that of the highest peak is kept, whatever comes after it."""
+    """The memory record with the highest peak is kept, regardless of later ones."""
     highest = PeakMemory()
     assert highest.record is None
     for number, peak in enumerate((2, 5, 3)):
@@ -217,7 +185,7 @@ def test_the_highest_peak_is_kept() -> None:
 
 
 def test_the_machine_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    """`anybatch env` says how much memory the machine has and how much of it is free."""
+    """`anybatch env` shows the machine's total and free memory."""
     assert main(["env"]) == Status.DONE
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
     found = re.search(r"([\d.]+) GiB, ([\d.]+) free", line)
@@ -228,7 +196,7 @@ def test_the_machine_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_device_is_described(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A CUDA device is listed with its memory and what of it is free."""
+    """A CUDA device is listed with its total and free memory."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     properties = type("Properties", (), {"name": "Card", "total_memory": 24 * 2**30})

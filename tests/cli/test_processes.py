@@ -1,4 +1,4 @@
-"""Real processes, killed for real: what is on the disk then is enough to go on from, and what is said is said once."""
+"""Real processes are killed: the files on disk are enough to resume, and each message is printed once."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ IN_STEP_10 = {1: 79, 2: 39}  # number of ranks: a call of the loss on each rank,
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A command line that has ended: its exit status, and what it has said."""
+    """A finished command line: its exit status and its output."""
 
     status: int
     result: str
@@ -53,7 +53,7 @@ def train(
     ranks: int = 1,
     torchrun: tuple[str, ...] | None = None,
 ) -> Ended:
-    """Train a small job on the CPU, one sample at a time, and wait until every process that may write has ended."""
+    """Train a small job on the CPU, one sample at a time, and wait for all processes that write."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     said = folder.with_name("said")
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *(torchrun or ())]
@@ -64,7 +64,7 @@ def train(
             [sys.executable, *(starter if torchrun is not None else ()), "-m", "anybatch", "train", spec, *options],
             cwd=ROOT,
             env={**env, FAULT: fault, SAID: str(said)},
-            stdout=subprocess.PIPE,  # open until the last rank has ended, which may outlive its launcher
+            stdout=subprocess.PIPE,  # open until the last rank ends, which may be after its launcher
             stderr=errors,
             text=True,
             timeout=TIMEOUT_SECONDS,
@@ -75,7 +75,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def through(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[int, Path]:
-    """Folders of runs that went through, on one rank and on two."""
+    """Folders of uninterrupted runs on one rank and on two."""
     folder = tmp_path_factory.mktemp("through")
     run(folder / "1")
     two_ranks.run(run, folder / "2")
@@ -84,7 +84,7 @@ def through(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[
 
 @pytest.mark.slow
 def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
-    """A process killed in the middle of a step can be resumed from the last epoch, and ends with the same bits."""
+    """A process killed in the middle of a step can be resumed from the last epoch, with bitwise the same result."""
     ended = train(tmp_path / "run", fault=f"kill:{IN_STEP_10[1]}:0")
     assert ended.status == -signal.SIGKILL, ended.said
     assert lines(tmp_path / "run")[-1]["kind"] != "end"
@@ -95,7 +95,7 @@ def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
 
 
 def test_killed_rank_of_two(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
-    """If one of two ranks is killed, the other ends too; it is said once who it was and how to get the same bits."""
+    """If one of two ranks is killed, the other ends too, and one message names the rank and how to resume."""
     ended = train(tmp_path / "run", ranks=2, fault=f"kill:{IN_STEP_10[2]}:1")
     assert ended.status == Status.RANKS
     assert ended.said.count("rank 1 was killed") == 1
@@ -108,7 +108,7 @@ def test_killed_rank_of_two(tmp_path: Path, through: dict[int, Path], two_ranks:
 
 @pytest.mark.slow
 def test_error_of_all_ranks(tmp_path: Path) -> None:
-    """An error that every rank raises by itself, such as a loss of NaN, is printed by one; its status stands."""
+    """An error that all ranks raise, such as a NaN loss, is printed once, and its status is returned."""
     ended = train(tmp_path / "run", "--learning-rate", "1e300", ranks=2)
 
     assert ended.status == Status.NOT_FINITE, ended.said
@@ -118,7 +118,7 @@ def test_error_of_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exit_in_the_loss(tmp_path: Path, ranks: int) -> None:
-    """A loss that calls sys.exit on one rank ends the run with an error, shown once, and not with success."""
+    """A loss that calls sys.exit on one rank fails the run with an error that is printed once."""
     ended = train(tmp_path / "run", ranks=ranks, fault=f"exit:{IN_STEP_10[ranks]}:{ranks - 1}")
 
     assert ended.status == Status.UNEXPECTED, ended.said
@@ -126,7 +126,7 @@ def test_exit_in_the_loss(tmp_path: Path, ranks: int) -> None:
 
 
 def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
-    """SIGTERM to the launcher of two ranks ends them after the step; resumed they give the same bits."""
+    """SIGTERM to the launcher ends two ranks after the step, and a resume gives bitwise the same result."""
     ended = train(tmp_path / "run", ranks=2, fault=f"terminate_launcher:{IN_STEP_10[2]}:0")
     assert ended.status == Status.STOPPED, ended.said
     (printed,) = [line for line in ended.result.splitlines() if line.startswith("resume")]
@@ -140,7 +140,7 @@ def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: R
 
 @pytest.mark.slow
 def test_killed_launcher(tmp_path: Path) -> None:
-    """Ranks whose launcher is killed do not run on: they save after the step and end."""
+    """Ranks whose launcher is killed save after the step and end."""
     ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
 
     assert ended.status == -signal.SIGKILL, ended.said
@@ -151,19 +151,19 @@ def test_killed_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
-    """Ctrl-C again ends ranks at once that are in a step that would not end."""
+    """A second Ctrl-C immediately ends ranks that hang in a step."""
     ended = train(tmp_path / "run", ranks=2, fault=f"interrupt_twice:{IN_STEP_10[2]}:0")
 
     assert ended.status == Status.INTERRUPTED, ended.said
-    assert "SIGINT: stopping after this step" in ended.said
+    assert "finishing this step" in ended.said
     assert "Traceback" not in ended.said
-    assert "To go on from the newest checkpoint" in ended.said
+    assert "To resume from the newest checkpoint" in ended.said
     assert logged(tmp_path / "run", "end") == []
 
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Started by torchrun, anybatch starts no ranks of its own, and what fails on rank 1 is shown by rank 1 alone."""
+    """Under torchrun, anybatch does not start ranks itself, and only rank 1 shows an error of rank 1."""
     ended = train(tmp_path / "run", ranks=2, torchrun=(), fault=f"raise:{IN_STEP_10[2]}:1")
 
     assert ended.status != 0
@@ -175,8 +175,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_goes_on_under_torchrun(tmp_path: Path, through: dict[int, Path]) -> None:
-    """A rank is killed and torchrun starts all of them again, with the same command: they go on, to the same bits."""
-    # In the last epoch, and later than there will be calls after it.
+    """If a rank is killed, torchrun restarts all ranks with the same command, and they resume bitwise the same run."""
+    # In the last epoch, at a call that a restarted rank does not reach.
     fault = f"kill:{57}:1"
     ended = train(tmp_path / "run", ranks=2, torchrun=("--max-restarts", "1"), fault=fault)
 
@@ -188,7 +188,7 @@ def test_goes_on_under_torchrun(tmp_path: Path, through: dict[int, Path]) -> Non
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[str, Tensor]:
-    """Return the parameters of the crowded job where memory does not run out."""
+    """Return the parameters of the crowded job with enough memory."""
     folder = tmp_path_factory.mktemp("roomy")
     two_ranks.run(run_roomy, folder / "run")
     return parameters(folder / "run")
@@ -196,11 +196,11 @@ def roomy(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[st
 
 @pytest.mark.slow
 def test_goes_on_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
-    """DDP runs out of memory where it cannot leave: the run goes on from its checkpoint in micro-batches of half."""
+    """If DDP runs out of memory where it cannot recover, the run resumes with half the micro-batch size."""
     ended = train(tmp_path / "run", "--strategy", "ddp", "--micro-batch-size", "4", spec=CROWDED, ranks=2)
 
     assert ended.status == Status.DONE, ended.said
-    assert ended.said.count("going on by itself, in micro-batches of at most 2") == 1
+    assert ended.said.count("resuming with micro-batches of at most 2") == 1
     starts = [(line["first_step"], line["micro_batch_size"]) for line in logged(tmp_path / "run", "start")]
     assert starts == [(0, 4), (STEPS_PER_EPOCH, 2)]
     assert "goes_on_smaller" in [line["code"] for line in logged(tmp_path / "run", "diagnosis")]
@@ -209,11 +209,11 @@ def test_goes_on_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tenso
 
 @pytest.mark.slow
 def test_does_not_go_on_by_itself(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
-    """With --resume never the run ends under FSDP; the same command with --resume auto goes on where it ended."""
+    """With --resume never the run fails under FSDP; the same command with --resume auto resumes it."""
     command = ("--strategy", "fsdp", "--micro-batch-size", "4")
     ended = train(tmp_path / "run", *command, "--resume", "never", spec=CROWDED, ranks=2)
     assert ended.status == Status.OUT_OF_MEMORY, ended.said
-    assert "going on by itself" not in ended.said
+    assert "resuming with" not in ended.said
     assert f"anybatch train --resume --out {tmp_path / 'run'}" in ended.said
 
     ended = train(tmp_path / "run", *command, "--resume", "auto", spec=CROWDED, ranks=2)
@@ -223,5 +223,5 @@ def test_does_not_go_on_by_itself(tmp_path: Path, roomy: dict[str, Tensor]) -> N
 
 
 def run_roomy(folder: Path) -> None:
-    """Train the crowded job where its largest micro-batches fit."""
+    """Train the crowded job with enough memory for its largest micro-batches."""
     session.train(crowded_job(most=4), folder, Choices(micro_batch_size=4), world=World.from_environment(device="cpu"))

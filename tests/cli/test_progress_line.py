@@ -1,4 +1,4 @@
-"""The line of the terminal on which verbs say what they measure."""
+"""The terminal line on which commands show their progress."""
 
 import io
 import sys
@@ -13,12 +13,12 @@ class Terminal(io.StringIO):
     """An error stream that is a terminal."""
 
     def isatty(self) -> bool:
-        """Whether it is one."""
+        """Return True."""
         return True
 
 
 def shown(text: str) -> str:
-    """Return what a terminal shows in its last line after this text."""
+    """Return the terminal's last line after this text."""
     line = ""
     for part in text.split("\r"):
         line = part + line[len(part) :]
@@ -26,7 +26,7 @@ def shown(text: str) -> str:
 
 
 def test_each_line_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shorter one leaves nothing of a longer one, one that is too long is cut, and nothing is left at the end."""
+    """A new line replaces the previous one completely, an overlong one is cut, and the line is cleared at the end."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_line() as tell:
@@ -38,7 +38,7 @@ def test_each_line_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyP
 
 
 def measured_in_vain() -> None:
-    """Say what is measured, and fail."""
+    """Report progress, and fail."""
     with progress_line() as tell:
         assert tell is not None
         tell("measuring")
@@ -46,7 +46,7 @@ def measured_in_vain() -> None:
 
 
 def test_an_error_finds_an_empty_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is raised meanwhile is printed by itself, not over the rest of a line."""
+    """An error in the meantime is printed on a separate line."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(UserError):
@@ -56,7 +56,7 @@ def test_an_error_finds_an_empty_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_terminal_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A log file or a pipe gets the report alone."""
+    """A log file or pipe gets only the report."""
     with progress_line() as tell:
         assert tell is None
     assert capsys.readouterr() == ("", "")

@@ -13,7 +13,7 @@ from tests.cli.small import SPEC
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_scale_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One and two ranks are in the table, a bucket size is recommended, and both files are there."""
+    """The table has one and two ranks, a bucket size is recommended, and both files are written."""
     picture, found = tmp_path / "scale.png", tmp_path / "scale.json"
     words = f"{SPEC} --micro-batch-size 2 --seconds 1 --bucket 1KiB --figure {picture} --json {found}"
     status = main(["scale", *words.split()])
@@ -29,7 +29,7 @@ def test_scale_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 def test_scale_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log of a run that `anybatch train` has written is read without measuring anything."""
+    """The log of a finished run is read without measuring."""
     run = tmp_path / "run"
     assert main(["train", SPEC, "--micro-batch-size", "2", "--out", str(run)]) == Status.DONE
     capsys.readouterr()

@@ -21,7 +21,7 @@ TENSORBOARD = "pip install 'anybatch[tensorboard]'"
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, str], str]:
-    """Train for three steps; return the summary by its names, and what went to the standard error."""
+    """Train for three steps; return the summary by label, and the standard error output."""
     assert main(["train", SPEC, "--steps", "3", "--out", str(folder), *options]) == Status.DONE
     printed = capsys.readouterr()
     names = [line.split("  ", 1)[0] for line in printed.out.splitlines()]
@@ -30,10 +30,10 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tu
 
 @pytest.mark.slow
 def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The summary names every file of a run but its lock, or a folder around it; and what is named exists."""
+    """The summary lists every file of a run, except its lock, and all listed files exist."""
     summary, _ = shown(tmp_path / "run", capsys)
     named = {Path(word) for text in summary.values() for word in re.findall(rf"{tmp_path}[^\s,]*", text)}
-    named.remove(tmp_path / "run")  # by the command that goes on
+    named.remove(tmp_path / "run")  # by the command to continue
     lock = RunFolder(tmp_path / "run").lock
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path != lock]
 
@@ -46,7 +46,7 @@ def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_banner_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the first step stand the folder, the geometry with its tail, device, precision, learning rate and rule."""
+    """Before the first step the folder, geometry, device, precision, learning rate and rule are printed."""
     _, said = shown(tmp_path / "run", capsys, "--micro-batch-size", "3", "--effective-batch-size", "16")
     banner = said[: said.index("step 1 of 3")]
 
@@ -60,7 +60,7 @@ def test_banner_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_missing_extras_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without matplotlib and TensorBoard a run is the same, and each is reported in one line with its pip line."""
+    """Without matplotlib and TensorBoard the run is the same, and each is reported in one line with its pip command."""
 
     def no_charts(_: object) -> None:
         message = f"there is no tensorboard. Install it: {TENSORBOARD}"
@@ -78,7 +78,7 @@ def test_missing_extras_do_not_end_a_run(
 def test_picture_that_fails_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A picture that cannot be drawn, for whatever reason, is reported in the summary of a finished run."""
+    """A picture that cannot be drawn, for any reason, is reported in the summary of a finished run."""
 
     def fail(*_: object) -> None:
         message = "no\nfonts"
@@ -91,22 +91,22 @@ def test_picture_that_fails_does_not_end_a_run(
 
 
 def test_stop_is_told_above_the_bar() -> None:
-    """On a terminal the console says, once, that the run was asked to stop, and not before it has begun."""
+    """On a terminal the stop request is reported once, and not before it was made."""
     stream = io.StringIO()
     asked = [False]
     screen = ConsoleFilter(Console(3, stream=stream), lambda: asked[0])
     record = PhaseRecord(rank=0, step=0, name="update", event="begin", position=None)
     screen.observe(record)
-    assert "asked to stop" not in stream.getvalue()
+    assert "stopping after this step" not in stream.getvalue()
 
     asked[0] = True
     screen.observe(record)
     screen.observe(record)
-    assert stream.getvalue().count("asked to stop: stopping after this step, and saving") == 1
+    assert stream.getvalue().count("stopping after this step and saving") == 1
 
 
 def test_run_that_fails_at_once_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that fails before its first update leaves no folder: TensorBoard's file goes too."""
+    """A run that fails before its first update leaves no folder, not even TensorBoard's file."""
     run = ["train", "tests.cli.small:failing_job", "--out", str(tmp_path / "run")]
     assert main(run) == Status.UNEXPECTED
     assert "FaultError: mine" in capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_run_that_fails_at_once_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_first_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where closing TensorBoard's file fails because the run has, the run's error is not covered by that."""
+    """If closing TensorBoard's file fails as well, the run's own error is still raised."""
 
     class Broken:
         def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A session leaves no trace in the result: stopped and resumed, on any number of ranks, it is one run."""
+"""A run that is stopped and resumed, on any number of ranks, gives the result of an uninterrupted one."""
 
 import dataclasses
 import gc
@@ -26,20 +26,19 @@ from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
 from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, logged, parameters, run
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 ONE = World()
 
 
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two models are the same, bit for bit."""
+    """Return whether two models are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one rank that went through, one sample at a time."""
+    """The folder of an uninterrupted run on one rank, one sample at a time."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     run(folder)
     return folder
@@ -48,7 +47,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_steps", [1, STEPS_PER_EPOCH, 10, NUM_STEPS - 1])
 @pytest.mark.slow
 def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num_steps: int) -> None:
-    """Stopped anywhere, at an epoch's end too, and resumed, a run has the same samples in each step and ends alike."""
+    """A run stopped anywhere, also at an epoch's end, and resumed has the same samples per step and the same result."""
     stopped = run(tmp_path / "run", stop_after=num_steps)
     resumed = run(tmp_path / "run", Choices(), resume=True)
 
@@ -60,7 +59,7 @@ def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num
 
 
 def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
-    """A job that is not shuffled is not shuffled after a resume either: each step has the samples that come next."""
+    """A job without shuffling keeps its order after a resume."""
     job = dataclasses.replace(small.job(), shuffle=False)
     train(job, tmp_path, Choices(micro_batch_size=1, epochs=2), world=ONE, stop=small.StopAfter(3))
     train(job, tmp_path, resume=True, world=ONE, stop=lambda: False)
@@ -69,20 +68,8 @@ def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
     assert list(small.samples_of_steps(tmp_path).values()) == 2 * expected
 
 
-@sees(
-    "a resumed run keeps the first stage of its ramp",
-    "src/anybatch/recipes/run/settings.py",
-    "BatchRamp.parse(size) if",
-    "BatchRamp.parse(size).sizes[0] if",
-)
-@sees(
-    "a ramped run is evaluated between the ends of epochs",
-    "src/anybatch/recipes/run/session.py",
-    " or self._rest.request.epochs is not None",
-    "",
-)
 def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
-    """Stopped within a stage or at its border and resumed without a word, a ramped run has the same steps and bits."""
+    """A ramped run that is stopped within or between stages and resumed without options has bitwise the same steps."""
     ramp = Choices(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)
     train(small.job(), tmp_path / "through", ramp, world=ONE, stop=lambda: False)
     sizes = [line["num_samples"] for line in logged(tmp_path / "through", "step")]
@@ -101,7 +88,7 @@ def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failing_step", [1, STEPS_PER_EPOCH + 3])
 @pytest.mark.slow
 def test_failed_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, failing_step: int) -> None:
-    """A run that fails in a step, with or without a checkpoint before it, and is resumed ends with the same bits."""
+    """A run that fails in a step, with or without a checkpoint, and is resumed ends bitwise the same."""
     epoch, step = divmod(failing_step, STEPS_PER_EPOCH)
     with pytest.raises(small.FaultError):
         run(tmp_path / "run", failing_call=epoch * NUM_SAMPLES + step * BATCH_SIZE + 5)
@@ -113,9 +100,9 @@ def test_failed_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, fail
 
 
 def test_resumed_on_other_ranks(straight: Path, tmp_path: Path, two_ranks: Ranks, three_ranks: Ranks) -> None:
-    """A run of two ranks is resumed as two, one and three: the same samples, the same parameters up to rounding.
+    """A run of two ranks resumed on two, one and three has the same samples, and parameters up to rounding.
 
-    It is the second rank that asks to stop. On two ranks the bits are those of two ranks that went through.
+    The second rank requests the stop. On two ranks the result is bitwise the uninterrupted run's.
     """
     through = tmp_path / "through"
     two_ranks.run(run, through)
@@ -137,18 +124,18 @@ def test_resumed_on_other_ranks(straight: Path, tmp_path: Path, two_ranks: Ranks
 
 
 def run_and_stop_second(folder: Path) -> object:
-    """Run on every rank; the second one asks to stop."""
+    """Run on every rank; the second one requests a stop."""
     return run(folder, stop_after=10, stopping_rank=1)
 
 
 def resume(folder: Path) -> object:
-    """Go on, on every rank."""
+    """Resume, on every rank."""
     return run(folder, Choices(), resume=True)
 
 
 @pytest.mark.slow
 def test_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> None:
-    """With the newest checkpoint cut short, a run goes on from the one before, says so, and ends with the same bits."""
+    """If the newest checkpoint is truncated, the run resumes from the one before, reports it and ends bitwise equal."""
     run(tmp_path / "run", stop_after=10)
     newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     tensors = newest / "tensors.safetensors"
@@ -170,9 +157,9 @@ def learning_rates(folder: Path) -> list[float]:
 @pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.slow
 def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
-    """Resumed with a larger batch, a run has from then on the learning rates of a run of as many steps with that batch.
+    """Resumed with a larger batch, a run has the learning rates of a run with equal steps and that batch.
 
-    It says so, and does not forget it when it is resumed once more without a word.
+    It reports the change, and keeps the batch in a second resume without options.
     """
     job = small.job() if scheduled else without_scheduler(small.job())
     larger = Choices(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02)
@@ -192,7 +179,7 @@ def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
 
 @pytest.mark.slow
 def test_strategy_and_average_are_settings_of_a_run(tmp_path: Path) -> None:
-    """They are in the run's header and kept by a resumed run; a header from before they existed is read."""
+    """Strategy and average are in the run's header and kept on resume; an older header without them can be read."""
     choices = Choices(average_decay=0.5, strategy="single")
     run(tmp_path, choices, stop_after=2)
     run(tmp_path, resume=True, stop_after=2)
@@ -229,7 +216,7 @@ def test_change_is_not_lost_with_its_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_longer_run(tmp_path: Path) -> None:
-    """A run that is done has nothing left to do, and goes on when it is given more epochs, or steps."""
+    """A finished run does nothing, and continues if given more epochs or steps."""
     run(tmp_path)
     again = run(tmp_path, Choices(), resume=True)
     longer = run(tmp_path, Choices(epochs=4), resume=True)
@@ -245,16 +232,16 @@ def test_longer_run(tmp_path: Path) -> None:
 
 
 def test_order_of_samples_stays(tmp_path: Path) -> None:
-    """Another seed on resuming is refused: it would be another order."""
+    """Another seed on resume is an error, as it would change the order."""
     run(tmp_path, stop_after=3)
-    with pytest.raises(UserError, match=r"seed=1, and the run that is resumed has seed 0"):
+    with pytest.raises(UserError, match=r"seed=1 differs from seed 0 of the resumed run"):
         run(tmp_path, Choices(seed=1), resume=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.slow
 def test_signals_stop_a_run(straight: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """A signal in the middle of a step lets the step end, saves and stops; the former handlers are back afterwards."""
+    """On a signal the step finishes, and the run saves and stops; the previous handlers are restored."""
     former = signal.getsignal(number)
     calls = small.Calls()
 
@@ -273,7 +260,7 @@ def test_signals_stop_a_run(straight: Path, tmp_path: Path, number: signal.Signa
 
 
 def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    """A second Ctrl-C in the same step is a KeyboardInterrupt, after which the run can be resumed."""
+    """A second Ctrl-C in the same step raises KeyboardInterrupt, and the run can be resumed."""
     calls = small.Calls()
 
     def strike() -> None:
@@ -290,10 +277,10 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_used_folder_is_refused(tmp_path: Path) -> None:
-    """A folder that holds something is left alone, and the message distinguishes a run from anything else."""
+    """A folder with other files is not changed, and the message says whether it is a run."""
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a.txt").write_text("dear")
-    with pytest.raises(UserError, match=r"not empty\. Name another folder"):
+    with pytest.raises(UserError, match=r"not empty\. Choose another folder"):
         run(tmp_path / "letters")
     with pytest.raises(UserError, match="is a file"):
         run(tmp_path / "letters" / "a.txt")
@@ -305,16 +292,10 @@ def test_used_folder_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "letters").iterdir()] == ["a.txt"]
 
 
-@sees(
-    "folder: two processes train in one folder",
-    "src/anybatch/recipes/run/folder.py",
-    "            if holder is not None:",
-    "            if False:",
-)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such lock")
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_process_is_refused(tmp_path: Path, one_rank: Ranks, resume: bool) -> None:
-    """While one process trains in a folder, another one is refused, and told its process id; later it is not."""
+    """While one process trains in a folder, a second one is refused with the first's process id."""
     if resume:
         run(tmp_path / "run", stop_after=1)
     with RunFolder(tmp_path / "run").locked():
@@ -325,7 +306,7 @@ def test_a_second_process_is_refused(tmp_path: Path, one_rank: Ranks, resume: bo
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such lock")
 def test_a_session_holds_the_lock(tmp_path: Path, one_rank: Ranks) -> None:
-    """A session keeps others out of its folder from its beginning to its end."""
+    """A session locks its folder from beginning to end."""
     seen: list[str] = []
 
     def strike() -> None:
@@ -338,7 +319,7 @@ def test_a_session_holds_the_lock(tmp_path: Path, one_rank: Ranks) -> None:
 
 
 def lock_elsewhere(folder: Path) -> str:
-    """Lock a run's folder in another process; return why that was refused."""
+    """Lock a run's folder in another process; return the reason for a refusal."""
     try:
         with RunFolder(folder).locked():
             return ""
@@ -347,7 +328,7 @@ def lock_elsewhere(folder: Path) -> str:
 
 
 def test_nothing_is_left_of_a_run_that_never_began(tmp_path: Path) -> None:
-    """A run that fails before its first update leaves no folder, so the corrected command runs as it is."""
+    """A run that fails before its first update leaves no folder, so the corrected command runs unchanged."""
     with pytest.raises(small.FaultError):
         run(tmp_path / "run", failing_call=1)
     with pytest.raises(UserError, match="accumulation_steps=9 is more than the 8 samples"):
@@ -357,25 +338,25 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_other_model_is_refused(tmp_path: Path) -> None:
-    """A checkpoint of another model is an error that names what differs, and nothing is lost."""
+    """A checkpoint of another model is an error that names the differences, and nothing is lost."""
     run(tmp_path, stop_after=3)
     fields = {name: getattr(small.job(), name) for name in small.job().__slots__ if name != "model"}
     other = ab.Job(model=lambda: torch.nn.Linear(3, 1).double(), **fields)
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         train(other, tmp_path, resume=True, world=ONE)
     assert run(tmp_path, Choices(), resume=True).num_steps == NUM_STEPS
 
 
 def test_header_that_is_none(tmp_path: Path) -> None:
-    """A run.json of another form is an error of the checkpoint kind, with what to do."""
+    """A run.json in another form raises a checkpoint error with the fix."""
     run(tmp_path, stop_after=1)
     RunFolder(tmp_path).header.write_text(json.dumps({"stretches": []}))
-    with pytest.raises(CheckpointError, match="Begin a new run"):
+    with pytest.raises(CheckpointError, match="Start a new run"):
         run(tmp_path, resume=True)
 
 
 def test_saves_by_the_clock(tmp_path: Path) -> None:
-    """A checkpoint is saved whenever that many seconds have passed, and at the ends of epochs."""
+    """Checkpoints are saved at the given interval in seconds, and at the ends of epochs."""
     seconds = iter(range(10_000))
     train(
         small.job(),
@@ -393,7 +374,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
 
 
 def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
-    """A run by steps that is shorter than an epoch is evaluated at its quarters, a longer one at the ends of epochs."""
+    """A run shorter than an epoch is evaluated at its quarters, a longer one at the ends of epochs."""
     run(tmp_path / "short", Choices(steps=6))
     run(tmp_path / "long", Choices(steps=9))
 
@@ -403,7 +384,7 @@ def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_observer_misses_nothing(tmp_path: Path) -> None:
-    """A late observer learns the length of the run first, and then receives all records of the log."""
+    """A late observer gets the length of the run first, and then all records of the log."""
     seen: list[Record] = []
     starts: list[SessionStart] = []
 
@@ -427,7 +408,7 @@ def test_observer_misses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_records_are_not_kept(tmp_path: Path) -> None:
-    """Without an observer of its own a session keeps no record beyond its step: a long run needs no more memory."""
+    """Without an observer a session keeps no records beyond their step, so a long run needs no more memory."""
     alive: list[int] = []
 
     def num_records() -> int:
@@ -453,7 +434,7 @@ def test_records_are_not_kept(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str) -> None:
-    """Of effective batch, micro-batch and accumulation steps any two give the third; one leaves the job's batch."""
+    """Any two of effective batch, micro-batch and accumulation steps determine the third; one keeps the job's batch."""
     run(tmp_path, choices, stop_after=1)
 
     (start,) = logged(tmp_path, "start")
@@ -475,7 +456,7 @@ def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str
 )
 @pytest.mark.slow
 def test_smaller_micro_batches_stay(tmp_path: Path, begun: Choices, again: Choices, size: int) -> None:
-    """A run that has had to take smaller micro-batches keeps to them until it is given a size."""
+    """A run that had to reduce its micro-batches keeps the smaller size until it is given another."""
     run(tmp_path, begun, stop_after=1)
     place = RunFolder(tmp_path)
     place.write(dataclasses.replace(place.read(), largest_micro_batch_size=2))
@@ -486,8 +467,8 @@ def test_smaller_micro_batches_stay(tmp_path: Path, begun: Choices, again: Choic
 
 
 def test_contradicting_sizes_are_refused(tmp_path: Path) -> None:
-    """Three sizes that do not multiply up are refused with both products."""
+    """Three sizes that do not multiply are an error with both products."""
     with pytest.raises(UserError, match=r"effective_batch_size=100 contradicts .* = 6"):
         run(tmp_path / "run", Choices(effective_batch_size=100, micro_batch_size=2, accumulation_steps=3))
-    with pytest.raises(UserError, match=r"epochs=1 and steps=2 both"):
+    with pytest.raises(UserError, match=r"epochs=1 and steps=2 contradict"):
         run(tmp_path / "run", Choices(epochs=1, steps=2))

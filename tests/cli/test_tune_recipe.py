@@ -11,7 +11,7 @@ from tests.cli.small import SPEC
 
 @pytest.mark.slow
 def test_tune_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sizes that were asked for are in the table, one is recommended, loading is judged, the picture is there."""
+    """The requested sizes are in the table, one is recommended, loading is judged, and the picture is written."""
     picture = tmp_path / "curves.png"
     words = (
         f"{SPEC} --effective-batch-size 20 --micro-batch-size 5 --micro-batch-size 20 --workers 0 --figure {picture}"
@@ -30,6 +30,6 @@ def test_tune_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_size_above_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    """A size that cannot be tried is refused with both numbers, and ends as wrong use does."""
+    """An impossible size is a usage error with both numbers."""
     assert main(["tune", SPEC, "--effective-batch-size", "4", "--micro-batch-size", "5"]) == Status.USAGE
     assert "micro_batch_size=5 must be from 1 to the 4 samples" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Command lines that cannot work end with one sentence and a status of their own, and never with a traceback."""
+"""Invalid command lines end with one sentence and their own exit status, and never with a traceback."""
 
 import os
 import shlex
@@ -88,7 +88,7 @@ def test_wrong_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_missing_file_of_the_recipe_is_shown_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that the user's own code cannot open is not a wrong command: the message has the user's line."""
+    """If the user's own code cannot open a file, that is not a usage error, and the message shows the user's line."""
     (folder / "reads.py").write_text(
         "import anybatch as ab\n\n\ndef job() -> ab.Job:\n    open('no_such_data')\n    raise AssertionError\n"
     )
@@ -98,7 +98,7 @@ def test_a_missing_file_of_the_recipe_is_shown_with_its_line(folder: Path, capsy
 
 
 def run_into(target: int, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command whose output goes into a file descriptor."""
+    """Run a command with its output in a file descriptor."""
     command = [sys.executable, "-m", "anybatch", *words]
     return subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True, cwd=folder, check=False)  # noqa: S603 (a fixed program)
 
@@ -106,7 +106,7 @@ def run_into(target: int, words: list[str], folder: Path) -> subprocess.Complete
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["train", SPEC, "--steps", "1", "--out", "{folder}/run"]])
 def test_closed_pipe(words: list[str], tmp_path: Path) -> None:
-    """A command ends quietly when the reader of its output has gone, as `| head` does; a run is complete by then."""
+    """A command ends quietly if its output is closed, as by `| head`; a run is complete by then."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -122,7 +122,7 @@ def test_closed_pipe(words: list[str], tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])
 def test_full_disk(words: list[str], tmp_path: Path) -> None:
-    """Output that does not fit on the disk is one sentence."""
+    """Output that does not fit on the disk gives a one-line error."""
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         done = run_into(full, words, tmp_path)

@@ -1,4 +1,4 @@
-"""A ramp of effective batch sizes is a function of the samples of a run."""
+"""A ramp of effective batch sizes depends only on the samples of a run."""
 
 import pytest
 from hypothesis import given
@@ -7,20 +7,13 @@ from hypothesis import strategies as st
 from anybatch.core.batch_ramp import BatchRamp, Stage, sizes_of
 from anybatch.core.schedules import steps_of_samples
 from anybatch.errors import BatchSizeError
-from tests.faults import sees
 
 stages = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=4)
 
 
-@sees(
-    "steps of a ramp are counted stage by stage",
-    "src/anybatch/core/batch_ramp.py",
-    "of_stage = ceil_div(max(0, end - done), size)",
-    "of_stage = ceil_div(end - steps, size)",
-)
 @given(given_stages=stages, num_samples=st.integers(0, 300))
 def test_counting_the_steps_of_a_ramp_is_walking_them(given_stages: list[tuple[int, int]], num_samples: int) -> None:
-    """The number of steps is that of a walk in which each step has the size of the stage it begins in."""
+    """The number of steps matches a step-by-step count with the size of each step's stage."""
     *first, last = [(size, size + more) for size, more in given_stages]
     ramp = BatchRamp(*first, (last[0], None))
     done = steps = 0
@@ -30,7 +23,7 @@ def test_counting_the_steps_of_a_ramp_is_walking_them(given_stages: list[tuple[i
 
 
 def test_stages_are_named_and_follow_each_other() -> None:
-    """Each stage lasts for its samples, and the ramp says so."""
+    """Each stage lasts for its number of samples, and the ramp reports it."""
     ramp = BatchRamp((4, 10), (8, 16), (32, None))
     assert [ramp.at(number) for number in (0, 9, 10, 25, 26, 10**9)] == [4, 4, 8, 8, 32, 32]
     assert (ramp.sizes, ramp.num_samples) == ((4, 8, 32), 26)
@@ -38,7 +31,7 @@ def test_stages_are_named_and_follow_each_other() -> None:
 
 
 def test_stages_in_tokens_are_whole_samples() -> None:
-    """Tokens are divided by those of a sample, lengths rounded up; a size that is no number of samples is refused."""
+    """Tokens are divided by tokens per sample, lengths rounded up; fractions of samples raise."""
     assert BatchRamp.in_tokens((64, 1000), (128, None), tokens_per_sample=32) == BatchRamp((2, 32), (4, None))
     with pytest.raises(BatchSizeError, match=r"stage 1 has 100 tokens .* The nearest are 96 and 128 tokens"):
         BatchRamp.in_tokens((64, 1000), (100, None), tokens_per_sample=32)
@@ -56,27 +49,21 @@ def test_stages_in_tokens_are_whole_samples() -> None:
     ],
 )
 def test_ramps_that_cannot_be_are_refused(given_stages: tuple[Stage, ...], words: str) -> None:
-    """What is wrong with a ramp is said when it is made."""
+    """An invalid ramp raises an error when it is made."""
     with pytest.raises(BatchSizeError, match=words):
         BatchRamp(*given_stages)
 
 
 @given(given_stages=stages)
 def test_a_ramp_is_read_as_it_is_written(given_stages: list[tuple[int, int]]) -> None:
-    """The notation of any ramp is read as that ramp, and a ramp is written as it was read."""
+    """Reading the notation of any ramp gives the same ramp."""
     *first, last = [(size, size + more) for size, more in given_stages]
     ramp = BatchRamp(*first, (last[0], None))
     assert BatchRamp.parse(ramp.notation) == ramp
 
 
-@sees(
-    "a ramp in text is read by lengths",
-    "src/anybatch/core/batch_ramp.py",
-    "lengths = [later - former for",
-    "lengths = [later for",
-)
 def test_a_ramp_is_written_by_the_samples_at_which_stages_begin() -> None:
-    """Positions are those of the run, not lengths."""
+    """Positions count from the beginning of the run; they are not lengths."""
     ramp = BatchRamp.parse("32, 128@20000,512@100000")
     assert ramp == BatchRamp((32, 20_000), (128, 80_000), (512, None))
     assert ramp.notation == "32,128@20000,512@100000"
@@ -98,6 +85,6 @@ def test_a_ramp_is_written_by_the_samples_at_which_stages_begin() -> None:
     ],
 )
 def test_text_that_is_no_ramp_is_refused(text: str, words: str) -> None:
-    """What is wrong with a text is said, and how a ramp is written."""
+    """The error for invalid text names the fault and shows the notation."""
     with pytest.raises(BatchSizeError, match=words):
         BatchRamp.parse(text)

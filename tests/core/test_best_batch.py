@@ -1,28 +1,21 @@
-"""What a larger batch costs, and where the time is least."""
+"""The cost of a larger batch, and the batch size with the lowest time."""
 
 import pytest
 
 from anybatch.core.best_batch import BatchCost
-from tests.faults import sees
 
 COST = BatchCost(critical_batch_size=300.0, overhead_seconds=0.02, seconds_per_sample=0.0005)
 
 
-@sees(
-    "the best batch is the critical one by overhead",
-    "src/anybatch/core/best_batch.py",
-    "math.sqrt(self.critical_batch_size * self.overhead_seconds / ",
-    "math.sqrt(self.critical_batch_size / ",
-)
 def test_the_best_batch_takes_the_least_time() -> None:
-    """Of all sizes from 1 to 2,000 the one nearest to `best` takes the least time."""
+    """Of all sizes from 1 to 2,000, the one nearest to `best` takes the least time."""
     fastest = min(range(1, 2001), key=lambda size: COST.seconds(size, by=64))
 
     assert fastest == round(COST.best)
 
 
 def test_costs_by_the_plain_formulas() -> None:
-    """Steps fall and samples rise with the batch; at the critical size both are twice their least."""
+    """Steps fall and samples rise with the batch; at the critical size both are twice their minimum."""
     steps = [1.0 + 300.0 / size for size in (64, 128)]
 
     assert COST.steps(128, by=64) == pytest.approx(steps[1] / steps[0])
@@ -34,7 +27,7 @@ def test_costs_by_the_plain_formulas() -> None:
 
 
 def test_ranks_share_samples_and_add_a_reduction() -> None:
-    """On 4 ranks a sample takes a quarter, and a step the reduction more."""
+    """On 4 ranks a sample takes a quarter of the time, and a step the reduction in addition."""
     cost = COST.on_ranks(4, 0.01)
 
     assert cost.step_seconds(400) == pytest.approx(0.03 + 100 * 0.0005)

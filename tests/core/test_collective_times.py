@@ -1,4 +1,4 @@
-"""How long collectives take: bounds, limits and monotony of every formula, and gloo's ring event by event."""
+"""Times of collectives: bounds, limits and monotonicity of every formula, and gloo's ring event by event."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from anybatch.core.collective_times import (
     tree_all_reduce,
 )
 from anybatch.errors import UserError
-from tests.faults import sees
 
 Collective = Callable[[float, int, Link], float]
 ALL_REDUCES: tuple[Collective, ...] = (
@@ -39,32 +38,20 @@ SIZES = st.integers(1, 10**10)
 RANKS = st.integers(1, 10_000)
 
 
-@sees(
-    "one rank talks to itself",
-    "src/anybatch/core/collective_times.py",
-    "return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)\n\n\ndef ring_all_gather",
-    "return num_ranks * link.seconds(num_bytes / num_ranks)\n\n\ndef ring_all_gather",
-)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(num_bytes=SIZES, link=LINKS)
 def test_one_rank_costs_nothing(collective: Collective, num_bytes: int, link: Link) -> None:
-    """A rank that is alone sends nothing."""
+    """A single rank sends nothing."""
     assert collective(num_bytes, 1, link) == 0.0
 
 
-@sees(
-    "the way back is forgotten",
-    "src/anybatch/core/collective_times.py",
-    "2 * depth * link.latency_seconds + 2 * num_bytes",
-    "2 * depth * link.latency_seconds + num_bytes",
-)
 @pytest.mark.parametrize("collective", ALL_REDUCES)
 @given(num_bytes=SIZES, num_ranks=st.integers(2, 10_000), link=LINKS)
 @pytest.mark.slow
 def test_no_all_reduce_is_faster_than_its_bytes(
     collective: Collective, num_bytes: int, num_ranks: int, link: Link
 ) -> None:
-    """Each rank sends at least 2 (N - 1) / N of the bytes, and hears from the farthest one (Patarasuk, Yuan 2009)."""
+    """Each rank sends at least 2 (N - 1) / N of the bytes and hears from the farthest one (Patarasuk, Yuan 2009)."""
     least = 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
     depth = math.ceil(math.log2(num_ranks))
     assert collective(num_bytes, num_ranks, link) >= 0.999_999 * max(least, depth * link.latency_seconds)
@@ -72,7 +59,7 @@ def test_no_all_reduce_is_faster_than_its_bytes(
 
 @given(num_bytes=SIZES, num_ranks=RANKS, bandwidth=st.floats(1e5, 1e12))
 def test_a_ring_without_latency_is_at_the_bound(num_bytes: int, num_ranks: int, bandwidth: float) -> None:
-    """Without latency a ring takes 2 (N - 1) / N of the bytes' time, and its two halves as long as each other."""
+    """Without latency a ring takes 2 (N - 1) / N of the bytes' time, equally split between its two halves."""
     link = Link(0.0, bandwidth)
     bound = 2 * (num_ranks - 1) / num_ranks * num_bytes / bandwidth
 
@@ -80,21 +67,15 @@ def test_a_ring_without_latency_is_at_the_bound(num_bytes: int, num_ranks: int, 
     assert ring_reduce_scatter(num_bytes, num_ranks, link) == ring_all_gather(num_bytes, num_ranks, link)
 
 
-@sees(
-    "a longer message is faster",
-    "src/anybatch/core/collective_times.py",
-    "return self.latency_seconds + num_bytes / self.bytes_per_second",
-    "return self.latency_seconds - num_bytes / self.bytes_per_second",
-)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(num_bytes=SIZES, more=SIZES, num_ranks=RANKS, link=LINKS, later=st.floats(0.0, 0.1))
 def test_monotone(
     *, collective: Collective, num_bytes: int, more: int, num_ranks: int, link: Link, later: float
 ) -> None:
-    """More bytes, more latency and more ranks never make a collective faster."""
+    """More bytes, latency or ranks never make a collective faster."""
     rounding = 1e-9
     if collective is gloo_all_reduce:
-        # Numbers and segments are whole: a small message may fill more segments than one of a few numbers more.
+        # Values and segments are integers: a small message may fill more segments than a slightly larger one.
         num_bytes, rounding = num_bytes + 512 * num_ranks, 0.06
     seconds = collective(num_bytes, num_ranks, link)
     slower = Link(link.latency_seconds + later, link.bytes_per_second)
@@ -106,7 +87,7 @@ def test_monotone(
 
 @given(num_bytes=SIZES, num_ranks=RANKS, link=LINKS)
 def test_large_messages_prefer_rings_and_many_ranks_trees(num_bytes: int, num_ranks: int, link: Link) -> None:
-    """Limits: a ring sends the fewest bytes; a tree's latency grows with the logarithm of the ranks."""
+    """A ring sends the fewest bytes; a tree's latency grows with the logarithm of the ranks."""
     no_latency, no_bytes = Link(0.0, link.bytes_per_second), Link(1.0, math.inf)
 
     assert ring_all_reduce(num_bytes, num_ranks, no_latency) <= tree_all_reduce(num_bytes, num_ranks, no_latency)
@@ -114,15 +95,9 @@ def test_large_messages_prefer_rings_and_many_ranks_trees(num_bytes: int, num_ra
     assert ring_all_reduce(num_bytes, num_ranks, no_bytes) == 2 * (num_ranks - 1)
 
 
-@sees(
-    "a host's devices have a link each",
-    "src/anybatch/core/collective_times.py",
-    "over_hosts(num_bytes, hosts, outer)",
-    "over_hosts(num_bytes / inside, hosts, outer)",
-)
 @given(num_bytes=SIZES, hosts=st.integers(1, 1000), devices=st.integers(1, 8), outer=LINKS, inner=LINKS)
 def test_hierarchical(num_bytes: int, hosts: int, devices: int, outer: Link, inner: Link) -> None:
-    """Inside of hosts it is what one host would do, over them what hosts with one device would."""
+    """Within a host, times are a single host's; between hosts, they match hosts with one device each."""
     ranks = hosts * devices
     seconds = hierarchical_all_reduce(num_bytes, ranks, devices, inner=inner, outer=outer)
     gather = hierarchical_all_gather(num_bytes, ranks, devices, inner=inner, outer=outer)
@@ -133,10 +108,10 @@ def test_hierarchical(num_bytes: int, hosts: int, devices: int, outer: Link, inn
 
 
 def gloo_by_events(num_items: int, num_ranks: int, link: Link, *, item_bytes: int = 8) -> float:
-    """Return when the last rank is done, by gloo's own loops (gloo/allreduce.cc), one iteration after the other.
+    """Return when the last rank is done, following gloo's own loops (gloo/allreduce.cc) iteration by iteration.
 
-    A receive is posted, and tells the sender; the segment leaves when it has heard and has the data, behind those that
-    left before; two iterations later both wait for it.
+    A posted receive notifies the sender; the segment leaves once the sender has the notice and the data, after all
+    earlier segments; two iterations later both wait for it.
     """
     total = num_items * item_bytes
     most = math.ceil(total / GLOO_SEGMENT_BYTES)
@@ -166,12 +141,6 @@ def gloo_by_events(num_items: int, num_ranks: int, link: Link, *, item_bytes: in
     return max(now)
 
 
-@sees(
-    "gloo sends without a word of the receiver",
-    "src/anybatch/core/collective_times.py",
-    "one = 2 * link.latency_seconds + on_the_wire",
-    "one = link.latency_seconds + on_the_wire",
-)
 @given(
     num_ranks=st.integers(2, 12),
     mebibytes=st.floats(0.1, 60.0),
@@ -179,7 +148,7 @@ def gloo_by_events(num_items: int, num_ranks: int, link: Link, *, item_bytes: in
     rate=st.floats(1e6, 1e10),
 )
 def test_gloo_ring_event_by_event(num_ranks: int, mebibytes: float, latency: float, rate: float) -> None:
-    """The formula of a full ring is what gloo's loops come to, within 3% and what one segment takes."""
+    """The formula for a full ring matches gloo's loops, within 3% and the time of one segment."""
     link, items = Link(latency, rate), int(mebibytes * 2**20 / 8)
     seconds = gloo_all_reduce(8 * items, num_ranks, link)
     one = min(GLOO_SEGMENT_BYTES, 8 * items / (2 * num_ranks)) / rate + 2 * latency
@@ -187,19 +156,15 @@ def test_gloo_ring_event_by_event(num_ranks: int, mebibytes: float, latency: flo
     assert seconds == pytest.approx(gloo_by_events(items, num_ranks, link), rel=0.03, abs=2 * one)
 
 
-@sees(
-    "empty segments are waited for", "src/anybatch/core/collective_times.py", "extra = filled / 2\n", "extra = filled\n"
-)
 @given(num_ranks=st.integers(3, 24), num_items=st.integers(1, 60))
 def test_small_messages_of_gloo(num_ranks: int, num_items: int) -> None:
-    """Of a message of few numbers most segments are empty: latencies as gloo's loops have them, within 3 and 10%."""
+    """For small messages, with mostly empty segments, latencies match gloo's loops within 3 and 10%."""
     link = Link(1.0, math.inf)
     seconds = gloo_all_reduce(8 * num_items, num_ranks, link, item_bytes=8)
 
     assert seconds == pytest.approx(gloo_by_events(num_items, num_ranks, link), rel=0.1, abs=3.0)
 
 
-@sees("bytes are taken for bits", "src/anybatch/core/collective_times.py", '(8 if rate[3] == "B" else 1)', "1")
 @pytest.mark.parametrize(
     ("text", "link"),
     [
@@ -212,7 +177,7 @@ def test_small_messages_of_gloo(num_ranks: int, num_items: int) -> None:
     ],
 )
 def test_links_as_they_are_written(text: str, link: Link) -> None:
-    """Bits and bytes, with the usual prefixes, and a latency; what a link prints is read again."""
+    """A link in bits or bytes, with prefixes and a latency, is parsed, and its printed form parses again."""
     found = parse_link(text)
 
     assert found.latency_seconds == pytest.approx(link.latency_seconds)
@@ -226,7 +191,7 @@ def test_links_as_they_are_written(text: str, link: Link) -> None:
     "text", ["", "400Gbit", "5us,400Gbit", "0Gbit,5us", "-1Gbit,5us", "400,5us", "400Gbit,5", "1GiB,1us"]
 )
 def test_no_link(text: str) -> None:
-    """What is no link is refused with the text, and how one is written."""
+    """An invalid link raises with the text and the notation."""
     with pytest.raises(UserError, match="400Gbit,5us") as caught:
         parse_link(text)
     assert repr(text) in str(caught.value)

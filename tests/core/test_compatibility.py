@@ -1,4 +1,4 @@
-"""The composition table is whole, says why, and is checked the way it is printed."""
+"""The composition table is complete, has reasons, and is checked as printed."""
 
 import itertools
 import runpy
@@ -27,7 +27,7 @@ AXES = dict.fromkeys(feature.axis for feature in Feature)
 
 
 def refused(*features: Feature) -> str:
-    """Return the message that these features are refused with, or an empty string."""
+    """Return the error message for a combination of features, or an empty string."""
     try:
         refuse_compositions(dict.fromkeys(features, ""))
     except CompositionError as error:
@@ -36,18 +36,18 @@ def refused(*features: Feature) -> str:
 
 
 def test_page_is_current() -> None:
-    """docs/composition.md is what `python docs/write_composition.py` writes."""
+    """docs/composition.md is up to date with `docs/write_composition.py`."""
     assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n"
 
 
 def test_every_pair_has_a_cell_and_order_does_not_matter() -> None:
-    """Each feature meets itself and each other once, and the table is symmetric."""
+    """Each feature is paired with itself and every other once, and the table is symmetric."""
     assert len(ALL_PAIRS) == len(set(map(frozenset, ALL_PAIRS))) == len(Feature) * (len(Feature) + 1) // 2
     assert all(cell(one, other) is cell(other, one) for one, other in ALL_PAIRS)
 
 
 def test_whatever_is_not_exact_says_why() -> None:
-    """A cell that is refused or not exact has a reason and a remedy; an exclusive one has a reason."""
+    """A refused or inexact cell has a reason and a remedy; an exclusive one has a reason."""
     for one, other in ALL_PAIRS:
         found = cell(one, other)
         said = bool(found.reason), bool(found.instead)
@@ -59,7 +59,7 @@ def test_whatever_is_not_exact_says_why() -> None:
 
 
 def test_values_of_one_axis_exclude_each_other() -> None:
-    """Two answers to one question never meet, and every exclusive axis has at least two answers or is not one."""
+    """Two values of one axis are never combined, and every exclusive axis has at least two values."""
     for one, other in itertools.combinations(Feature, 2):
         if one.axis is other.axis and one.axis.exclusive:
             assert cell(one, other).verdict is Verdict.EXCLUSIVE
@@ -68,14 +68,14 @@ def test_values_of_one_axis_exclude_each_other() -> None:
 
 
 def test_features_have_names_of_their_own() -> None:
-    """No two features are called alike in a sentence: an enum would make one the alias of the other."""
+    """Feature names are unique: an enum would make equal ones aliases."""
     assert len({feature.says for feature in Feature}) == len(Feature) == len(Feature.__members__)
     assert {axis.known for axis in AXES} <= {"built", "first batch", "running"}
     assert len({axis.name for axis in AXES}) == len(AXES)
 
 
 def test_a_pair_that_is_not_stated_is_as_good_as_its_worse_feature() -> None:
-    """What nothing is said of inherits: the verdict of a feature by itself goes for everything it meets."""
+    """Unlisted pairs inherit the verdict of the worse single feature."""
     good_to_bad = list(Verdict)
     for one, other in ALL_PAIRS:
         found, own = cell(one, other), {cell(one, one), cell(other, other)}
@@ -91,7 +91,7 @@ def test_exactly_the_refused_cells_are_refused() -> None:
     for one, other in ALL_PAIRS:
         found = cell(one, other)
         if found.verdict is Verdict.EXCLUSIVE:
-            continue  # never checked, since nobody can ask for both
+            continue  # never checked, as nobody can request both
         message = refused(one, other)
         assert bool(message) is (found.verdict is Verdict.REFUSED)
         assert found.verdict is not Verdict.REFUSED or (found.reason in message and found.instead in message)
@@ -100,7 +100,7 @@ def test_exactly_the_refused_cells_are_refused() -> None:
 
 
 def test_a_message_says_what_shows_it_why_and_what_to_do() -> None:
-    """A refusal names both features, what showed them, the reason and the remedy."""
+    """An error names both features, their evidence, the reason and the remedy."""
     shown = {Feature.DDP: "", Feature.LOW_PARAMETERS: "'head.weight' is torch.bfloat16"}
 
     with pytest.raises(CompositionError) as caught:
@@ -114,7 +114,7 @@ def test_a_message_says_what_shows_it_why_and_what_to_do() -> None:
 
 
 def test_every_reason_is_given_once() -> None:
-    """Several refused pairs give one message with each reason once: ddp, low parameters and their cast are one."""
+    """Several refused pairs give one message with each reason once."""
     lines = refused(Feature.DDP, Feature.LOW_PARAMETERS, Feature.CAST, Feature.FP16, Feature.ALONE).splitlines()
 
     assert len(lines) == 3
@@ -122,16 +122,16 @@ def test_every_reason_is_given_once() -> None:
 
 
 def test_a_stated_pair_speaks_for_its_features() -> None:
-    """A feature that is no good by itself is cured by one with which it is stated to be exact, and by no other."""
+    """Only a feature that is listed as exact with an inexact one makes the combination exact."""
     assert cell(Feature.REENTRANT, Feature.COMPILED) == Cell(Verdict.EXACT)
     assert not refused(Feature.REENTRANT, Feature.COMPILED, Feature.DDP)
     assert refused(Feature.REENTRANT, Feature.DDP)
 
 
 def test_remarks_say_what_keeps_a_run_from_equality() -> None:
-    """Remarks are about what differs or depends on the cut, once each; a run without such features has none."""
+    """Remarks list inexact or cut-dependent features once each; a run without such features has none."""
     exact = {f for f in Feature if cell(f, f).verdict is Verdict.EXACT}
-    paired = {Feature.COMPILED, Feature.DATA_PARALLEL}  # with dropout they have cells of their own
+    paired = {Feature.COMPILED, Feature.DATA_PARALLEL}  # with dropout they have separate cells
     common = {f for f in exact if f.axis.name != "norms"} - paired
     assert remarks({*common, Feature.COMPILED}) == ()
 
@@ -147,7 +147,7 @@ def test_remarks_say_what_keeps_a_run_from_equality() -> None:
 
 
 def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
-    """Master weights and cast gradients come with bf16 and fp16 parameters, so what refuses those refuses these."""
+    """bf16 and fp16 parameters imply master weights and cast gradients, so errors for these apply to them."""
     for feature in Feature:
         if cell(feature, Feature.LOW_PARAMETERS).verdict is Verdict.REFUSED:
             assert cell(feature, Feature.MASTER_WEIGHTS).verdict is Verdict.REFUSED
@@ -157,19 +157,20 @@ def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
 
 
 def test_page_has_every_feature_and_every_reason() -> None:
-    """The printed page numbers every feature, marks every cell, and gives every stated reason under its heading."""
+    """The printed page numbers every feature, marks every cell, and lists every reason under its heading."""
     page = as_markdown()
     rows = page.partition("```text\n")[2].partition("\n```")[0].splitlines()[1:]
 
     assert [row.split()[1] for row in rows] == [feature.name.lower() for feature in Feature]
     for number, row in enumerate(rows):
         one = list(Feature)[number]
-        assert row.split()[2:] == [cell(one, other).verdict.value for other in list(Feature)[: number + 1]]
+        marks = [cell(one, other).verdict.value for other in list(Feature)[: number + 1]]
+        assert "".join(row.split()[2:]) == "".join(marks)
     for pair in ALL_PAIRS:
         if cell(*pair).verdict is not Verdict.EXCLUSIVE:
             assert cell(*pair).reason in page
 
 
 def test_an_axis_is_a_value() -> None:
-    """Axes compare by what they say, so that a feature can be asked which question it answers."""
+    """Axes compare by value, so features can be tested for their axis."""
     assert Feature.SINGLE.axis == Axis("strategy")

@@ -1,4 +1,4 @@
-"""The types in which numbers add up."""
+"""The dtypes used for accumulation."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ OTHERS = (torch.float32, torch.float64)
 
 @pytest.mark.parametrize("dtype", [*LOW, *OTHERS])
 def test_sums_are_never_narrower_than_float32(dtype: torch.dtype) -> None:
-    """Gradients and statistics of bf16 and fp16 tensors add up in float32, those of others in their own type."""
+    """Gradients and statistics of bf16 and fp16 tensors are summed in float32, others in their own dtype."""
     tensor = torch.ones(3, dtype=dtype)
     expected = torch.float32 if dtype in LOW else dtype
 
@@ -22,7 +22,7 @@ def test_sums_are_never_narrower_than_float32(dtype: torch.dtype) -> None:
 
 
 def test_a_bf16_sum_stalls() -> None:
-    """The reason for it: 1,000 ones added one by one in bf16 make 256, and 1,000 in float32."""
+    """Adding 1,000 ones one by one gives 256 in bf16, and 1,000 in float32."""
     one, total = torch.ones((), dtype=torch.bfloat16), torch.zeros((), dtype=torch.bfloat16)
     wide = torch.zeros((), dtype=accumulation_dtype(one))
     for _ in range(1000):
@@ -34,7 +34,7 @@ def test_a_bf16_sum_stalls() -> None:
 
 
 def test_reported_numbers_are_summed_in_float64_where_the_device_has_it() -> None:
-    """Every device but mps sums losses, counts and statistics in float64."""
+    """Losses, counts and statistics are summed in float64 on every device except mps."""
     assert widest_dtype(torch.device("cpu")) == torch.float64
     assert widest_dtype(torch.device("cuda", 1)) == torch.float64
     assert widest_dtype(torch.device("mps")) == torch.float32

@@ -14,7 +14,7 @@ SIZES = st.integers(1, 64)
 
 @given(numerator=st.integers(0, 10**30), denominator=st.integers(1, 10**15))
 def test_division_rounds_up(numerator: int, denominator: int) -> None:
-    """ceil_div is the smallest whole number that is not below the quotient, also beyond what a float can hold."""
+    """ceil_div is the smallest integer not below the quotient, also beyond the range of floats."""
     found = ceil_div(numerator, denominator)
     assert found * denominator >= numerator > (found - 1) * denominator
 
@@ -22,7 +22,7 @@ def test_division_rounds_up(numerator: int, denominator: int) -> None:
 @given(ranks=SIZES, steps=SIZES, micro=SIZES)
 @pytest.mark.slow
 def test_the_product_follows_from_the_factors(ranks: int, steps: int, micro: int) -> None:
-    """Given both factors, the effective batch size is their product with the ranks; the plan has those very sizes."""
+    """The effective batch size is the product of micro-batch size, accumulation steps and ranks, as in the plan."""
     sizes = resolve_sizes(world_size=ranks, micro_batch_size=micro, accumulation_steps=steps)
     assert sizes.effective_batch_size == ranks * steps * micro
     plan = plan_batch(ranks * steps * micro, ranks, Cut(micro_batch_size=micro))
@@ -38,7 +38,7 @@ def test_the_product_follows_from_the_factors(ranks: int, steps: int, micro: int
 )
 @given(ranks=SIZES, effective=st.integers(1, 4096), micro=SIZES)
 def test_all_three_agree_if_and_only_if_the_plan_has_that_many_steps(ranks: int, effective: int, micro: int) -> None:
-    """Three sizes are accepted exactly where cutting the batch by the micro-batch size takes that many steps."""
+    """Three sizes are accepted exactly if the plan of the batch has that many steps."""
     steps = plan_batch(effective, ranks, Cut(micro_batch_size=micro)).accumulation_steps
     given_all = {"world_size": ranks, "effective_batch_size": effective, "micro_batch_size": micro}
     assert resolve_sizes(**given_all, accumulation_steps=steps).effective_batch_size == effective
@@ -49,7 +49,7 @@ def test_all_three_agree_if_and_only_if_the_plan_has_that_many_steps(ranks: int,
 
 @given(ranks=SIZES, effective=st.integers(1, 4096), micro=SIZES)
 def test_what_was_not_given_stays_open(ranks: int, effective: int, micro: int) -> None:
-    """The number of accumulation steps depends on the batch at hand, so it is not stored."""
+    """The number of accumulation steps depends on each batch, so it is not stored."""
     sizes = resolve_sizes(world_size=ranks, effective_batch_size=effective, micro_batch_size=micro)
     assert sizes.accumulation_steps is None
     assert sizes.product == ""
@@ -59,14 +59,14 @@ def test_what_was_not_given_stays_open(ranks: int, effective: int, micro: int) -
 @pytest.mark.parametrize("name", ["effective_batch_size", "micro_batch_size", "accumulation_steps", "world_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])
 def test_sizes_are_whole_numbers_from_one_on(name: str, value: object) -> None:
-    """Anything else is refused by its name and value, a truth value and a float included."""
+    """Sizes that are not positive integers, including booleans and floats, raise with their name and value."""
     sizes = {"world_size": 1, name: value}
     with pytest.raises(BatchSizeError, match=f"{name}={value!r} must be"):
         resolve_sizes(**sizes)  # type: ignore[arg-type]
 
 
 def test_a_contradiction_shows_the_product_and_both_ways_out() -> None:
-    """The message multiplies out, and says what each of the two factors would have to be."""
+    """The error shows the product, and the required value of each of the two factors."""
     with pytest.raises(
         BatchSizeError,
         match=r"effective_batch_size=100 contradicts 4 ranks x accumulation_steps=2 x micro_batch_size=8 = 64.*"
@@ -76,14 +76,14 @@ def test_a_contradiction_shows_the_product_and_both_ways_out() -> None:
 
 
 def test_more_steps_than_samples_are_refused() -> None:
-    """A rank share of 3 samples cannot make 4 micro-batches."""
+    """A rank share of 3 samples cannot be split into 4 micro-batches."""
     with pytest.raises(BatchSizeError, match=r"accumulation_steps=4 is more than the 3 samples .*Use at most 3"):
         resolve_sizes(world_size=3, effective_batch_size=8, accumulation_steps=4)
     assert resolve_sizes(world_size=3, effective_batch_size=8, accumulation_steps=3).accumulation_steps == 3
 
 
 def test_the_product_can_be_told() -> None:
-    """Where the effective size came from is written as it is read."""
+    """The source of the effective size is printed in the notation of the options."""
     assert resolve_sizes(world_size=1, micro_batch_size=16, accumulation_steps=4).product == (
         " = 1 rank x 4 accumulation steps x 16"
     )

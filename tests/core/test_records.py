@@ -1,4 +1,4 @@
-"""Records are values that say the same in every rank and never act."""
+"""Records are immutable values, the same on every rank."""
 
 import dataclasses
 import re
@@ -16,19 +16,19 @@ class Seen:
     """An observer that keeps the records it receives."""
 
     def __init__(self, log: list[tuple[str, Record]], name: str) -> None:
-        """Keep the log to add to, and the name to add under."""
+        """Store the shared log and this observer's name."""
         self.log, self.name = log, name
 
     def observe(self, record: Record, /) -> None:
-        """Keep the record under this observer's name."""
+        """Store the record under this observer's name."""
         self.log.append((self.name, record))
 
 
 class Refusing:
-    """An observer that fails."""
+    """An observer that raises."""
 
     def observe(self, record: Record, /) -> None:
-        """Fail."""
+        """Raise."""
         message = f"cannot take {record.kind}"
         raise OSError(message)
 
@@ -60,7 +60,7 @@ def test_the_kinds_are_those_of_the_schema() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_are_frozen_slotted_and_keyword_only(kind: type[Record]) -> None:
-    """No record can be changed, extended or built from bare values in an order; each says its rank and no time."""
+    """No record can be changed, extended or built from positional values; each has its rank and no time."""
     fields = dataclasses.fields(kind)
     assert kind.__dataclass_params__.frozen  # type: ignore[union-attr]
     assert "__dict__" not in dir(kind)
@@ -78,7 +78,7 @@ def test_a_record_cannot_be_changed() -> None:
 
 
 def test_a_record_may_hold_a_number_that_is_still_on_its_device() -> None:
-    """Making a record and handing it on reads no tensor: one without data goes through."""
+    """Creating and passing on a record reads no tensor, even one on the meta device."""
     unreadable = torch.ones((), device="meta")
     seen: list[tuple[str, Record]] = []
     step = StepRecord(
@@ -101,7 +101,7 @@ def test_a_record_may_hold_a_number_that_is_still_on_its_device() -> None:
 
 
 def test_observers_are_told_in_order() -> None:
-    """Every observer sees every record, in the order they were given, before the next record comes."""
+    """Every observer sees every record, in the given order, before the next record."""
     log: list[tuple[str, Record]] = []
     both: Observer = Observers(Seen(log, "first"), Seen(log, "second"))
     both.observe(end(0))
@@ -115,7 +115,7 @@ def test_no_observers_take_everything() -> None:
 
 
 def test_what_an_observer_raises_reaches_the_engine() -> None:
-    """An observer that fails is not passed over in silence, and later ones receive nothing."""
+    """An observer's exception propagates, and later observers get nothing."""
     log: list[tuple[str, Record]] = []
     with pytest.raises(OSError, match="cannot take end"):
         Observers(Seen(log, "before"), Refusing(), Seen(log, "after")).observe(end())

@@ -1,4 +1,4 @@
-"""Lists in a batch: of fields, or with an entry for each sample; and batches that are cut by themselves."""
+"""Lists in a batch, of fields or of samples, and batch classes that slice themselves."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from anybatch.core.tree import (
     slice_samples,
 )
 from anybatch.errors import DataError
-from tests.faults import sees
 
 
 def images(number: int, sizes: tuple[int, ...] = (5, 6, 7)) -> list[torch.Tensor]:
@@ -29,7 +28,7 @@ def images(number: int, sizes: tuple[int, ...] = (5, 6, 7)) -> list[torch.Tensor
 
 
 def targets(number: int, boxes: int | None = None) -> list[dict[str, torch.Tensor]]:
-    """Return as many dicts of boxes."""
+    """Return this many dicts of boxes."""
     return [{"boxes": torch.full((boxes or 1 + k, 4), float(k))} for k in range(number)]
 
 
@@ -63,15 +62,9 @@ BY_FIELDS: dict[str, Any] = {
 }
 
 
-@sees(
-    "recordings are cut along time",
-    "src/anybatch/core/tree.py",
-    "    if len(node) != number:\n        return below if holds_samples else None\n",
-    "    if True:\n        return below if holds_samples else None\n",
-)
 @pytest.mark.parametrize("name", BY_ENTRIES)
 def test_a_list_of_samples_is_cut_by_its_entries(name: str) -> None:
-    """Where the lengths leave no other reading, a list has a sample in each entry; so do its pieces, however small."""
+    """If lengths allow no other reading, a list has one sample per entry, and so do its pieces."""
     batch = BY_ENTRIES[name]
     assert count_samples(batch) == 6
     pieces = [slice_samples(batch, k, k + 1) for k in range(6)]
@@ -83,7 +76,7 @@ def test_a_list_of_samples_is_cut_by_its_entries(name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_FIELDS)
 def test_a_list_of_fields_is_cut_in_each(name: str) -> None:
-    """A tuple, and a list of what looks like inputs and targets, holds fields."""
+    """A tuple, and a list that looks like inputs and targets, contains fields."""
     batch = BY_FIELDS[name]
     assert count_samples(batch) == 6
     assert count_samples(slice_samples(batch, 2, 4)) == 2
@@ -98,12 +91,6 @@ class Sample:
     tags: torch.Tensor
 
 
-@sees(
-    "a list with two readings is read as fields",
-    "src/anybatch/core/tree.py",
-    "    if len(readings) > 1:\n",
-    "    if len(readings) > 99:\n",
-)
 @pytest.mark.parametrize(
     ("batch", "numbers"),
     [
@@ -122,7 +109,7 @@ class Sample:
     ],
 )
 def test_a_list_with_two_readings_is_refused(batch: Any, numbers: tuple[int, int]) -> None:
-    """If a list fits as fields and as samples, the error names both numbers, and how to choose."""
+    """If a list can be read as fields and as samples, the error has both numbers and how to choose."""
     with pytest.raises(DataError) as caught:
         count_samples(batch)
     assert sorted(int(number) for number in re.findall(r"(\d+) samples,", str(caught.value))) == list(numbers)
@@ -151,7 +138,7 @@ def bodies(length: int) -> dict[str, Any]:
     label=st.booleans(),
 )
 def test_a_list_of_samples_is_never_read_as_fields(kind: str, lengths: list[int], place: str, label: bool) -> None:
-    """Any list of samples is read as such or refused; with the number known, it is refused only if both fit that."""
+    """A list of samples is read as such or raises; with a known number, it raises only if both readings fit."""
     samples = [bodies(length)[kind] for length in lengths]
     number = len(samples)
     others = [torch.arange(number)] if label else []
@@ -180,7 +167,7 @@ def test_a_list_of_samples_is_never_read_as_fields(kind: str, lengths: list[int]
     nested=st.booleans(),
 )
 def test_fields_of_the_default_collate_are_never_read_as_samples(number: int, widths: list[int], nested: bool) -> None:
-    """What torch's default collate makes of tuples is read as fields or refused, and marked it is read as fields."""
+    """The output of torch's default collate on tuples is read as fields or raises; marked, it is read as fields."""
     rows = [tuple(torch.full((width,), float(k)) for width in widths) for k in range(number)]
     batch = default_collate([(row, row) for row in rows] if nested else rows)
     try:
@@ -196,7 +183,7 @@ def test_fields_of_the_default_collate_are_never_read_as_samples(number: int, wi
 
 
 class Graphs:
-    """A batch of a class of its own: nodes of several graphs, and labels of a few of them."""
+    """A custom batch class: nodes of several graphs, and labels of a few of them."""
 
     def __init__(self, parts: list[torch.Tensor], device: str = "cpu") -> None:
         self.parts = parts
@@ -223,14 +210,14 @@ def test_a_batch_of_ones_own_is_cut_by_itself() -> None:
 
 @dataclass
 class SemiSupervised:
-    """Labelled samples, and unlabelled ones beside them, twice as many."""
+    """Labeled samples, and twice as many unlabeled ones."""
 
     labelled: torch.Tensor
     unlabelled: torch.Tensor
 
 
 class Paired(SemiSupervised):
-    """The same, cut by labelled samples."""
+    """The same, sliced by labeled samples."""
 
     def __len__(self) -> int:
         return len(self.labelled)
@@ -240,7 +227,7 @@ class Paired(SemiSupervised):
 
 
 def test_parts_of_different_length() -> None:
-    """Parts of different length are refused with what to do; a class that knows how is cut."""
+    """Parts of different lengths raise with the fix; a class that defines slicing works."""
     parts = torch.zeros(4, 2), torch.arange(8)
     with pytest.raises(
         DataError, match=r"labelled has 4 samples, batch\.unlabelled has 8.*slice_samples\(start, stop\)"

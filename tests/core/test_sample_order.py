@@ -1,4 +1,4 @@
-"""A plan whose samples are cut in another order than the batch's own: nothing lost, nothing twice."""
+"""A plan can cut samples in another order than the batch's without loss or duplicates."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from anybatch.errors import BatchSizeError
     seed=st.integers(0, 99),
 )
 def test_positions_of_units_are_a_partition(num_samples: int, world_size: int, size: int, seed: int) -> None:
-    """Whatever the permutation, each position of the batch is in exactly one unit that counts, in the order's order."""
+    """For any permutation, each position is in exactly one counting unit, in the order's order."""
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     plan = plan_batch(num_samples, world_size, Cut(micro_batch_size=size)).in_order(order)
 
@@ -27,6 +27,6 @@ def test_positions_of_units_are_a_partition(num_samples: int, world_size: int, s
 
 @pytest.mark.parametrize("order", [(0, 1), (0, 1, 1), (0, 1, 3), (0, 1, 2, 3)])
 def test_an_order_that_is_no_permutation_is_refused(order: tuple[int, ...]) -> None:
-    """A position that is missing, there twice, or beyond the batch would lose a sample or count it twice."""
+    """An order with a missing, repeated or invalid position raises, as it would lose or repeat a sample."""
     with pytest.raises(BatchSizeError, match="each position from 0 to 2 once"):
         plan_batch(3, 1, Cut()).in_order(order)

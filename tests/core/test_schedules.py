@@ -1,4 +1,4 @@
-"""Schedules of the learning rate are torch's, step for step."""
+"""Learning-rate schedules match torch's, step by step."""
 
 import io
 import itertools
@@ -27,7 +27,6 @@ from anybatch.core.schedules import (
     steps_of_samples,
 )
 from anybatch.errors import BatchSizeError, UserError
-from tests.faults import sees
 
 BASE_RATE = 0.1
 sizes = st.integers(1, 10_000)
@@ -64,16 +63,6 @@ def schedule_rates(schedule: Schedule, num_steps: int) -> list[float]:
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 
-@sees(
-    "a warm-up is one step ahead",
-    "src/anybatch/core/schedules.py",
-    "else step / num_steps",
-    "else (step + 1) / num_steps",
-    also=[
-        "tests/core/test_schedules.py::test_linear_decay_is_torchs_linear_lr",
-        "tests/core/test_schedules.py::test_cosine_is_torchs_cosine_annealing",
-    ],
-)
 @given(num_steps=st.integers(1, 30), start=st.floats(0.01, 1.0))
 def test_warm_up_is_torchs_linear_lr(num_steps: int, start: float) -> None:
     """WarmUp gives the learning rates of torch's LinearLR, during and after the warm-up."""
@@ -99,13 +88,6 @@ def test_cosine_is_torchs_cosine_annealing(num_steps: int, floor: float) -> None
     assert ours[num_steps:] == pytest.approx([floor * BASE_RATE] * 3, abs=1e-12)
 
 
-@sees(
-    "a joined schedule counts from the start of the run",
-    "src/anybatch/core/schedules.py",
-    "self.parts[number](step - starts[number])",
-    "self.parts[number](step)",
-    also=["tests/core/test_schedules.py::test_joining_runs_each_part_from_its_own_start"],
-)
 @given(warm_up=st.integers(1, 10), decay=st.integers(1, 20), start=st.floats(0.01, 1.0), floor=fractions)
 def test_joining_is_torchs_sequential_lr(warm_up: int, decay: int, start: float, floor: float) -> None:
     """A warm-up and then a cosine gives the learning rates of torch's SequentialLR."""
@@ -122,7 +104,7 @@ def test_joining_is_torchs_sequential_lr(warm_up: int, decay: int, start: float,
 
 @given(num_steps=counts, start=fractions)
 def test_warm_up_rises_from_its_start_to_one(num_steps: int, start: float) -> None:
-    """A warm-up begins at its start factor, never falls, and is exactly 1 from its last step on."""
+    """A warm-up starts at its start factor, never falls, and is exactly 1 from its last step on."""
     schedule = WarmUp(num_steps=num_steps, start_factor=start)
     factors = [schedule(step) for step in range(num_steps + 3)]
     assert factors[0] == (start if num_steps else 1.0)
@@ -132,7 +114,7 @@ def test_warm_up_rises_from_its_start_to_one(num_steps: int, start: float) -> No
 
 @given(num_steps=counts, floor=fractions, make=st.sampled_from([Cosine, LinearDecay]))
 def test_decays_fall_from_one_to_the_floor(num_steps: int, floor: float, make: type[Cosine | LinearDecay]) -> None:
-    """Both decays begin at 1, never rise, and stay at their floor."""
+    """Both decays start at 1, never rise, and stay at their floor."""
     schedule = make(num_steps=num_steps, floor=floor)
     factors = [schedule(step) for step in range(num_steps + 3)]
     assert factors[0] == pytest.approx(1.0 if num_steps else floor, abs=1e-15)
@@ -150,7 +132,7 @@ parts = st.one_of(
 
 @given(schedules=st.lists(parts, min_size=1, max_size=4))
 def test_joining_runs_each_part_from_its_own_start(schedules: list[BoundedSchedule]) -> None:
-    """Joined schedules give, step by step, what their parts give one after another; then the last part's end."""
+    """Joined schedules give their parts' values in sequence, then the last part's end."""
     joined = join_schedules(*schedules)
     expected = [part(step) for part in schedules for step in range(part.num_steps or 0)]
     expected += [schedules[-1](schedules[-1].num_steps or 0)]
@@ -160,7 +142,7 @@ def test_joining_runs_each_part_from_its_own_start(schedules: list[BoundedSchedu
 
 @given(first=parts, second=parts, third=parts)
 def test_joining_is_associative(first: BoundedSchedule, second: BoundedSchedule, third: BoundedSchedule) -> None:
-    """How joins are nested does not matter: the value is the same."""
+    """Joining is associative."""
     assert (
         join_schedules(join_schedules(first, second), third)
         == join_schedules(first, join_schedules(second, third))
@@ -170,7 +152,7 @@ def test_joining_is_associative(first: BoundedSchedule, second: BoundedSchedule,
 
 @given(warm_up=st.integers(1, 50), hold=counts, decay=st.integers(1, 50))
 def test_warm_up_hold_decay_is_continuous(warm_up: int, hold: int, decay: int) -> None:
-    """Warm-up, hold and decay join without a jump: no step moves further than the steepest part."""
+    """Warm-up, hold and decay join without a jump."""
     schedule = join_schedules(
         WarmUp(num_steps=warm_up, start_factor=0.0), Constant(num_steps=hold), LinearDecay(num_steps=decay)
     )
@@ -180,7 +162,7 @@ def test_warm_up_hold_decay_is_continuous(warm_up: int, hold: int, decay: int) -
 
 
 def test_nothing_follows_a_schedule_without_end() -> None:
-    """A schedule without end can only stand last; joining one before another says which and what to do."""
+    """A schedule without an end must be last; joining one before another raises with the fix."""
     with pytest.raises(UserError, match=r"Constant\(factor=1.0, num_steps=None\).*Give it num_steps, or put it last"):
         join_schedules(Constant(), Cosine(num_steps=3))
     joined = join_schedules(Constant(num_steps=1), Constant())
@@ -198,7 +180,7 @@ def test_nothing_follows_a_schedule_without_end() -> None:
     ],
 )
 def test_negative_steps_are_refused(schedule: Schedule) -> None:
-    """There is no step before step 0."""
+    """Negative steps are refused."""
     with pytest.raises(UserError, match="step=-1 must be a whole number of at least 0"):
         schedule(-1)
 
@@ -216,7 +198,7 @@ def test_negative_steps_are_refused(schedule: Schedule) -> None:
     ],
 )
 def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], name: str) -> None:
-    """A schedule with a bad argument cannot be made, so it cannot fail in the middle of a run."""
+    """A schedule with an invalid argument cannot be created, so it cannot fail during a run."""
     with pytest.raises(UserError, match=f"^{re.escape(name)} must be"):
         make()
 
@@ -224,16 +206,9 @@ def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], name:
 # --- steps from samples and epochs -----------------------------------------------------------------------------------
 
 
-@sees(
-    "steps of samples are rounded down",
-    "src/anybatch/core/schedules.py",
-    "return ceil_div(num_samples, effective_batch_size)",
-    "return num_samples // effective_batch_size",
-    also=["tests/core/test_schedules.py::test_whole_epochs_are_the_batches_they_have"],
-)
 @given(num_samples=st.integers(0, 10**9), effective=sizes)
 def test_steps_of_samples_are_the_fewest_that_see_them(num_samples: int, effective: int) -> None:
-    """One step fewer would not have seen the samples."""
+    """The number of steps is the smallest that sees the samples."""
     steps = steps_of_samples(num_samples, effective_batch_size=effective)
     assert steps * effective >= num_samples
     assert (steps - 1) * effective < num_samples
@@ -241,7 +216,7 @@ def test_steps_of_samples_are_the_fewest_that_see_them(num_samples: int, effecti
 
 @given(num_epochs=st.integers(0, 100), samples=st.integers(0, 10_000), effective=sizes)
 def test_whole_epochs_are_the_batches_they_have(num_epochs: int, samples: int, effective: int) -> None:
-    """Every batch of an epoch is a step, also its smaller last one."""
+    """Every batch of an epoch is a step, including a smaller last one."""
     per_epoch = len(range(0, samples, effective))
     steps = steps_of_epochs(num_epochs, samples_per_epoch=samples, effective_batch_size=effective)
     assert steps == num_epochs * per_epoch
@@ -249,13 +224,13 @@ def test_whole_epochs_are_the_batches_they_have(num_epochs: int, samples: int, e
 
 @given(tenths=st.integers(0, 1000), steps_per_epoch=st.integers(1, 1000))
 def test_parts_of_epochs_are_rounded_up_once(tenths: int, steps_per_epoch: int) -> None:
-    """A part of an epoch is rounded up in exact arithmetic: 0.1 epochs of 30 steps are 3 steps, not 4."""
+    """A fraction of an epoch is rounded up in exact arithmetic: 0.1 epochs of 30 steps are 3 steps, not 4."""
     exact = -(-tenths * steps_per_epoch // 10)
     assert steps_of_epochs(tenths / 10, samples_per_epoch=steps_per_epoch * 8, effective_batch_size=8) == exact
 
 
 def test_bad_warm_up_lengths_are_refused() -> None:
-    """Negative lengths and batch sizes below 1 are refused by name."""
+    """Negative lengths and batch sizes below 1 raise by name."""
     with pytest.raises(UserError, match="num_samples=-1"):
         steps_of_samples(-1, effective_batch_size=8)
     with pytest.raises(BatchSizeError, match="effective_batch_size=0"):
@@ -268,7 +243,7 @@ def test_bad_warm_up_lengths_are_refused() -> None:
 
 
 def test_schedules_survive_pickling() -> None:
-    """A schedule is a value: its pickled copy is equal to it and gives the same factors."""
+    """A pickled copy of a schedule is equal to it and gives the same factors."""
     schedule = join_schedules(
         WarmUp(num_steps=3, start_factor=0.1), Constant(num_steps=2), Cosine(num_steps=4, floor=0.1)
     )
@@ -299,7 +274,7 @@ def test_a_resumed_schedule_goes_on_where_it_was() -> None:
 
 
 def test_loading_a_schedulers_state_does_not_change_the_schedule() -> None:
-    """The schedule is the one in the code: loading the state of another one only sets the step."""
+    """Loading the state of another schedule only sets the step."""
     optimizer = torch.optim.SGD(parameters(), lr=BASE_RATE)
     old = attach_schedule(optimizer, LinearDecay(num_steps=2))
     schedule = LinearDecay(num_steps=10)

@@ -1,4 +1,4 @@
-"""Which sizes are worth timing, and which is taken: parts cover the share, stay below the bound, and are even."""
+"""The sizes to time and the chosen size: parts cover the share, stay below the bound, and are even."""
 
 import pytest
 from hypothesis import given
@@ -9,35 +9,27 @@ from anybatch.core.size_choice import (
     SecondsFit,
     even_size,
     fit_seconds,
-    sizes_worth_timing,
+    sizes_to_time,
     smallest_of_the_fastest,
     step_seconds,
 )
 from anybatch.core.splitting import Cut, plan_batch
-from tests.faults import sees
 
 SHARES = st.integers(1, 400)
 GROUPS = st.integers(1, 9)
 
 
 def parts(share: int, size: int, group: int = 1) -> list[int]:
-    """Return the micro-batches that the engine would cut a share into."""
+    """Return the micro-batches into which the engine would cut a share."""
     plan = plan_batch(share, 1, Cut(micro_batch_size=size, group=None if group == 1 else group))
     return [unit.num_samples for unit in plan.units]
 
 
-@sees(
-    "as many samples as fit, and a small rest",
-    "src/anybatch/core/size_choice.py",
-    "return min(share, ceil_div(groups, parts) * group)",
-    "return min(share, max(1, limit // group) * group)",
-    also=["tests/core/test_size_choice.py::test_a_share_of_64_with_room_for_20"],
-)
 @given(share=SHARES, limit=st.integers(1, 500))
 def test_even_parts(share: int, limit: int) -> None:
-    """The parts cover the share, none is above the limit, there are as few as can be, and all but the last are equal.
+    """Parts cover the share within the limit, are as few as possible, and all but the last are equal.
 
-    No other size cuts the share into as few parts and has a larger last one.
+    No other size with as few parts has a larger last one.
     """
     size = even_size(share, limit)
     found = parts(share, size)
@@ -57,7 +49,7 @@ def test_a_share_of_64_with_room_for_20() -> None:
 
 @given(share=SHARES, limit=st.integers(2, 500), group=st.integers(2, 9))
 def test_even_parts_of_whole_groups(share: int, limit: int, group: int) -> None:
-    """A part holds whole groups, within the limit where a group fits into it; the engine can cut the share so."""
+    """A part has complete groups, within the limit if a group fits, and the engine can cut the share accordingly."""
     size = even_size(share, limit, group=group)
 
     assert size % group == 0 or size == share
@@ -72,9 +64,9 @@ def test_even_parts_of_whole_groups(share: int, limit: int, group: int) -> None:
     group=GROUPS,
 )
 def test_few_sizes_and_none_above_the_largest(share: int, largest: int, seconds: dict[int, float], group: int) -> None:
-    """One to five sizes, rising, none above the largest that fits, and that one among them, in even parts."""
+    """One to five increasing sizes are timed, including the largest that fits, all for even parts."""
     largest = max(group, min(largest, share))
-    found = sizes_worth_timing(share, largest, seconds, group=group)
+    found = sizes_to_time(share, largest, seconds, group=group)
 
     assert 1 <= len(found) <= 5
     assert list(found) == sorted(set(found))
@@ -84,17 +76,17 @@ def test_few_sizes_and_none_above_the_largest(share: int, largest: int, seconds:
 
 
 def test_sizes_for_a_share_of_256() -> None:
-    """The largest, a half, a quarter, the knee of the line, and the best size seen, each in even parts."""
+    """The timed sizes are the largest, half, a quarter, the knee of the line, and the best so far, for even parts."""
     line = SecondsFit(fixed_seconds=0.001, sample_seconds=0.0005)  # knee: 19 * 0.001 / 0.0005 = 38
     seen = {size: line.seconds(size) for size in (2, 4, 8)}
     seen |= {16: 0.0081, 32: 0.012, 64: 0.06, 128: 0.12, 256: 0.24}
 
-    assert sizes_worth_timing(256, 256, seen) == (32, 37, 64, 128, 256)  # 38 leaves 7 parts, of at most 37
+    assert sizes_to_time(256, 256, seen) == (32, 37, 64, 128, 256)  # 38 leaves 7 parts of at most 37
 
 
 @given(fixed=st.floats(1e-5, 1.0), slope=st.floats(1e-5, 1.0))
 def test_line_and_knee(fixed: float, slope: float) -> None:
-    """The line through points of a line is that line, and its knee is where 95% of its limit is reached."""
+    """The fit through points of a line is that line, and its knee is where 95% of its limit is reached."""
     line = fit_seconds({size: fixed + slope * size for size in (2, 4, 8, 16)})
 
     assert line is not None
@@ -107,7 +99,7 @@ def test_line_and_knee(fixed: float, slope: float) -> None:
 
 
 def test_no_line() -> None:
-    """One point is no line, and neither is what falls; what would take less than no time at size 0 takes none there."""
+    """One point, or falling times, give no line; a negative time at size 0 becomes zero."""
     assert fit_seconds({}) is None
     assert fit_seconds({2: 1.0}) is None
     assert fit_seconds({2: 1.0, 4: 0.5}) is None
@@ -116,7 +108,7 @@ def test_no_line() -> None:
 
 @given(share=SHARES, size=st.integers(1, 400), fixed=st.floats(0.0, 1.0), slope=st.floats(1e-5, 1.0))
 def test_a_step_is_the_sum_of_its_micro_batches(share: int, size: int, fixed: float, slope: float) -> None:
-    """Where the line is true, a step takes as long as its micro-batches together, the ragged one included."""
+    """If the line is right, a step takes the sum of its micro-batches, including the ragged one."""
     size = min(size, share)
     line = SecondsFit(fixed, slope)
 
@@ -124,32 +116,15 @@ def test_a_step_is_the_sum_of_its_micro_batches(share: int, size: int, fixed: fl
     assert step_seconds(share, size, line.seconds(size), line) == pytest.approx(by_hand, rel=1e-9)
 
 
-@sees(
-    "the ragged last micro-batch costs nothing",
-    "src/anybatch/core/size_choice.py",
-    "return (full + part) * seconds",
-    "return full * seconds",
-    also=["tests/core/test_size_choice.py::test_a_step_is_the_sum_of_its_micro_batches"],
-)
 def test_the_ragged_last_one_counts() -> None:
-    """Without a line the last micro-batch takes as long as a full one: 20 + 20 + 20 + 4 is four times 20."""
+    """Without a line the last micro-batch counts like a full one: 20 + 20 + 20 + 4 is four times 20."""
     assert step_seconds(64, 20, 1.0, None) == 4.0
     assert step_seconds(60, 20, 1.0, None) == 3.0
 
 
-@sees(
-    "the fastest size is taken, however little it gains",
-    "src/anybatch/core/size_choice.py",
-    "limit = NEAR_BEST * min(seconds.values())",
-    "limit = min(seconds.values())",
-    also=[
-        "tests/engine/test_micro_batch_size.py::test_the_smallest_where_it_makes_no_difference",
-        "tests/diagnostics/test_tune.py::test_as_printed",
-    ],
-)
 @given(st.dictionaries(st.integers(1, 300), st.floats(1.0, 1.1), min_size=1))
 def test_the_smallest_within_three_percent(seconds: dict[int, float]) -> None:
-    """What is taken costs at most 3% more than the best, and everything smaller costs more than that."""
+    """The chosen size costs at most 3% more than the best, and every smaller one costs more than that."""
     chosen = smallest_of_the_fastest(seconds)
 
     assert seconds[chosen] <= 1.03 * min(seconds.values())

@@ -1,4 +1,4 @@
-"""Cutting and dealing: a partition of the batch, within every constraint."""
+"""Cutting and dealing partition the batch within every constraint."""
 
 import itertools
 
@@ -19,7 +19,7 @@ CUTS = st.builds(Cut, micro_batch_size=SIZES, deal=DEALS, lockstep=st.booleans()
 
 
 def positions(plan: BatchPlan) -> list[int]:
-    """Return the positions of all samples that count, in the order of the plan."""
+    """Return the positions of all counting samples, in the order of the plan."""
     return [position for unit in plan.units for position in range(unit.start, unit.stop)]
 
 
@@ -36,7 +36,7 @@ def positions(plan: BatchPlan) -> list[int]:
 @given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
 @pytest.mark.slow
 def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> None:
-    """Every sample is in exactly one unit that counts, in global order; none is empty, and their numbers run on."""
+    """Every sample is in exactly one counting unit, in global order; no unit is empty, and numbers are consecutive."""
     plan = plan_batch(num_samples, world_size, cut)
 
     assert plan.world_size == world_size
@@ -49,7 +49,7 @@ def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> N
 @pytest.mark.slow
 @given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
 def test_sizes_are_respected(num_samples: int, world_size: int, cut: Cut) -> None:
-    """No unit is larger than allowed, and there are as many steps as named, or as few as it takes."""
+    """No unit exceeds its limit, and the number of steps is the given one, or the smallest that fits."""
     plan = plan_batch(num_samples, world_size, cut)
     sizes = [[unit.num_samples for unit in share if unit.weight] for share in plan.shares]
     if cut.micro_batch_size is not None:
@@ -67,7 +67,7 @@ def test_sizes_are_respected(num_samples: int, world_size: int, cut: Cut) -> Non
 
 @given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
 def test_ranks_get_alike(num_samples: int, world_size: int, cut: Cut) -> None:
-    """A balanced deal differs by one sample at most, a fixed one by one unit."""
+    """Shares of a balanced deal differ by at most one sample, those of a fixed one by one unit."""
     plan = plan_batch(num_samples, world_size, cut)
     counted = [[unit for unit in share if unit.weight] for share in plan.shares]
     loads = [sum(unit.num_samples for unit in share) if cut.deal == "balanced" else len(share) for share in counted]
@@ -83,7 +83,7 @@ def test_ranks_get_alike(num_samples: int, world_size: int, cut: Cut) -> None:
 )
 @given(num_samples=st.integers(0, 200), size=st.integers(1, 40), world_sizes=st.lists(st.integers(1, 9), min_size=2))
 def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, world_sizes: list[int]) -> None:
-    """With deal="fixed" and a named size the units are the same on any number of ranks."""
+    """With deal="fixed" and a given size the units are the same on any number of ranks."""
     cut = Cut(micro_batch_size=size, deal="fixed")
     assert len({plan_batch(num_samples, world_size, cut).units for world_size in world_sizes}) == 1
 
@@ -100,7 +100,7 @@ def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, w
 )
 @given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), cut=CUTS)
 def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int, cut: Cut) -> None:
-    """Under lockstep all ranks run as many units; those added count nothing and come last."""
+    """In lockstep all ranks run the same number of units; added ones have no weight and come last."""
     plan = plan_batch(num_samples, world_size, cut)
     weights = [[unit.weight for unit in share] for share in plan.shares]
     assert all(share == sorted(share, reverse=True) and set(share) <= {0.0, 1.0} for share in weights)
@@ -113,7 +113,7 @@ def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int
 
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=9), micro=SIZES)
 def test_given_shares_stay_where_they_are(sizes: list[int], micro: int | None) -> None:
-    """Shares that ranks have brought are cut, each by itself, and never move to another rank."""
+    """The shares of each rank are cut separately, and never move to another rank."""
     plan = plan_shares(sizes, Cut(micro_batch_size=micro))
     assert [sum(unit.num_samples for unit in share) for share in plan.shares] == sizes
     assert positions(plan) == list(range(sum(sizes)))
@@ -141,7 +141,7 @@ GROUPS = st.integers(2, 12)
 
 
 def borders(num_samples: int, group: int) -> set[int]:
-    """Return where groups begin and end, counted one by one."""
+    """Return the boundaries of groups, counted one by one."""
     starts = [start for start in range(0, num_samples, group) if start == 0 or num_samples - start > 1]
     return {*starts, num_samples}
 
@@ -158,7 +158,7 @@ def borders(num_samples: int, group: int) -> set[int]:
 )
 @given(num_samples=st.integers(0, 200), group=GROUPS)
 def test_groups_are_a_partition(num_samples: int, group: int) -> None:
-    """Groups add up to the batch; all have the named size but the last, which is a single sample only if all is."""
+    """Groups add up to the batch, all but the last of the given size; only a batch of one has a group of one."""
     sizes = group_sizes(num_samples, group)
     assert sum(sizes) == num_samples
     assert set(itertools.accumulate(sizes, initial=0)) == borders(num_samples, group)
@@ -191,7 +191,7 @@ def test_units_and_shares_hold_whole_groups(  # noqa: PLR0917 (Hypothesis passes
     deal: Deal,
     lockstep: bool,
 ) -> None:
-    """No group is cut, by no number of ranks; nothing is lost or there twice; units are as large as allowed."""
+    """No group is cut, on any number of ranks; no sample is lost or repeated; units are within their limit."""
     size = None if groups_per_unit is None else group * groups_per_unit + more % group
     cut = Cut(micro_batch_size=size, deal=deal, lockstep=lockstep, group=group)
     plan = plan_batch(num_samples, world_size, cut)
@@ -209,7 +209,7 @@ def test_units_and_shares_hold_whole_groups(  # noqa: PLR0917 (Hypothesis passes
 
 @given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), group=GROUPS, steps=st.integers(1, 6), deal=DEALS)
 def test_steps_hold_whole_groups(num_samples: int, world_size: int, group: int, steps: int, deal: Deal) -> None:
-    """With accumulation steps no group is cut either, and there are as many steps as groups permit."""
+    """With accumulation steps no group is cut either, and the number of steps is the largest that groups permit."""
     plan = plan_batch(num_samples, world_size, Cut(accumulation_steps=steps, deal=deal, group=group))
 
     assert positions(plan) == list(range(num_samples))
@@ -219,7 +219,7 @@ def test_steps_hold_whole_groups(num_samples: int, world_size: int, group: int, 
 
 
 def test_cut_groups_are_refused() -> None:
-    """Shares that end within a group, a rest of one sample by itself, and micro-batches smaller than a group."""
+    """Shares that cut a group, a rest of a single sample, and micro-batches below a group raise."""
     whole = Cut(group=4)
     assert [unit.num_samples for unit in plan_shares([8, 4, 5], whole).units] == [8, 4, 5]
     with pytest.raises(BatchSizeError, match="rank 1 ends after sample 14 of 17, within a group of 4"):
@@ -231,7 +231,7 @@ def test_cut_groups_are_refused() -> None:
 
 
 def test_a_plan_reads_like_its_geometry() -> None:
-    """The line says samples, ranks, micro-batches and sizes, and where it is ragged, how."""
+    """The text shows samples, ranks, micro-batches and sizes, and which parts are ragged."""
     lines = {
         (256, 2, Cut(micro_batch_size=16)): "256 samples = 2 ranks x 8 micro-batches x 16",
         (1, 1, Cut()): "1 sample = 1 rank x 1 micro-batch x 1",
@@ -245,7 +245,7 @@ def test_a_plan_reads_like_its_geometry() -> None:
 
 
 def test_impossible_plans_are_refused() -> None:
-    """A negative number of samples, and whole units of shares that have been dealt already."""
+    """A negative number of samples, and fixed units of shares that are already dealt, raise."""
     with pytest.raises(BatchSizeError, match="num_samples=-1 must not be negative"):
         plan_batch(-1, 1, Cut(deal="fixed", micro_batch_size=2))
     with pytest.raises(CompositionError, match="deal='fixed'"):

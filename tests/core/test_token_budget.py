@@ -1,4 +1,4 @@
-"""A cut by length is a partition within its cap, as cheap as the cheapest of all, and dealt evenly to ranks."""
+"""A cut by length is a partition within its cap, at minimum cost, and dealt evenly to ranks."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 
 
 def costs_of(plan: BatchPlan, lengths: SampleLengths, fixed: float) -> list[list[float]]:
-    """Return what each micro-batch costs, by rank, from the definition."""
+    """Return the cost of each micro-batch, by rank, from the definition."""
     laid_out = lengths.laid_out
     found = []
     for share in plan.shares:
@@ -93,9 +93,9 @@ def test_a_cut_is_a_partition_within_the_cap(  # noqa: PLR0917 (drawn)
     lockstep: bool,
     deal: str,
 ) -> None:
-    """Each sample is in exactly one micro-batch that counts, none holds more tokens than the cap, none is empty."""
+    """Each sample is in exactly one counting micro-batch, none of which is empty or above the cap."""
     sample_lengths = SampleLengths(tokens=lengths, packed=packed, multiple_of=multiple_of)
-    cut = Cut(lockstep=lockstep, deal=deal)  # type: ignore[arg-type]  # one of the two
+    cut = Cut(lockstep=lockstep, deal=deal)  # type: ignore[arg-type]  # either
     plan = plan_by_length(sample_lengths, world_size, cut, token_budget(cap, fixed_tokens=fixed))
 
     laid_out = sample_lengths.laid_out
@@ -136,7 +136,7 @@ def test_a_padded_cut_is_the_cheapest_of_all(lengths: list[int], cap: int, fixed
     limit=st.sampled_from([30.0, 90.0, math.inf]),
 )
 def test_leaving_candidates_out_loses_nothing(lengths: list[int], cap: int, fixed: float, limit: float) -> None:
-    """The search that looks at full micro-batches only within one length costs what the plain search costs."""
+    """The search restricted to full micro-batches within one length finds the same cost as the plain search."""
     rising = sorted(lengths)
     costs = [length * (1 + length / 50) for length in rising]
     best = [0.0] + [math.inf] * len(rising)
@@ -154,7 +154,7 @@ def test_leaving_candidates_out_loses_nothing(lengths: list[int], cap: int, fixe
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), cap=st.integers(9, 20))
 def test_packed_cuts_have_few_micro_batches(lengths: list[int], cap: int) -> None:
-    """At most one bin more than the fewest possible, on small batches; and no padding."""
+    """Packing uses at most one bin more than the minimum on small batches, without padding."""
     sample_lengths = SampleLengths(tokens=lengths, packed=True)
     plan = plan_by_length(sample_lengths, 1, Cut(), token_budget(cap, fixed_tokens=1.0))
 
@@ -165,7 +165,7 @@ def test_packed_cuts_have_few_micro_batches(lengths: list[int], cap: int) -> Non
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_ranks_get_equal_work(packed: bool, lockstep: bool) -> None:
-    """On log-normal lengths the slowest of 2 to 8 ranks costs at most 8% more than the mean of the cheapest cut."""
+    """On log-normal lengths the slowest of 2 to 8 ranks costs at most 8% more than the cheapest cut's mean."""
     draw = random.Random(0)
     for world_size in (2, 3, 8):
         tokens = [min(512, max(1, int(draw.lognormvariate(4.5, 0.8)))) for _ in range(64 * world_size)]
@@ -177,7 +177,7 @@ def test_ranks_get_equal_work(packed: bool, lockstep: bool) -> None:
 
 
 def test_the_heaviest_micro_batches_are_side_by_side() -> None:
-    """Each rank begins with its heaviest micro-batch, so that ranks in lockstep wait least."""
+    """Each rank starts with its heaviest micro-batch, so that ranks in lockstep wait least."""
     lengths = SampleLengths(tokens=[place % 17 + 1 for place in range(100)])
     plan = plan_by_length(lengths, 3, Cut(), token_budget(40, fixed_tokens=5.0))
 
@@ -185,7 +185,7 @@ def test_the_heaviest_micro_batches_are_side_by_side() -> None:
 
 
 def test_a_fixed_cut_does_not_know_the_ranks() -> None:
-    """Under deal="fixed" the same micro-batches exist on any number of ranks."""
+    """With deal="fixed" the micro-batches are the same on any number of ranks."""
     lengths = SampleLengths(tokens=[place * 7 % 31 + 1 for place in range(90)])
     found = []
     for world_size in (1, 2, 5):
@@ -197,7 +197,7 @@ def test_a_fixed_cut_does_not_know_the_ranks() -> None:
 
 @pytest.mark.parametrize("num_samples", [64, 1024, 16384])
 def test_a_cut_is_near_its_lower_bound(num_samples: int) -> None:
-    """Padding within 15% of no padding at all, on log-normal lengths: what an un-split sorted batch could not be."""
+    """On log-normal lengths, padding adds at most 15%, which an unsplit sorted batch cannot reach."""
     draw = random.Random(num_samples)
     tokens = [min(512, max(1, int(draw.lognormvariate(4.5, 0.8)))) for _ in range(num_samples)]
     lengths = SampleLengths(tokens=tokens)
@@ -207,7 +207,7 @@ def test_a_cut_is_near_its_lower_bound(num_samples: int) -> None:
 
 
 def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
-    """Refused with its length and the cures; by choice it has a micro-batch of its own."""
+    """A sample above the budget raises with its length and the fixes; optionally it gets its own micro-batch."""
     lengths = SampleLengths(tokens=[3, 50, 4])
     with pytest.raises(BatchSizeError, match=r"sample 1 .* has 50 tokens, and a micro-batch may hold 20"):
         plan_by_length(lengths, 1, Cut(), token_budget(20))
@@ -217,7 +217,7 @@ def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
 
 
 def test_a_cap_that_memory_has_lowered_is_kept() -> None:
-    """Once memory has run out, batches are cut at fewer tokens; a sample that is longer than these is run alone."""
+    """After running out of memory, batches are cut at fewer tokens; a longer sample runs alone."""
     budget = TokenBudget(tokens=40, cut_at=10)
     plan = plan_by_length(SampleLengths(tokens=[5, 5, 5, 5, 30]), 1, Cut(), budget)
 
@@ -225,7 +225,7 @@ def test_a_cap_that_memory_has_lowered_is_kept() -> None:
 
 
 def test_padded_lengths_are_counted() -> None:
-    """Lengths that a collate function rounds up to multiples of 8 count as these."""
+    """Lengths that a collate function rounds up to multiples of 8 count as rounded."""
     lengths = SampleLengths(tokens=[1] * 10, multiple_of=8)
     plan = plan_by_length(lengths, 1, Cut(), token_budget(32))
 
@@ -236,30 +236,30 @@ def test_padded_lengths_are_counted() -> None:
 
 @pytest.mark.parametrize("tokens", [0, -1, 2.5, True, "8192"])
 def test_a_budget_is_a_whole_number(tokens: object) -> None:
-    """Anything else is refused when it is named."""
+    """A budget that is not an integer raises."""
     with pytest.raises(BatchSizeError, match="tokens="):
-        token_budget(tokens)  # type: ignore[arg-type]  # what is tested
+        token_budget(tokens)  # type: ignore[arg-type]  # on purpose
 
 
 def test_other_values_are_checked() -> None:
-    """Costs that fall, are no numbers, or words that are not known are refused."""
+    """Falling costs, non-numbers and unknown options raise."""
     with pytest.raises(UserError, match="fixed_tokens=-1"):
         token_budget(8, fixed_tokens=-1)
     with pytest.raises(UserError, match=r"longer='cut' must be 'error' or 'alone'"):
-        token_budget(8, longer="cut")  # type: ignore[arg-type]  # what is tested
+        token_budget(8, longer="cut")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(UserError, match="must not fall"):
         plan_by_length(SampleLengths(tokens=[1, 2]), 1, Cut(), token_budget(8, sample_cost=lambda length: -length))
 
 
 def test_a_batch_without_lengths_is_refused() -> None:
-    """What cannot be cut by length says so, and what to give."""
+    """The error for data without lengths names the argument to give."""
     with pytest.raises(DataError, match=r"ab\.batches\(dataset, lengths="):
         Placement(Cut(), 1, 0, token_budget(8)).plan(5)
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=6))
 def test_a_cut_into_few_shapes_is_the_cheapest(lengths: list[int]) -> None:
-    """Each micro-batch has room in a shape within the cap, and no partition of the samples costs less in shapes."""
+    """Each micro-batch fits into a shape within the cap, and no partition has lower cost in shapes."""
     shapes = ((8, 4), (4, 8), (3, 12), (1, 20))
     sample_lengths = SampleLengths(tokens=lengths, shapes=shapes)
     plan = plan_by_length(sample_lengths, 1, Cut(), token_budget(40, fixed_tokens=3.0))
@@ -277,7 +277,7 @@ def test_a_cut_into_few_shapes_is_the_cheapest(lengths: list[int]) -> None:
     [(21, ((1, 20),), r"no shape of .* has room for 1 x 21"), (15, ((4, 20),), r"no shape of .* within 40 tokens")],
 )
 def test_a_sample_without_a_shape_is_refused(tokens: int, shapes: Any, match: str) -> None:
-    """With the shapes there are, and with the cap where one that has room is beyond it."""
+    """A sample without a fitting shape raises with the shapes, and with the cap if a larger shape exceeds it."""
     lengths = SampleLengths(tokens=[tokens], shapes=shapes)
     with pytest.raises(BatchSizeError, match=match):
         plan_by_length(lengths, 1, Cut(), token_budget(40))

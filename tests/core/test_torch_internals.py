@@ -1,4 +1,4 @@
-"""What several folders ask of torch in private: what it does, and what is done where torch lacks it."""
+"""Private torch APIs used by several folders: their behavior, and the fallback if torch lacks them."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ CHANGES: dict[
 
 
 class Bare:
-    """Something in the place of a tensor, storage or module that has a few attributes and no private ones."""
+    """A stand-in for a tensor, storage or module with few attributes and no private ones."""
 
     def __init__(self, **attributes: object) -> None:
         vars(self).update(attributes)
@@ -52,7 +52,7 @@ class Bare:
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("of", [torch, NOTHING], ids=["together", "one by one"])
 def test_many_tensors_are_changed_in_place(name: str, of: object) -> None:
-    """Each function changes its tensors in place, as its loop says, with torch's function for many and without."""
+    """Each function changes its tensors in place like its loop, with and without torch's foreach function."""
     change, args, expected = CHANGES[name]
     tensors = [torch.tensor([-1.0, 1.0]), torch.tensor([0.5])]
     before = [tensor.clone() for tensor in tensors]
@@ -64,7 +64,7 @@ def test_many_tensors_are_changed_in_place(name: str, of: object) -> None:
 
 
 def test_every_normalisation_layer_has_one_of_two_bases() -> None:
-    """BatchNorm in all its forms is a `BatchNormBase`, InstanceNorm an `InstanceNormBase`, and other norms neither."""
+    """BatchNorm layers are a `BatchNormBase`, InstanceNorm layers an `InstanceNormBase`, and other norms neither."""
     batch_norms = (nn.BatchNorm1d(1), nn.BatchNorm2d(1), nn.BatchNorm3d(1), nn.SyncBatchNorm(1), nn.LazyBatchNorm2d())
     instance_norms = (nn.InstanceNorm1d(1), nn.InstanceNorm2d(1), nn.InstanceNorm3d(1))
 
@@ -74,7 +74,7 @@ def test_every_normalisation_layer_has_one_of_two_bases() -> None:
 
 
 def test_views_have_their_tensor_s_storage() -> None:
-    """Tensors that share memory have the same key, others another one; tensors without data too."""
+    """Tensors that share memory have the same key, others different ones, even without data."""
     for device in ("cpu", "meta"):
         one, other = torch.empty(4, device=device), torch.empty(4, device=device)
         keys = [storage_key(tensor.untyped_storage()) for tensor in (one, one[2:], other)]
@@ -83,7 +83,7 @@ def test_views_have_their_tensor_s_storage() -> None:
 
 
 def test_storages_are_told_apart_by_their_objects_instead() -> None:
-    """A storage is one Python object for as long as it lives, which is its key where torch shows no address."""
+    """A storage is the same Python object while it lives, which is its key if torch shows no address."""
     for device in ("cpu", "meta"):
         tensor = torch.empty(4, device=device)
         first = id(tensor.untyped_storage())
@@ -97,7 +97,7 @@ def test_storages_are_told_apart_by_their_objects_instead() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_stored_numbers_are_the_tensor_s_own() -> None:
-    """What is done to the stored numbers of a sparse tensor is done to the tensor; a dense one is its numbers."""
+    """Changing the stored values of a sparse tensor changes the tensor; a dense tensor is its own values."""
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True
     ).coalesce()
@@ -109,7 +109,7 @@ def test_stored_numbers_are_the_tensor_s_own() -> None:
 
 
 def test_stored_numbers_come_by_the_public_name_instead() -> None:
-    """Where torch does not show stored numbers, those of a coalesced tensor are `values()`, and others are refused."""
+    """If torch hides stored values, a coalesced tensor uses `values()`, and others raise."""
     values = torch.ones(2)
     coalesced: Any = Bare(is_sparse=True, is_coalesced=lambda: True, values=lambda: values)
     repeated: Any = Bare(is_sparse=True, is_coalesced=lambda: False)
@@ -121,7 +121,7 @@ def test_stored_numbers_come_by_the_public_name_instead() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_bytes_of_a_sparse_tensor() -> None:
-    """Repeated indices count as often as they are stored; where torch does not show them, once."""
+    """Repeated indices count each time they are stored, or once if torch does not show them."""
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 3.0]), (3,), check_invariants=True
     )
@@ -132,7 +132,7 @@ def test_bytes_of_a_sparse_tensor() -> None:
 
 
 def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
-    """Each module's table is the one that the module reads; where there is none, a model is refused."""
+    """Each module's table is the one that the module reads; a model without one raises."""
     layer = nn.BatchNorm1d(2)
     tables = buffer_tables(nn.Sequential(nn.Linear(1, 1), layer))
     tables[2]["running_mean"] = torch.full((2,), 7.0)
@@ -146,7 +146,7 @@ def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
 
 
 def test_a_backward_is_told_from_a_forward() -> None:
-    """A hook of a gradient runs in a backward, and everything else does not; a torch that does not say is refused."""
+    """Gradient hooks are recognized as running in a backward; a torch that cannot tell raises."""
     seen = []
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(lambda _: seen.append(is_in_backward()))
@@ -159,7 +159,7 @@ def test_a_backward_is_told_from_a_forward() -> None:
 
 
 def test_refusal_says_which_torch_is_needed() -> None:
-    """The error names the purpose, what is missing, the version at hand and those that have it, as fields of text."""
+    """The error has the purpose, the missing part, the current version and suitable ones."""
     with pytest.raises(UnsupportedTorchError) as caught, needed_for("Flying"):
         torch.not_there  # type: ignore[attr-defined]  # noqa: B018 (missing on purpose)
 
@@ -168,7 +168,7 @@ def test_refusal_says_which_torch_is_needed() -> None:
 
 
 def test_missing_modules_are_refused_alike() -> None:
-    """An import that fails is such an error too, and any other error stays what it is."""
+    """A failed import gives the same error, and other exceptions are unchanged."""
     with pytest.raises(UnsupportedTorchError, match="not_there"), needed_for("Flying"):
         from torch import not_there  # type: ignore[attr-defined]  # noqa: F401, PLC0415 (missing on purpose)
     with pytest.raises(ValueError, match="other"), needed_for("Flying"):
@@ -176,7 +176,7 @@ def test_missing_modules_are_refused_alike() -> None:
 
 
 def test_every_change_in_place_counts() -> None:
-    """A tensor counts what is written to its memory, also through a view; one that does not count is refused."""
+    """A tensor counts writes to its memory, also through a view; one that does not count raises."""
     values = torch.zeros(2)
     (before,) = num_changes([None, values], "this")
     values.add_(1)

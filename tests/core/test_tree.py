@@ -1,4 +1,4 @@
-"""Batches of any shape: counted, cut and put together again."""
+"""Batches of any structure can be counted, sliced and reassembled."""
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from anybatch.core.tree import count_samples, join_samples, map_tensors, slice_samples, take_apart, tensors_of
+from anybatch.core.tree import count_samples, flatten_batch, join_samples, map_tensors, slice_samples, tensors_of
 from anybatch.errors import DataError
 from tests.faults import sees
 
@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A dataclass with a field that follows from another."""
+    """A dataclass with a derived field."""
 
     words: torch.Tensor
     mask: Any
@@ -37,11 +37,11 @@ class Example:
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping that is no dict, as tokenizers return."""
+    """A mapping that is not a dict, as tokenizers return."""
 
 
 def concatenated(parts: list[Any]) -> Any:  # noqa: PLR0911 (one line per container)
-    """Put slices of a batch together again: the inverse, written down independently, container by container."""
+    """Concatenate slices of a batch: the inverse, written independently, container by container."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(parts) if first.dim() else first
@@ -65,7 +65,7 @@ def concatenated(parts: list[Any]) -> Any:  # noqa: PLR0911 (one line per contai
 
 
 def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 (one line per container)
-    """Whether two trees are equal in types and values."""
+    """Return whether two trees are equal in types and values."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -90,7 +90,7 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 (one line per container
 
 
 def leaves(number: int) -> st.SearchStrategy[Any]:
-    """Return leaves with that many samples, and leaves that belong to every sample."""
+    """Return leaves with this many samples, and leaves that belong to every sample."""
     numbers = torch.arange(number * 3).reshape(number, 3)
     carrying = [
         numbers,
@@ -107,7 +107,7 @@ def leaves(number: int) -> st.SearchStrategy[Any]:
 
 
 def trees(number: int) -> st.SearchStrategy[Any]:
-    """Return nested batches of that many samples."""
+    """Return nested batches of this many samples."""
 
     def grow(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         keys = st.sampled_from(["x", "y", "z"])
@@ -141,7 +141,7 @@ def trees(number: int) -> st.SearchStrategy[Any]:
 @pytest.mark.slow
 @given(data=st.data(), number=st.integers(1, 7))
 def test_slices_put_together_are_the_batch(data: st.DataObject, number: int) -> None:
-    """Cutting a batch anywhere and concatenating the pieces gives the batch back, whatever it is made of."""
+    """Slicing any batch anywhere and concatenating the pieces gives the batch."""
     batch = data.draw(trees(number))
     cuts = sorted(data.draw(st.sets(st.integers(1, number), max_size=3)) | {number})
     bounds = list(zip([0, *cuts[:-1]], cuts, strict=True))
@@ -168,14 +168,14 @@ def test_mapping_tensors_keeps_the_tree(data: st.DataObject, number: int) -> Non
 
 
 def test_slices_are_views() -> None:
-    """A slice shares the batch's memory: cutting copies nothing."""
+    """A slice shares the batch's memory."""
     batch = {"x": torch.zeros(6, 2)}
     slice_samples(batch, 2, 4)["x"].fill_(1.0)
     assert batch["x"].sum(1).tolist() == [0, 0, 2, 2, 0, 0]
 
 
 def test_batch_encodings_keep_their_type() -> None:
-    """What a tokenizer of transformers returns is cut into the same kind of thing."""
+    """The output of a transformers tokenizer is sliced into objects of the same class."""
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.arange(4)})
     piece = slice_samples(batch, 1, 3)
@@ -187,7 +187,7 @@ def test_batch_encodings_keep_their_type() -> None:
 
 
 def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
-    """A defaultdict takes its factory first, so its slice is a plain dict with the same content."""
+    """A defaultdict, whose constructor takes a factory first, becomes a plain dict with the same content."""
     batch = defaultdict(torch.Tensor, {"x": torch.arange(3)})
     piece = slice_samples(batch, 0, 2)
     assert type(piece) is dict
@@ -203,7 +203,7 @@ def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
     ids=["tuples", "dicts"],
 )
 def test_strings_belong_to_their_samples(samples: list[Any]) -> None:
-    """Strings that torch's default collate hands on, as a tuple or as a list, are cut with their samples."""
+    """Strings from torch's default collate, as a tuple or list, are sliced with their samples."""
     batch = default_collate(samples)
     piece = slice_samples(batch, 1, 3)
     words = piece["y"] if isinstance(piece, dict) else piece[1]
@@ -214,26 +214,26 @@ def test_strings_belong_to_their_samples(samples: list[Any]) -> None:
 
 @pytest.mark.parametrize("batch", [1.0, None, "text", {}, {"scale": 2}, torch.tensor(1.0), ("a", torch.tensor(1.0))])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    """Where no leaf has a first axis, nothing can be counted."""
+    """A batch in which no leaf has a first axis raises."""
     with pytest.raises(DataError, match="cannot be counted"):
         count_samples(batch)
 
 
 def test_the_message_names_both_leaves() -> None:
-    """Leaves that disagree are named by their place in the tree, with both lengths."""
+    """The error for leaves of different lengths has their places in the tree and both lengths."""
     batch = {"x": torch.zeros(3, 2), "meta": Pair([torch.zeros(3)], Example(torch.zeros(4), None))}
     with pytest.raises(DataError, match=r"batch\['x'\] has 3 samples, batch\['meta'\]\[1\]\.words has 4"):
         count_samples(batch)
 
 
 def test_taken_apart_and_put_together() -> None:
-    """The tensors of a batch go back where they were, others take their places, and the form keeps none of them."""
+    """The tensors of a batch can be replaced in place, and the structure keeps none of them."""
     words, mask = torch.arange(6.0).reshape(3, 2), torch.ones(3)
     batch = {"pair": Pair(Example(words, [mask, 4]), torch.tensor(2.0)), "name": "train"}
-    tensors, put_together = take_apart(batch)
+    tensors, rebuild = flatten_batch(batch)
 
     assert [tensor is one for tensor, one in zip(tensors, (words, mask), strict=False)] == [True, True]
-    again, other = put_together(tensors), put_together(2 * tensor for tensor in tensors)
+    again, other = rebuild(tensors), rebuild(2 * tensor for tensor in tensors)
     assert again["pair"].one.words is words
     assert again["pair"].one.mask[0] is mask
     assert again["pair"].one.mask[1:] == [4]
@@ -266,7 +266,7 @@ def listed(tensor: torch.Tensor) -> list[list[float]]:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 @pytest.mark.parametrize("kind", ["sparse", "jagged", "nested"])
 def test_sparse_and_nested_tensors_are_cut_by_samples(kind: str) -> None:
-    """Pieces hold the rows in their order, and put together they are the tensor."""
+    """Pieces have the rows in order, and concatenated they are the tensor."""
     batch: dict[str, Any] = {"x": in_rows(kind), "name": "kept"}
     pieces = [slice_samples(batch, start, stop) for start, stop in ((0, 3), (3, 4), (4, 7))]
     assert count_samples(batch) == 7

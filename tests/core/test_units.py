@@ -1,4 +1,4 @@
-"""Numbers are shown with three significant digits and a unit, and never jump between two ways of writing."""
+"""Numbers are shown with three significant digits and a unit."""
 
 import math
 
@@ -31,13 +31,13 @@ from anybatch.core.units import duration, in_bytes, per_second, shortened, three
     ],
 )
 def test_three_digits(value: float | None, text: str) -> None:
-    """Numbers of ordinary size are written out, others with an exponent, and those that are none by name."""
+    """Ordinary numbers are written out, others with an exponent, and NaN and infinity by name."""
     assert three_digits(value) == text
 
 
 @given(st.floats(-1e300, 1e300))
 def test_three_digits_are_the_number(value: float) -> None:
-    """The text is the number up to half a unit of its third digit, in at most nine characters."""
+    """The text is accurate to half a unit of its third digit, in at most nine characters."""
     text = three_digits(value)
 
     assert math.isclose(float(text.replace(",", "")), value, rel_tol=0.005_000_1, abs_tol=1e-320)
@@ -45,7 +45,7 @@ def test_three_digits_are_the_number(value: float) -> None:
 
 
 def test_rates_are_written_out() -> None:
-    """A rate never has an exponent at its large end."""
+    """A large rate never has an exponent."""
     assert [per_second(value) for value in (None, 12.34, 1_234_567.0)] == ["-", "12.3", "1,230,000"]
 
 
@@ -62,7 +62,7 @@ def test_rates_are_written_out() -> None:
     ],
 )
 def test_bytes(value: int, limit: int | None, text: str) -> None:
-    """Bytes come in the unit that leaves at most three digits, and beside a limit in the limit's unit."""
+    """Bytes use a unit with at most three digits, and next to a limit the limit's unit."""
     assert in_bytes(value, limit) == text
 
 
@@ -83,13 +83,13 @@ def test_bytes(value: int, limit: int | None, text: str) -> None:
     ],
 )
 def test_durations(seconds: float | None, text: str) -> None:
-    """A time has its two largest units."""
+    """A duration has its two largest units."""
     assert duration(seconds) == text
 
 
 @given(st.text("abcde", max_size=20), st.integers(4, 30))
 def test_shortened(name: str, width: int) -> None:
-    """A short name stays, and a long one keeps its beginning and end in exactly the width it may have."""
+    """A short name is kept, and a long one keeps its beginning and end in exactly the given width."""
     text = shortened(name, width)
 
     if len(name) <= width:

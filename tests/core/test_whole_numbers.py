@@ -1,4 +1,4 @@
-"""Counts and sizes are whole numbers, and what is none is refused with its value and its type."""
+"""Counts and sizes must be integers; anything else raises with its value and type."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from anybatch.errors import BatchSizeError, UserError
 
 @pytest.mark.parametrize(("value", "least"), [(1, 1), (7, 1), (0, 0), (-3, None), (2**64 - 1, 1)])
 def test_whole_numbers_pass(value: int, least: int | None) -> None:
-    """A whole number that is not below the least one is returned."""
+    """An integer that is not below the minimum is returned."""
     assert checked_int("steps", value, least=least) == value
 
 
@@ -28,7 +28,7 @@ def test_whole_numbers_pass(value: int, least: int | None) -> None:
     ],
 )
 def test_others_are_refused(value: Any, least: int | None, words: str) -> None:
-    """Anything else is an error of the class asked for, with the value, its type where that is wrong, and the cure."""
+    """Anything else raises the requested error class with the value, its type if wrong, and the fix."""
     with pytest.raises(UserError) as caught:
         checked_int("steps", value, least=least)
     assert str(caught.value) == words

@@ -1,4 +1,4 @@
-"""Collate functions that look across samples or return other rows; samplers; data sets that are read at once."""
+"""Collate functions that mix samples or change the number of rows, samplers, and data sets with batched reads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,6 @@ import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
 from anybatch.core.splitting import Cut
 from anybatch.errors import DataError
-from tests.faults import sees
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -26,7 +25,7 @@ class Stream:
 
 
 def normalised(samples: list[torch.Tensor]) -> torch.Tensor:
-    """Collate, mix with a random weight, and take the mean of the batch away."""
+    """Collate, mix with a random weight, and subtract the mean of the batch."""
     batch = torch.stack(samples)
     mixed = batch + torch.rand((), dtype=torch.float64) * batch.flip(0)
     return mixed - mixed.mean(0)
@@ -37,18 +36,11 @@ def fed(batch: Any, cut: Cut, world_size: int = 1) -> list[torch.Tensor]:
     return [unit for rank in range(world_size) for unit in Placement(cut, world_size, rank).micro_batches(batch)]
 
 
-@sees(
-    "what looks across the batch sees a micro-batch",
-    "src/anybatch/data/indexed.py",
-    "if isinstance(self.loader.collate, OverEffectiveBatch):",
-    "if self.loader.collate is None:",
-    cases=["False-0"],
-)
 @pytest.mark.parametrize(
     ("is_stream", "num_workers"), [(False, 0), (True, 0), pytest.param(False, 2, marks=pytest.mark.slow)]
 )
 def test_a_collate_over_the_effective_batch_sees_all_of_it(is_stream: bool, num_workers: int) -> None:
-    """However the batch is cut and over however many ranks, the rows are those of one call with all samples."""
+    """For every cut and number of ranks, the rows equal one collate call on the whole effective batch."""
     collate = ab.OverEffectiveBatch(normalised)
     data = Stream() if is_stream else ROWS
     for number in range(2):
@@ -62,16 +54,9 @@ def test_a_collate_over_the_effective_batch_sees_all_of_it(is_stream: bool, num_
         assert rows[0].mean(0).abs().max() < 1e-12
 
 
-@sees(
-    "samples that a collate function drops are counted",
-    "src/anybatch/data/fetch.py",
-    "if rows != num_samples:",
-    "if rows > num_samples:",
-    cases=["False"],
-)
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_other_rows_than_samples_are_refused_unless_declared(is_stream: bool) -> None:
-    """A collate function that filters is refused with both numbers; declared, its rows are taken as they are."""
+    """A collate function that filters samples is refused; declared as `AnyRows`, its rows are used unchanged."""
 
     def some(samples: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([sample for sample in samples if sample[0] != 4.0])
@@ -85,7 +70,7 @@ def test_other_rows_than_samples_are_refused_unless_declared(is_stream: bool) ->
 
 
 class Table:
-    """Rows that can be read at once, as Hugging Face's data sets are; with a transform they are augmented."""
+    """Rows with a batched read, as in Hugging Face data sets; format "custom" means a transform."""
 
     def __init__(self, kind: str | None) -> None:
         self.format = {"type": kind}
@@ -105,23 +90,16 @@ class Table:
 
 @pytest.mark.parametrize(("kind", "reads"), [("torch", ["many"] * 3), ("custom", ["one"] * 6)])
 def test_what_draws_nothing_is_read_at_once(kind: str, reads: list[str]) -> None:
-    """Units of a table are one read each; under a transform each sample is read under its own random key."""
+    """Each unit of a table is one batched read; with a transform, samples are read singly under their random keys."""
     table = Table(kind)
     batch = next(iter(ab.batches(table, effective_batch_size=6, shuffle=False)))
     assert torch.equal(torch.cat(fed(batch, Cut(micro_batch_size=2))), ROWS[:6])
     assert table.reads == reads
 
 
-@sees(
-    "a sampler draws anew for every rank",
-    "src/anybatch/data/order.py",
-    "        seed_generators(order_seed(seed, epoch))\n        if callable(set_epoch",
-    "        if callable(set_epoch",
-    cases=["weighted"],
-)
 @pytest.mark.parametrize("kind", ["weighted", "subset"])
 def test_a_sampler_says_the_order(kind: str) -> None:
-    """Its indices differ between epochs, and are the same on every rank and after a resume."""
+    """Indices of a sampler differ between epochs, and are the same on every rank and after a resume."""
     weights = torch.tensor([0.0, 1.0] * 5)
     sampler: Any = (
         WeightedRandomSampler(weights.tolist(), 8) if kind == "weighted" else SubsetRandomSampler([1, 3, 5, 7])
@@ -154,13 +132,13 @@ def test_a_sampler_says_the_order(kind: str) -> None:
     ],
 )
 def test_samplers_that_are_refused(sampler: Any, more: dict[str, Any], message: str) -> None:
-    """What would lose samples, or cannot be resumed, is refused with what to do."""
+    """Samplers that would lose samples, or cannot be resumed, are refused with the fix."""
     with pytest.raises(DataError, match=message):
         ab.batches(ROWS, effective_batch_size=3, sampler=sampler, **more)
 
 
 def test_a_sampler_of_batches_is_refused_when_it_is_drawn() -> None:
-    """A sampler that yields lists is no sampler of indices; a stream has none."""
+    """Samplers that yield lists are refused, and so is any sampler for a stream."""
     with pytest.raises(DataError, match=r"yielded 2 items \(list\), and its length is 2"):
         list(ab.batches(ROWS, effective_batch_size=3, sampler=[[0, 1], [2, 3]]))
     with pytest.raises(DataError, match=r"the data set \(Stream\) is a stream"):

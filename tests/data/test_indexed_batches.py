@@ -17,13 +17,12 @@ from anybatch.core.batch import Placement, Position
 from anybatch.core.randomness import order_seed
 from anybatch.core.splitting import Cut
 from anybatch.data.fetch import pinned
-from tests.faults import sees
 
 ONE = Placement(Cut(), 1, 0)
 
 
 class Drawing:
-    """Samples that hold their id, then a draw from each global generator."""
+    """Samples that are their id and a draw from each global generator."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -36,7 +35,7 @@ class Drawing:
 
 
 def rows(batches: ab.Batches, cut: Cut, world_size: int) -> list[list[Any]]:
-    """Return for each batch its samples as fed to all ranks, in global order."""
+    """Return the samples of each batch as fed to all ranks, in global order."""
     return [
         sorted(
             sample
@@ -57,7 +56,7 @@ cuts = st.builds(
 
 
 def test_batches_are_the_plain_loop() -> None:
-    """On one rank with one micro-batch, batches are slices of the permutation, loaded and collated by torch."""
+    """One rank without accumulation gets slices of the permutation, loaded and collated as in plain PyTorch."""
     data = torch.arange(50.0).reshape(25, 2)
     fed = [next(ONE.micro_batches(batch)) for batch in ab.batches(data, effective_batch_size=8, epochs=2, seed=5)]
     plain = []
@@ -68,15 +67,9 @@ def test_batches_are_the_plain_loop() -> None:
     assert all(torch.equal(left, right) for left, right in zip(fed, plain, strict=True))
 
 
-@sees(
-    "ids are made of the order once an epoch, and only so many",
-    "src/anybatch/data/indexed.py",
-    "                if stop > first + len(ids):\n",
-    "                if not ids:\n",
-)
 @pytest.mark.parametrize("size", [1_000, 5_000])
 def test_batches_of_a_long_epoch_are_slices_of_the_order(size: int) -> None:
-    """Of more samples than ids are made of the order at once, also where one step has more, and from any place on."""
+    """The order is the same if an epoch or a step exceeds one chunk of ids, from any start."""
     order = torch.randperm(11_000, generator=torch.Generator().manual_seed(order_seed(5, 0))).tolist()
     for start in (0, 2_500):
         batches = ab.batches(range(11_000), effective_batch_size=size, seed=5, start=Position(0, start))
@@ -84,13 +77,6 @@ def test_batches_of_a_long_epoch_are_slices_of_the_order(size: int) -> None:
         assert found == [order[first : first + size] for first in range(start, 11_000, size)]
 
 
-@sees(
-    "a sample is in two units",
-    "src/anybatch/data/indexed.py",
-    "tuple(taken(sample_ids, positions))",
-    "tuple(taken(sample_ids, range(max(0, positions[0] - 1), positions[-1] + 1)))",
-    also=["tests/engine/test_compatibility.py::test_exact[fp32-dealt]"],
-)
 @given(
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),
@@ -103,7 +89,7 @@ def test_batches_of_a_long_epoch_are_slices_of_the_order(size: int) -> None:
 def test_ranks_and_units_partition_an_epoch(
     num_samples: int, size: int, world_size: int, cut: Cut, shuffle: bool
 ) -> None:
-    """Whatever the cut and the world, each rank is fed the units of its share, and each sample counts exactly once."""
+    """For every cut and world size each rank gets the units of its share, and each sample counts once."""
     batches = ab.batches(range(num_samples), effective_batch_size=size, shuffle=shuffle, collate=list)
     counted: list[int] = []
     for batch in batches:
@@ -115,20 +101,9 @@ def test_ranks_and_units_partition_an_epoch(
     assert sorted(counted) == list(range(num_samples))
 
 
-@sees(
-    "the last batch of an epoch is dropped",
-    "src/anybatch/data/order.py",
-    "(self.size_at(position) if self.drop_last else 1)",
-    "(self.size_at(position) if self.drop_last or position.sample_offset else 1)",
-    cases=["False"],
-    also=[
-        "tests/data/test_indexed_batches.py::test_batches_are_the_plain_loop",
-        "tests/data/test_sample_order.py::test_the_last_step_of_an_epoch_is_smaller_or_left_out",
-    ],
-)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_last_batch_of_an_epoch(drop_last: bool) -> None:
-    """The last batch is smaller, or left out with drop_last; batches do not cross epochs; len() says how many."""
+    """The last batch of an epoch is smaller, or dropped with drop_last; len() counts the batches."""
     batches = ab.batches(range(10), effective_batch_size=4, epochs=2, shuffle=False, drop_last=drop_last)
     ids = [list(batch.sample_ids) for batch in batches]
     epoch = [[0, 1, 2, 3], [4, 5, 6, 7]] + ([] if drop_last else [[8, 9]])
@@ -139,20 +114,13 @@ def test_the_last_batch_of_an_epoch(drop_last: bool) -> None:
 
 
 def test_a_data_set_smaller_than_one_batch() -> None:
-    """It gives one smaller batch per epoch."""
+    """A data set smaller than one batch gives one smaller batch per epoch."""
     batches = ab.batches(range(3), effective_batch_size=8, epochs=2, shuffle=False)
     assert [batch.sample_ids for batch in batches] == [(0, 1, 2)] * 2
 
 
-@sees(
-    "a run of so many steps ends too early",
-    "src/anybatch/data/order.py",
-    "rest * self.effective_batch_size)",
-    "rest)",
-    also=["tests/data/test_sample_order.py::test_counting_steps_is_walking_them"],
-)
 def test_steps_run_over_epochs() -> None:
-    """`steps` counts from the start, over as many epochs as it takes, and the batches are those of the epochs."""
+    """`steps` counts from the start across epochs and yields the same batches as `epochs`."""
     by_epochs = [batch.sample_ids for batch in ab.batches(range(10), effective_batch_size=4, epochs=3)]
     for steps in range(1, 10):
         batches = ab.batches(range(10), effective_batch_size=4, steps=steps)
@@ -162,17 +130,9 @@ def test_steps_run_over_epochs() -> None:
     assert [batch.sample_ids for batch in resumed] == by_epochs[3:7]
 
 
-@sees(
-    "positions are off by one",
-    "src/anybatch/data/order.py",
-    "            yield start, stop, end\n",
-    "            yield start, stop, Position(end.epoch, max(0, end.sample_offset - 1))\n",
-    cases=["False"],
-    also=["tests/engine/test_resume.py::test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped[plain]"],
-)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> None:
-    """From the end of any batch the same batches follow, with the same augmentation; at the very end none do."""
+    """A run resumed after any batch yields the remaining batches with the same augmentation."""
 
     def made(**more: Any) -> ab.Batches:
         return ab.batches(Drawing(11), effective_batch_size=4, epochs=3, drop_last=drop_last, collate=list, **more)
@@ -186,7 +146,7 @@ def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> Non
 
 
 def test_a_run_may_be_resumed_with_another_batch_size() -> None:
-    """From any offset on, the rest of the epoch's order is cut again; its end is the next epoch."""
+    """A resume with a different batch size re-cuts the rest of the epoch's order."""
     order = [i for batch in ab.batches(range(10), effective_batch_size=3) for i in batch.sample_ids]
     rest = list(ab.batches(range(10), effective_batch_size=4, start=Position(0, 3)))
     assert [list(batch.sample_ids) for batch in rest] == [order[3:7], order[7:]]
@@ -199,28 +159,8 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
     )
 
 
-@sees(
-    "the key of augmentation lacks the sample",
-    "src/anybatch/core/randomness.py",
-    "[_folded(state, sample) >> 1 for",
-    "[_folded(state, 0) >> 1 for",
-    also=["tests/data/test_indexed_batches.py::test_collate_draws_from_a_key_of_its_own"],
-)
-@sees(
-    "the key of augmentation lacks the epoch",
-    "src/anybatch/core/randomness.py",
-    "_folded(_folded(_AUGMENTATION, seed), epoch)",
-    "_folded(_folded(_AUGMENTATION, seed), 0)",
-)
-@sees(
-    "augmentation depends on the unit",
-    "src/anybatch/data/fetch.py",
-    "sample_seeds(self.seed, key.epoch, key.sample_ids)",
-    "sample_seeds(self.seed, key.epoch + len(key.sample_ids), key.sample_ids)",
-    also=["tests/engine/test_invariance.py::test_a_run_without_dropout_does_not_depend_on_the_cut"],
-)
 def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
-    """A sample draws by seed, epoch and id: not by world size, cut, order or effective batch size."""
+    """Augmentation depends on seed, epoch and id only, not on world size, cut, order or batch size."""
 
     def drawn(size: int, cut: Cut, world_size: int, **more: Any) -> list[Any]:
         batches = ab.batches(Drawing(13), effective_batch_size=size, epochs=2, collate=list, **more)
@@ -237,7 +177,7 @@ def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
 
 
 def test_collate_draws_from_a_key_of_its_own() -> None:
-    """A random collate function repeats itself for the same unit, and does not repeat its first sample's draws."""
+    """A random collate function repeats its draws for the same unit, and they differ from its samples' draws."""
 
     def collate(samples: list[Any]) -> tuple[Any, float]:
         return samples[0], random.random()
@@ -251,7 +191,7 @@ def test_collate_draws_from_a_key_of_its_own() -> None:
 
 
 def _state() -> tuple[Any, ...]:
-    """Return what the three generators give next, and put them back."""
+    """Return the next numbers of the three generators, and restore them."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     draws = random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
     random.setstate(states[0])
@@ -260,16 +200,10 @@ def _state() -> tuple[Any, ...]:
     return draws
 
 
-@sees(
-    "loading a sample takes the caller's random numbers",
-    "src/anybatch/data/keyed_loading.py",
-    "        torch.default_generator.set_state(state)",
-    "        pass",
-)
 def test_the_callers_generators_are_untouched() -> None:
-    """Between units and after a failed one, python's, numpy's and torch's generators stand where the caller left them.
+    """The global random states are unchanged between units and after a failed one.
 
-    That includes the second half of a pair of normal numbers that python and numpy keep for the next call.
+    This includes the second number of a normal pair, which Python and numpy cache for the next call.
     """
     random.gauss(0, 1)
     np.random.normal()
@@ -287,7 +221,7 @@ def test_the_callers_generators_are_untouched() -> None:
 
 
 def test_units_are_loaded_when_asked_for() -> None:
-    """Nothing is loaded to make a batch; then its first unit, and once that has shown how small it is, several."""
+    """Loading is lazy: nothing for the batch, then its first unit, then several small units together."""
     loaded: list[int] = []
 
     class Recording:
@@ -318,7 +252,7 @@ def test_each_iteration_begins_at_the_start() -> None:
     [(list, "while loading sample 2 of Broken, epoch=0"), (lambda _: 1 / 0, "while collating 2 samples")],
 )
 def test_an_error_names_the_sample(collate: Callable[[list[Any]], Any], note: str) -> None:
-    """The user's own exception arrives, with a note on what was being loaded."""
+    """The user's own exception is raised, with a note that names the sample."""
 
     class Broken(Drawing):
         def __getitem__(self, index: int) -> tuple[float, ...]:
@@ -333,7 +267,7 @@ def test_an_error_names_the_sample(collate: Callable[[list[Any]], Any], note: st
 
 
 def test_pinning_reaches_nested_tensors_and_objects_that_pin_themselves() -> None:
-    """`pin_memory` goes through the batch's containers, but lets a batch with its own method do it itself."""
+    """`pin_memory` pins tensors in nested containers, and calls a batch's own `pin_memory` method if it has one."""
 
     class Own:
         def pin_memory(self) -> str:

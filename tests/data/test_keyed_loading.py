@@ -1,4 +1,4 @@
-"""Seeding only what a data set draws from: the numbers are those of seeding everything, and the caller's stay."""
+"""Seeding only the generators that a data set uses gives the same numbers and restores the caller's state."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from anybatch.core.randomness import sample_seed
 from anybatch.core.splitting import Cut
 from anybatch.data.python_generator import PythonGenerator, words_of
 from anybatch.data.random_state import seed_generators
-from tests.faults import sees
 
 NUM_SAMPLES = 40
 DRAWS: dict[str, Callable[[], float]] = {
@@ -28,7 +27,7 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 
 class Sometimes:
-    """Draws a number for some samples, and none for the others."""
+    """Draws a number for some samples only."""
 
     def __init__(self, draw: Callable[[], float], first: int) -> None:
         self._draw, self._first = draw, first
@@ -41,36 +40,30 @@ class Sometimes:
 
 
 def seeded(dataset: Any, index: int) -> float:
-    """Return a sample as it is with all generators seeded before it."""
+    """Return a sample read after seeding all generators."""
     seed_generators(sample_seed(0, 0, index))
     value: float = dataset[index]
     return value
 
 
 def fed(dataset: Any, **options: Any) -> list[float]:
-    """Return all samples, through `ab.batches`, in units of 2."""
+    """Return all samples from `ab.batches`, in units of 2."""
     values: list[float] = []
     for batch in ab.batches(dataset, effective_batch_size=10, shuffle=False, collate=list, **options):
         for unit in Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch):
             values += unit
-            random.random(), np.random.rand(), torch.rand(())  # as the loop may do between two units
+            random.random(), np.random.rand(), torch.rand(())  # the training loop may draw between units
     return values
 
 
-@sees(
-    "a generator that a data set begins to draw from late is not seeded",
-    "src/anybatch/data/keyed_loading.py",
-    "        if not moved:\n            return loaded\n",
-    "        if True:\n            return loaded\n",
-)
 @pytest.mark.parametrize("first", [0, 2, 31])
 @pytest.mark.parametrize("draw", list(DRAWS))
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_numbers_are_those_of_seeding_everything(draw: str, first: int, num_workers: int) -> None:
-    """From the first sample on or only from the 31st, of any generator, in this process or in a worker."""
+    """Draws equal those after seeding every generator, also if the first draw is at sample 31 or in a worker."""
     dataset = Sometimes(DRAWS[draw], first)
     np.random.seed(3)
-    np.random.randn()  # the second one of its pair is kept, and would be the next
+    np.random.randn()  # numpy caches the second number of the pair
     found = fed(dataset, num_workers=num_workers)
 
     assert found == [seeded(dataset, index) for index in range(NUM_SAMPLES)]
@@ -83,38 +76,26 @@ def seed_all() -> None:
     torch.manual_seed(1)
 
 
-@sees(
-    "the caller's generators are not put back",
-    "src/anybatch/data/keyed_loading.py",
-    "            for generator, state in kept:\n                generator.put_back(state)\n            if",
-    "            if",
-)
 @pytest.mark.parametrize("draw", list(DRAWS))
 def test_the_callers_generators_are_as_they_were(draw: str) -> None:
-    """Also after a generator is first drawn from in the middle of a run."""
+    """The caller's random states are restored, also if a generator is first used in the middle of a run."""
     for first in (0, 31):
         seed_all()
         expected = [random.random(), *np.random.randn(3).tolist(), float(torch.rand(()))]
         seed_all()
-        pair = [float(np.random.randn())]  # the second one of its pair is kept
+        pair = [float(np.random.randn())]  # numpy caches the second number of the pair
         for batch in ab.batches(Sometimes(DRAWS[draw], first), effective_batch_size=10, shuffle=False, collate=list):
             list(Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch))
 
         assert [random.random(), *pair, *np.random.randn(2).tolist(), float(torch.rand(()))] == expected
 
 
-@sees(
-    "a normal number that python keeps from a pair is not looked at",
-    "src/anybatch/data/python_generator.py",
-    "else (self._words(), self._owner.gauss_next)",
-    "else (self._words(), None)",
-)
 @pytest.mark.parametrize(
     "draw", [random.random, lambda: random.gauss(0.0, 1.0), lambda: random.seed(5), lambda: random.randbytes(3)]
 )
 @pytest.mark.parametrize("reads", [True, False])
 def test_pythons_generator_is_seen_where_it_lies(draw: Any, reads: bool) -> None:
-    """What is read is the state that python tells; a draw shows in it, and putting it back undoes the draw."""
+    """The state that we read is Python's own; a draw changes it, and restoring it undoes the draw."""
     generator = PythonGenerator(reads=reads)
     random.seed(7)
     for _ in range(1_300):  # over the end of the words, twice
@@ -141,7 +122,7 @@ def test_another_layout_of_pythons_generator_is_noticed() -> None:
 
 
 def test_another_bit_generator_in_the_place_of_numpys() -> None:
-    """A user who has put one there gets its state back, and seeded numbers all the same."""
+    """A custom numpy bit generator is restored, and samples are still seeded."""
     former = np.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in numpy's stubs
     try:
         np.random.set_bit_generator(np.random.MT19937(5))  # type: ignore[attr-defined]  # the same
@@ -152,7 +133,7 @@ def test_another_bit_generator_in_the_place_of_numpys() -> None:
 
 
 def test_tensors_are_read_at_once() -> None:
-    """A `TensorDataset` gives what torch's own collation of its samples gives."""
+    """A `TensorDataset` gives the same batch as torch's own collation of its samples."""
     dataset = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
     (batch,) = ab.batches(dataset, effective_batch_size=6, seed=3)
     (unit,) = batch.feed([range(6)])

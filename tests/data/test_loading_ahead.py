@@ -1,4 +1,4 @@
-"""Worker processes that run ahead of the step: the same data as without them, whatever the caller does."""
+"""Worker processes that prefetch units deliver the same data as loading without workers."""
 
 import functools
 import gc
@@ -19,7 +19,6 @@ from anybatch.core.splitting import Cut
 from anybatch.core.tree import tensors_of
 from anybatch.data.prefetch import SMALL_BYTES, Prefetcher
 from anybatch.errors import DataError
-from tests.faults import sees
 
 PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
 THREES = Placement(Cut(micro_batch_size=3), 1, 0)
@@ -27,7 +26,7 @@ SECOND_OF_TWO = Placement(Cut(micro_batch_size=2, lockstep=True), 2, 1)
 
 
 class Drawing:
-    """Samples that hold their id, a draw from each global generator, and the process that loaded them."""
+    """Samples that are their id, a draw from each global generator, and the id of the loading process."""
 
     def __len__(self) -> int:
         return 11
@@ -43,12 +42,12 @@ def made(num_workers: int, **more: Any) -> ab.Batches:
 
 
 def content(units: Iterable[Any]) -> list[list[Any]]:
-    """Return ids and draws of each unit."""
+    """Return the ids and draws of each unit."""
     return [[unit["id"].tolist(), unit["draws"].tolist()] for unit in units]
 
 
 def global_states() -> tuple[Any, ...]:
-    """Return the states of python's, numpy's and torch's generators."""
+    """Return the states of the global generators of Python, numpy and torch."""
     words = np.random.get_state(legacy=False)["state"]
     return random.getstate(), words["key"].tolist(), words["pos"], torch.get_rng_state().tolist()
 
@@ -59,14 +58,14 @@ def _children() -> set[int]:
 
 @pytest.fixture
 def workers() -> Callable[[], set[int]]:
-    """Return a function that returns the child processes that are alive and were not before the test."""
+    """Return a function that returns the live child processes started since the beginning of the test."""
     before = _children()
     return lambda: _children() - before
 
 
 @pytest.fixture
 def without_cycle_collection() -> Iterator[None]:
-    """Leave reference cycles alone during a test, so that what a cycle keeps alive shows every time."""
+    """Disable garbage collection during a test, so that reference cycles stay alive."""
     gc.disable()
     yield
     gc.enable()
@@ -75,9 +74,9 @@ def without_cycle_collection() -> Iterator[None]:
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.slow
 def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]]) -> None:
-    """With workers the same units hold the same samples and draws, on any rank; the caller's generators are left alone.
+    """With workers, every rank gets the same samples and draws, and the caller's random states are unchanged.
 
-    The workers stay the same from step to step and epoch to epoch, and are gone when the iterator is exhausted.
+    The same workers serve all steps and epochs, and exit when the iterator is exhausted.
     """
     states = global_states()
     for placement in (PAIRS, SECOND_OF_TWO):
@@ -93,7 +92,7 @@ def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]
 
 
 class Kinds:
-    """Samples with a tensor of each kind that travels, of which one has a given number of values."""
+    """Samples with one tensor of each kind that is sent, one of them of a given size."""
 
     def __init__(self, num_values: int) -> None:
         self._num_values = num_values
@@ -113,20 +112,8 @@ class Kinds:
         }
 
 
-@sees(
-    "small units travel in shared memory",
-    "src/anybatch/data/prefetch.py",
-    "sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:",
-    "sum(tensor.nbytes for tensor in tensors) < 0:",
-)
-@sees(
-    "large units travel as bytes",
-    "src/anybatch/data/prefetch.py",
-    "sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:",
-    "True:",
-)
 def test_units_travel_as_they_are_fastest_and_arrive_as_they_were() -> None:
-    """Small ones as bytes, which hold no file open, and large ones in shared memory: types, shapes, values the same."""
+    """Small tensors are sent as bytes, without open files, large ones in shared memory; values stay equal."""
     for num_values, is_shared in ((8, False), (SMALL_BYTES, True)):
         one, other = (
             [
@@ -141,7 +128,7 @@ def test_units_travel_as_they_are_fastest_and_arrive_as_they_were() -> None:
             for wanted, found in zip(tensors_of(plain), tensors_of(sent), strict=True):
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0)
             assert sent["large"].is_shared() == is_shared
-            sent["large"].add_(1)  # what has arrived is the caller's, to write to as well
+            sent["large"].add_(1)  # the caller may write to received tensors
 
 
 ODD: dict[str, Callable[[int], torch.Tensor]] = {
@@ -154,31 +141,10 @@ ODD: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
-@sees(
-    "loading: a sparse tensor is asked for its bytes",
-    "src/anybatch/data/indexed.py",
-    "tensor.numel() * tensor.itemsize for",
-    "tensor.nbytes for",
-    cases=["sparse"],
-)
-@sees(
-    "what is more than its bytes travels as these",
-    "src/anybatch/data/prefetch.py",
-    "if tensors and all(map(is_plain, tensors)) and sum(",
-    "if tensors and sum(",
-    cases=["a leaf"],
-)
-@sees(
-    "conjugated numbers are sent as they lie in memory",
-    "src/anybatch/data/prefetch.py",
-    "if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):",
-    "if False:",
-    cases=["conjugated"],
-)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("kind", list(ODD))
 def test_unusual_tensors_arrive(kind: str) -> None:
-    """Of any layout, by any way of loading, with the same values; only what is no more than its bytes is sent so."""
+    """Tensors of any layout arrive with the same values from workers as without."""
     collate = ab.AnyRows(lambda samples: {"values": ODD[kind](len(samples)), "ids": torch.tensor(samples)})
     for number in (0, 1):
         batches = ab.batches(range(4), effective_batch_size=4, shuffle=False, collate=collate, num_workers=number)
@@ -196,17 +162,11 @@ def test_unusual_tensors_arrive(kind: str) -> None:
                 assert found.is_shared()
 
 
-@sees(
-    "workers go on where they are, whatever is asked for",
-    "src/anybatch/data/prefetch.py",
-    "if not self._keys.sent or self._keys.sent[0] != key:",
-    "if not self._keys.sent:",
-)
 @pytest.mark.slow
 def test_whatever_the_caller_does_the_data_is_right(workers: Callable[[], set[int]]) -> None:
-    """Skipped batches, another placement, feeds left half-way, fed twice or side by side: never a wrong unit.
+    """Skipped batches, other placements, and partial, repeated or interleaved feeds never give a wrong unit.
 
-    All of it on the same worker processes, which start where they are needed.
+    The same worker processes serve all of them.
     """
     plain = list(made(0))
     run = iter(made(2))
@@ -239,9 +199,9 @@ def test_whatever_the_caller_does_the_data_is_right(workers: Callable[[], set[in
 
 
 def test_workers_run_ahead_into_the_following_batches(workers: Callable[[], set[int]]) -> None:
-    """Once one unit was fed, workers load the next units and the next batches unasked, and no further than they should.
+    """After the first unit, workers prefetch the next units and batches up to their limit.
 
-    The data set counts what it loads with a semaphore: waiting for samples that were never asked for would time out.
+    The data set counts its loads with a semaphore: waiting for samples that were never requested would time out.
     """
     loads = multiprocessing.Semaphore(0)
 
@@ -265,7 +225,7 @@ def test_workers_run_ahead_into_the_following_batches(workers: Callable[[], set[
 
 @pytest.mark.usefixtures("without_cycle_collection")
 def test_dropping_the_iterator_ends_its_workers(workers: Callable[[], set[int]]) -> None:
-    """Workers end when the iterator is dropped half-way, and a feed that is no longer referenced."""
+    """Workers exit when the iterator or the feed is garbage-collected before it is exhausted."""
     run = iter(made(1))
     next(PAIRS.micro_batches(next(run)))
     assert workers()
@@ -281,7 +241,7 @@ def test_dropping_the_iterator_ends_its_workers(workers: Callable[[], set[int]])
 
 @pytest.mark.usefixtures("without_cycle_collection")
 def test_an_error_in_a_worker_is_the_users_own(workers: Callable[[], set[int]]) -> None:
-    """The exception type arrives, the message names the sample, and the batches after it are still right."""
+    """An exception in a worker keeps its type and names the sample; later batches are still right."""
 
     class Broken(Drawing):
         def __getitem__(self, index: int) -> dict[str, Any]:
@@ -301,7 +261,7 @@ def test_an_error_in_a_worker_is_the_users_own(workers: Callable[[], set[int]]) 
 
 @pytest.fixture
 def patience() -> Iterator[None]:
-    """Raise in a test that waits for more than 20 seconds, as one for a batch that is never sent does."""
+    """Raise in a test that waits longer than 20 seconds, for example for a batch that is never sent."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError
@@ -314,7 +274,7 @@ def patience() -> Iterator[None]:
 
 
 class Fickle(Drawing):
-    """Raises for one sample, or returns something with it, that no process can send."""
+    """Raises an exception for one sample, or returns a value with it, that cannot be pickled."""
 
     def __init__(self, way: str, num_values: int = 8) -> None:
         super().__init__()
@@ -337,34 +297,16 @@ class Fickle(Drawing):
 
 
 def as_lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stack tensors, and keep functions as they are."""
+    """Stack tensors and keep functions unchanged."""
     stacked = {name: torch.stack([torch.as_tensor(one[name]) for one in samples]) for name in ("id", "values")}
     return {**stacked, "functions": [one["function"] for one in samples]}
 
 
-@sees(
-    "an error that cannot be pickled is sent",
-    "src/anybatch/data/prefetch.py",
-    "if _can_be_pickled(type(error)):",
-    "if True:",
-    cases=["raises-8"],
-)
-@sees(
-    "a batch that cannot be pickled is sent",
-    "src/anybatch/data/prefetch.py",
-    """
-            return self._packed()
-        except Exception as error:""",
-    """
-            return LoadedUnit, (self.key_hash, self.value)
-        except ArithmeticError as error:""",
-    cases=["returns-8"],
-)
 @pytest.mark.usefixtures("without_cycle_collection", "patience")
 @pytest.mark.parametrize("num_values", [8, SMALL_BYTES])
 @pytest.mark.parametrize("way", ["raises", "returns"])
 def test_what_cannot_be_pickled_is_named(way: str, num_values: int, workers: Callable[[], set[int]]) -> None:
-    """An error or a batch that a worker cannot send is an error here, and the batches after it are still right."""
+    """An exception or a batch that cannot be pickled raises an error here; later batches are still right."""
     data = Fickle(way, num_values)
     run = iter(ab.batches(data, effective_batch_size=4, shuffle=False, num_workers=2, collate=as_lists))
     first, second = next(run), next(run)
@@ -378,7 +320,7 @@ def test_what_cannot_be_pickled_is_named(way: str, num_values: int, workers: Cal
 
 
 def test_an_interrupted_wait_loses_nothing(workers: Callable[[], set[int]]) -> None:
-    """After an interrupt while waiting for a unit, the next one asked for is still the right one."""
+    """After an interrupted wait for a unit, the next request returns the right unit."""
     ahead: Prefetcher[int, int] = Prefetcher(_square, num_workers=1, pin_memory=False)
     assert ahead.take(1, functools.partial(_upwards, 1)) == 1
     waiting = ahead._items  # noqa: SLF001 (an interrupt cannot be timed from outside)

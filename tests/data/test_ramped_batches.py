@@ -1,4 +1,4 @@
-"""Batches that grow in stages: one global order, every sample once, resumable anywhere, every stage checked first."""
+"""Batch ramps: one global order, every sample once, resumable anywhere, all stages checked first."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,20 +14,19 @@ from anybatch.core.batch_ramp import BatchRamp
 from anybatch.data.order import SampleSchedule
 from anybatch.errors import BatchSizeError, DataError
 from anybatch.norms import Ghost
-from tests.faults import sees
 
 RAMP = BatchRamp((4, 10), (8, 30), (16, None))
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-    """The numbers from 0 on, in float64."""
+    """The numbers 0 to 49 in float64."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of samples."""
         return 50
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one."""
+        """Return one sample."""
         return torch.tensor(float(index), dtype=torch.float64)
 
 
@@ -38,28 +37,22 @@ class Stream:
         self.length = length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Yield them."""
+        """Yield the numbers."""
         return iter(torch.arange(float(self.length), dtype=torch.float64))
 
 
 def engine_of(**options: object) -> ab.Engine:
-    """Return an engine over one weight, whose loss is linear in the numbers."""
+    """Return an engine for a model with one weight and a loss linear in the data."""
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = ab.mean_over_samples(lambda model, batch: model(batch[:, None]).mean())
     return ab.Engine(model, optimizer, loss, check_loss=False, **options)  # type: ignore[arg-type]
 
 
-@sees(
-    "a ramp starts again with every epoch",
-    "src/anybatch/data/order.py",
-    "return position.epoch * self.num_samples + position.sample_offset",
-    "return position.sample_offset",
-)
 @given(num_samples=st.integers(16, 60), drop_last=st.booleans(), offset=st.integers(0, 60), steps=st.integers(1, 25))
 @settings(deadline=None)
 def test_counting_steps_of_a_ramp_is_walking_them(num_samples: int, drop_last: bool, offset: int, steps: int) -> None:
-    """The arithmetic of a schedule under a ramp agrees with walking step by step from any offset."""
+    """The step arithmetic of a ramped schedule agrees with counting step by step from any offset."""
     schedule = SampleSchedule(num_samples, RAMP, drop_last)
     start = Position(0, min(offset, num_samples))
     walked: list[Position] = []
@@ -79,7 +72,7 @@ def test_counting_steps_of_a_ramp_is_walking_them(num_samples: int, drop_last: b
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_ramp_leaves_the_order_as_it_is(num_workers: int) -> None:
-    """The samples of a ramped run, end to end, are those of an unramped one; steps have the sizes of their stages."""
+    """A ramped run uses the same samples in the same order; steps have the sizes of their stages."""
     ramped = ab.batches(Numbers(), effective_batch_size=RAMP, epochs=2, seed=3, num_workers=num_workers)
     plain = ab.batches(Numbers(), effective_batch_size=5, epochs=2, seed=3)
     ids = [list(batch.sample_ids) for batch in ramped]
@@ -90,7 +83,7 @@ def test_a_ramp_leaves_the_order_as_it_is(num_workers: int) -> None:
 
 @pytest.mark.parametrize("dataset", [Numbers(), Stream()], ids=["index", "stream"])
 def test_a_ramp_goes_on_in_the_middle(dataset: object) -> None:
-    """From the end of any batch on, a resumed run makes the same steps, sample by sample."""
+    """A run resumed after any batch makes the same remaining steps."""
 
     def steps(start: Position | None) -> list[tuple[Position, list[int], torch.Tensor]]:
         made = ab.batches(dataset, effective_batch_size=RAMP, epochs=2, shuffle=False, start=start)
@@ -106,7 +99,7 @@ def test_a_ramp_goes_on_in_the_middle(dataset: object) -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_stream_is_ramped_as_a_data_set_is(drop_last: bool) -> None:
-    """A stream gives the same steps as a data set in its own order, also where last batches are left out."""
+    """A stream gives the same steps as an unshuffled data set, also with drop_last."""
     sizes = [
         [list(batch.sample_ids) for batch in made]
         for made in (
@@ -118,7 +111,7 @@ def test_a_stream_is_ramped_as_a_data_set_is(drop_last: bool) -> None:
 
 
 def test_accumulation_follows_a_ramp() -> None:
-    """The engine cuts each batch by the same micro-batch size, so a larger stage accumulates more."""
+    """The engine cuts each batch by the same micro-batch size, so larger stages accumulate more."""
     with engine_of(micro_batch_size=4) as engine:
         reports = [engine.step(batch) for batch in ab.batches(Numbers(), effective_batch_size=RAMP, seed=1)]
     assert [(report.num_samples, len(report.plan.units)) for report in reports] == [
@@ -126,15 +119,9 @@ def test_accumulation_follows_a_ramp() -> None:
     ]  # fmt: skip
 
 
-@sees(
-    "only the first stage of a ramp is checked",
-    "src/anybatch/engine/step_planner.py",
-    """self._sizes.refuse_uncuttable(getattr(batch, "sizes", ()))""",
-    """self._sizes.refuse_uncuttable(getattr(batch, "sizes", ())[:1])""",
-)
 def test_every_stage_is_checked_at_the_start() -> None:
-    """A later stage that cannot be cut, or is larger than the engine was told, is refused in the first step."""
-    # The first stage is one group by itself; in the second a group of 8 does not fit into a micro-batch of 4.
+    """The first step refuses a later stage that cannot be cut or exceeds the engine's batch size."""
+    # Stage 1 is a single group; in stage 2, a group of 8 does not fit into a micro-batch of 4.
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)).double()
     loss = ab.mean_over_samples(lambda model, batch: model(batch[:, None]).mean())
     engine = ab.Engine(
@@ -147,12 +134,12 @@ def test_every_stage_is_checked_at_the_start() -> None:
     )
     with engine, pytest.raises(BatchSizeError, match="must be at least the group size 8"):
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
-    with engine_of(effective_batch_size=8) as engine, pytest.raises(BatchSizeError, match="holds 16 samples"):
+    with engine_of(effective_batch_size=8) as engine, pytest.raises(BatchSizeError, match="has 16 samples"):
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
 
 
 def test_stages_that_never_come_are_refused() -> None:
-    """A stage larger than the data set, and a ramp that is not over when a stream's second epoch begins."""
+    """A stage larger than the data set is refused, and a ramp longer than the first epoch of a stream."""
     with pytest.raises(BatchSizeError, match="stage 1 of the ramp has steps of 64 samples, and the data set has 50"):
         ab.batches(Numbers(), effective_batch_size=BatchRamp((4, 10), (64, None)))
     short = ab.batches(Stream(30), effective_batch_size=RAMP, epochs=2, shuffle=False)

@@ -1,4 +1,4 @@
-"""The refusals of `batches`: every message has both values, and says what to do."""
+"""`batches` refuses invalid arguments with a message that gives the values and the fix."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,7 @@ class Unsized(Dataset):  # type: ignore[type-arg]
     ],
 )
 def test_effective_batch_size(size: Any, message: str) -> None:
-    """Only whole numbers of at least 1."""
+    """The effective batch size must be a whole number of at least 1."""
     with pytest.raises(BatchSizeError, match=message):
         ab.batches(range(10), effective_batch_size=size)
 
@@ -81,7 +81,7 @@ def test_effective_batch_size(size: Any, message: str) -> None:
     ],
 )
 def test_data_and_arguments(dataset: Any, arguments: dict[str, Any], message: str) -> None:
-    """Refused before anything is loaded."""
+    """Invalid data sets and arguments are refused before anything is loaded."""
     with pytest.raises(DataError, match=message):
         ab.batches(dataset, **{"effective_batch_size": 4, **arguments})
 
@@ -99,14 +99,14 @@ def test_data_and_arguments(dataset: Any, arguments: dict[str, Any], message: st
     ],
 )
 def test_shards(parts: Any, num_shards: int | None, message: str) -> None:
-    """Shards that cannot be counted or read again."""
+    """Shards that cannot be counted or read again are refused."""
     with pytest.raises(DataError, match=message):
         ab.Shards(parts, num_shards=num_shards)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="pinning is possible here")
 def test_pinning_without_an_accelerator() -> None:
-    """Asking for pinned memory where nothing reads it is an error; None is the setting for every machine."""
+    """`pin_memory=True` without an accelerator is an error; None works on every machine."""
     with pytest.raises(
         DataError, match=r"pin_memory=True needs an accelerator .* here is no accelerator. Leave it at None"
     ):

@@ -1,4 +1,4 @@
-"""The order of samples and the cutting of epochs into steps, without any data."""
+"""The order of samples and the division of epochs into steps, without data."""
 
 import torch
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from tests.faults import sees
     "_mix(_ORDER, seed, 0, 0)",
 )
 def test_an_order_is_the_permutation_of_its_epoch_and_seed() -> None:
-    """The order is torch's permutation under the key of (seed, epoch): other epochs and seeds give other orders."""
+    """The order is torch's permutation under the key (seed, epoch), so other seeds and epochs differ."""
     order = sample_order(100, seed=7, epoch=3, shuffle=True)
     plain = torch.randperm(100, generator=torch.Generator().manual_seed(order_seed(7, 3)))
     assert torch.equal(order, plain)
@@ -30,18 +30,6 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
     assert sample_order(5, seed=1, epoch=9, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
-@sees(
-    "the number of steps left is counted from the epoch's start",
-    "src/anybatch/data/order.py",
-    """
-        left = self._steps_from(start)
-        if isinstance(self.effective_batch_size, BatchRamp):
-            while""",
-    """
-        left = self._steps_from(Position(start.epoch))
-        if isinstance(self.effective_batch_size, BatchRamp):
-            while""",
-)
 @given(
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),
@@ -51,7 +39,7 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
 )
 @settings(deadline=None)
 def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: bool, offset: int, steps: int) -> None:
-    """The arithmetic of a schedule (number of steps, end) agrees with walking step by step from any offset."""
+    """The arithmetic of a schedule (number of steps, end) agrees with counting step by step from any offset."""
     schedule = SampleSchedule(num_samples, size if not drop_last else min(size, num_samples), drop_last)
     start = Position(2, min(offset, num_samples))
     walked: list[Position] = []
@@ -67,7 +55,7 @@ def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: 
 
 
 def test_the_last_step_of_an_epoch_is_smaller_or_left_out() -> None:
-    """The offsets of the steps are consecutive and end with the data, from any offset."""
+    """Steps cover consecutive offsets to the end of the epoch; drop_last drops the smaller last step."""
     assert list(SampleSchedule(10, 4, drop_last=False).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9), (9, 10)]
     assert list(SampleSchedule(10, 4, drop_last=True).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9)]
 

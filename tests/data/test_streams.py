@@ -1,4 +1,4 @@
-"""Data sets that can only be read from the beginning, whole or in shards."""
+"""Data sets that can only be read from the beginning, as a single stream or in shards."""
 
 import pickle
 import random
@@ -18,15 +18,14 @@ from anybatch.core.splitting import Cut
 from anybatch.data.serialization import packed, unpacked
 from anybatch.data.shards import ChunkKey, LaneReader
 from anybatch.errors import DataError
-from tests.faults import sees
 
 ONE = Placement(Cut(), 1, 0)
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # as many workers as cores, or more
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # raised for more workers than cores
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Yields (name, draws from each global generator), in an order drawn from one of them."""
+    """Yields (name, draws from each global generator) in a random order."""
 
     def __init__(self, name: str, length: int) -> None:
         self.names = [f"{name}{number}" for number in range(length)]
@@ -37,7 +36,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 class Reopened(Stream):
-    """A stream that divides itself among workers, as many libraries' do, and is given the epoch."""
+    """A stream that, as in many libraries, divides its samples among workers; records the epoch."""
 
     epoch = -1
 
@@ -61,14 +60,8 @@ def streamed(stream: Any, **more: Any) -> ab.Batches:
     return ab.batches(stream, **arguments)
 
 
-@sees(
-    "the end of a stream is seen too late",
-    "src/anybatch/data/streams.py",
-    "size + least - len(read)",
-    "size - len(read)",
-)
 def test_a_stream_is_cut_as_it_comes() -> None:
-    """Batches are the next samples, the last one of an epoch smaller; ids are positions in the stream."""
+    """Batches are consecutive samples, the last one of an epoch smaller; ids are stream positions."""
 
     class Letters:
         def __iter__(self) -> Iterator[str]:
@@ -83,16 +76,6 @@ def test_a_stream_is_cut_as_it_comes() -> None:
     assert len(streamed(Letters(), epochs=None, steps=5)) == 5
 
 
-@sees(
-    "an ended shard ends the stream",
-    "src/anybatch/data/shards.py",
-    """
-                del parts[number]
-""",
-    """
-                return
-""",
-)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),
     size=st.integers(1, 9),
@@ -101,7 +84,7 @@ def test_a_stream_is_cut_as_it_comes() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_ranks_and_units_partition_a_stream(lengths: list[int], size: int, world_size: int, micro: int) -> None:
-    """Over all ranks each sample counts exactly once, and shards come round robin, ended ones left out."""
+    """Over all ranks each sample counts once; shards are read round robin until each is exhausted."""
     parts = [[(number, place) for place in range(length)] for number, length in enumerate(lengths)]
     counted = []
     for batch in ab.batches(ab.Shards(parts), effective_batch_size=size, shuffle=False, collate=list):
@@ -110,18 +93,10 @@ def test_ranks_and_units_partition_a_stream(lengths: list[int], size: int, world
     assert counted == sorted((sample for part in parts for sample in part), key=lambda sample: (sample[1], sample[0]))
 
 
-@sees(
-    "a resumed stream begins anew",
-    "src/anybatch/data/streams.py",
-    """
-            _skip(stream, start)
-""",
-    "",
-)
 def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
-    """With one worker, on any rank and from any position batches are the same, draws and the stream's own order too.
+    """With a worker, on any rank and after any resume, batches, draws and the stream's own order are the same.
 
-    The caller's generators are untouched, and the units of each rank are collated from its share only.
+    The caller's random states are unchanged, and each rank's units are collated from its share only.
     """
     state = random.getstate(), torch.get_rng_state().tolist()
     whole = fed(streamed(Stream("s", 10)))
@@ -138,17 +113,11 @@ def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
     assert fed(streamed(Stream("s", 10)), second)[0][3] == [[sample] for sample in whole[0][3][0][2:]]
 
 
-@sees(
-    "what workers have read of a stream is not put in order",
-    "src/anybatch/data/streams.py",
-    "yield from sorted(samples, key=itemgetter(0))",
-    "yield from samples",
-)
 @pytest.mark.slow
 def test_any_number_of_workers_reads_shards_in_the_same_order() -> None:
-    """Shards of any lengths, empty ones too, give the same batches and draws with 0 to 3 workers, resumed or not.
+    """Shards of any lengths give the same batches and draws with 0 to 3 workers, resumed or not.
 
-    Also when they would divide themselves among workers; each is given the epoch.
+    This includes empty shards and shards that divide themselves among workers; each shard receives the epoch.
     """
     shards = ab.Shards([Reopened(name, length) for name, length in zip("abcd", (5, 0, 9, 3), strict=True)])
     whole = fed(streamed(shards))
@@ -170,7 +139,7 @@ def _letters(number: int) -> Iterator[str]:
 
 
 def test_skipped_samples_stay_in_the_worker() -> None:
-    """A chunk before the start of a resumed run carries ids only; tensors travel without the storage they view."""
+    """Chunks before the start of a resumed run carry ids only; tensors are sent without the storage they view."""
     parts = [torch.arange(1_000_000.0).reshape(1000, 1000)]
     reader = LaneReader(ab.Shards(parts), seed=0, num_lanes=1, rounds_per_chunk=4)
     chunk = reader(ChunkKey(0, 0, 0, keep_from=2))
@@ -181,12 +150,6 @@ def test_skipped_samples_stay_in_the_worker() -> None:
     assert unpacked(reader(ChunkKey(0, 0, 7, keep_from=0)))[0][0] == 28, "another chunk than the next one"
 
 
-@sees(
-    "a tensor from a worker is turned round",
-    "src/anybatch/data/serialization.py",
-    ".view(dtype).reshape(shape)",
-    ".view(dtype).reshape(shape[::-1])",
-)
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -202,7 +165,7 @@ def test_skipped_samples_stay_in_the_worker() -> None:
     ids=lambda tensor: f"{tensor.dtype}, {tensor.layout}, {tuple(tensor.shape)}, {type(tensor).__name__}",
 )
 def test_tensors_of_all_kinds_travel(tensor: torch.Tensor) -> None:
-    """A sample's tensors arrive with their type, shape and values, inside any object; what is shared stays shared."""
+    """A sample's tensors keep their type, shape and values inside any object; shared tensors stay shared."""
     arrived = unpacked(packed(slice([tensor], {"x": tensor})))
     assert type(arrived.start[0]) is type(tensor)
     torch.testing.assert_close(arrived.start[0], tensor, rtol=0, atol=0)
@@ -210,7 +173,7 @@ def test_tensors_of_all_kinds_travel(tensor: torch.Tensor) -> None:
 
 
 def test_an_error_while_reading_names_the_sample() -> None:
-    """The user's own exception arrives, with the position in the stream, from here and from a worker."""
+    """The user's own exception is raised, with the position in the stream, with and without a worker."""
 
     class Broken:
         def __iter__(self) -> Iterator[int]:
@@ -226,7 +189,7 @@ def test_an_error_while_reading_names_the_sample() -> None:
 
 
 def test_the_length_of_a_stream_is_what_it_states() -> None:
-    """A stream with __len__ knows its number of steps; another one raises TypeError, so that list() works on it."""
+    """A stream with `__len__` has a number of steps; others raise TypeError, so that list() works."""
 
     class Sized(Stream):
         def __len__(self) -> int:
@@ -242,7 +205,7 @@ def test_the_length_of_a_stream_is_what_it_states() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_start_beyond_the_stream(num_workers: int) -> None:
-    """An offset larger than the epoch is found when the stream ends; exactly at its end the next epoch begins."""
+    """An offset beyond the epoch is refused when the stream ends; an offset at its end starts the next epoch."""
     with pytest.raises(DataError, match=r"start.sample_offset=11 is larger than epoch 0 of the stream, which has 10"):
         list(streamed(Stream("s", 10), start=Position(0, 11), num_workers=num_workers))
     assert next(iter(streamed(Stream("s", 10), start=Position(0, 10)))).start == Position(1)
@@ -256,6 +219,6 @@ def test_a_start_beyond_the_stream(num_workers: int) -> None:
     ],
 )
 def test_a_stream_that_yields_nothing(stream: Stream, more: dict[str, Any], message: str) -> None:
-    """An epoch without a single batch is an error, not an endless search for one."""
+    """An epoch without a full batch is an error, not an endless loop."""
     with pytest.raises(DataError, match=message):
         list(streamed(stream, epochs=None, steps=1, **more))

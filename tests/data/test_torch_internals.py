@@ -1,4 +1,4 @@
-"""What data loading asks of torch in private: what it does, and that its absence is noticed."""
+"""Private torch interfaces that data loading uses: their behaviour, and the fallback if torch lacks them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from anybatch.data.torch_internals import hides_worker
 
 
 class Answers(IterableDataset[bool]):
-    """Yields what a worker is told when it hides, and whether it shows afterwards."""
+    """Yields whether the worker info is hidden before and after hiding, and whether hiding worked."""
 
     def __init__(self, *, knows: bool) -> None:
         self.knows = knows
@@ -21,7 +21,7 @@ class Answers(IterableDataset[bool]):
 
 
 def test_a_worker_hides() -> None:
-    """In a worker `get_worker_info` says nothing after it; where torch keeps that elsewhere, the answer is no."""
+    """`hides_worker` makes `get_worker_info` return None; if torch's private interface is missing, it returns False."""
     found, without = (list(DataLoader(Answers(knows=knows), batch_size=None, num_workers=1)) for knows in (True, False))
 
     assert found == [False, True, True]

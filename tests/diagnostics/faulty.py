@@ -1,4 +1,4 @@
-"""Models, losses and batches with one fault each, and the same with the fault mended as `check` says."""
+"""Models, losses and batches with one fault each, and the same after the fix that `check` recommends."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked: functions that make the model, the declared loss and the batch."""
+    """Functions that return the model, the declared loss and the batch to check."""
 
     model: Callable[[], Any]
     loss: Callable[[], Any]
@@ -26,7 +26,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault, what it must be called, where, a word of the printed change, and the subject with that change."""
+    """A fault, its expected code, place and a word of the recommended fix, and the subject with that fix."""
 
     subject: Subject
     code: str
@@ -36,7 +36,7 @@ class Fault:
 
 
 def images() -> Batch:
-    """Return small images of four classes, which are not equally frequent."""
+    """Return small images of four classes with different frequencies."""
     random = torch.Generator().manual_seed(1)
     labels = torch.tensor([0, 1, 1, 2, 3, 0, 2, 2, 1, 3, 3, 3])
     return {"image": torch.randn(NUM_SAMPLES, 1, 6, 6, generator=random), "label": labels}
@@ -50,7 +50,7 @@ def vectors() -> Batch:
 
 
 def sentences() -> Batch:
-    """Return sentences of different lengths, labels with -100 where nothing follows, and a mask of the same places."""
+    """Return sentences of different lengths, labels with -100 at padding, and the matching mask."""
     random = torch.Generator().manual_seed(3)
     words = torch.randint(0, NUM_WORDS, (NUM_SAMPLES, LENGTH), generator=random)
     lengths = torch.tensor([7, 2, 5, 7, 1, 3, 6, 2, 7, 4, 1, 5])
@@ -64,7 +64,7 @@ def marked() -> Batch:
 
 
 class Network(nn.Module):
-    """A convolutional network with whatever normalisation it is given."""
+    """A convolutional network with the given normalization."""
 
     def __init__(self, norm: Callable[[int], nn.Module] | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Network(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A recurrent language model; `between` sees its hidden states."""
+    """A recurrent language model; `between` gets its hidden states."""
 
     def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A perceptron; `between` sees its hidden layer."""
+    """A perceptron; `between` gets its hidden layer."""
 
     def __init__(self, between: Callable[[], nn.Module] = nn.Identity, out: int = NUM_CLASSES) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class Encoder(nn.Module):
 
 
 class MinusBatchMean(nn.Module):
-    """Couples samples by hand, and only in training, as user-made normalisations do."""
+    """Couples samples in training mode only, as hand-written normalizations do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(dim=0, keepdim=True) if self.training else x
 
 
 class AcrossBatch(nn.Module):
-    """Attends over the batch axis, always."""
+    """Attends over the batch axis in every mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class AcrossBatch(nn.Module):
 
 
 class InEvaluationMode(nn.Module):
-    """Keeps a module in evaluation mode, whatever is called on it."""
+    """Keeps a module in evaluation mode, even after `train()`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Noise(nn.Module):
 
 
 class Memory(nn.Module):
-    """Scales by how often it was called."""
+    """Scales by the number of its calls, kept in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Memory(nn.Module):
 
 
 class Counting(nn.Module):
-    """Scales by how often it was called, which it keeps in an attribute."""
+    """Scales by the number of its calls, kept in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,14 +186,14 @@ class Counting(nn.Module):
 
 
 class ByBatchMaximum(nn.Module):
-    """Scales by the largest number of the batch."""
+    """Divides by the largest value of the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.detach().abs().max()
 
 
 class Variational(nn.Module):
-    """A variational autoencoder: draws in its forward, in training and in evaluation."""
+    """A variational autoencoder: draws in its forward, in training and evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def classify_weighted(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def predict(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over unmasked targets, none of which is shifted."""
+    """Return the mean over unmasked targets, without a shift."""
     return F.cross_entropy(model(batch["words"]).mT, batch["labels"])
 
 
@@ -231,7 +231,7 @@ def predict_shifted(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def predict_by_mask(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over what the mask marks."""
+    """Return the mean over the positions that the mask marks."""
     each = F.cross_entropy(model(batch["words"]).mT, batch["words"], reduction="none")
     return (each * batch["mask"]).sum() / batch["mask"].sum()
 
@@ -243,18 +243,18 @@ def predict_and_regularise(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def separate(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross-entropy of the encoder's own class."""
+    """Return the cross-entropy of the encoder's classes."""
     return F.cross_entropy(model(batch["x"]), batch["label"])
 
 
 def whitened(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a policy gradient whose advantages are whitened over what it is given."""
+    """Return a policy gradient with advantages whitened over its batch."""
     gain = batch["gain"]
     return advantage(model, {**batch, "gain": (gain - gain.mean()) / gain.std(correction=0)})
 
 
 def advantage(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a policy gradient whose advantages are in the batch."""
+    """Return a policy gradient with the advantages of the batch."""
     taken = model(batch["x"]).log_softmax(1).gather(1, batch["label"][:, None])[:, 0]
     loss: Tensor = -(taken * batch["gain"]).mean()
     return loss
@@ -267,19 +267,19 @@ def gains() -> Batch:
 
 
 def compare_all(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the distance of a column of outputs from a row of targets: of all from all."""
+    """Return the distance of a column of outputs from a row of targets, which broadcasts to all pairs."""
     distances: Tensor = (model(batch["x"])[:, :1] - batch["x"][:, 0]).square()
     return distances.mean()
 
 
 def compare(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the distance of each output from its own target."""
+    """Return the distance of each output from its target."""
     distances: Tensor = (model(batch["x"])[:, 0] - batch["x"][:, 0]).square()
     return distances.mean()
 
 
 def smoothness(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a penalty on the gradient with respect to the input."""
+    """Return the cross-entropy with a penalty on the gradient of the input."""
     x = batch["x"].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     penalty: Tensor = (gradient.norm(dim=1) - 1).square().mean()
@@ -293,7 +293,7 @@ def contrast(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def decorrelate(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a loss of the covariance over the batch, as VICReg has."""
+    """Return a loss on the covariance over the batch, as in VICReg."""
     z = model(batch["x"])
     loss: Tensor = (z.T.cov() - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
     return loss
@@ -339,18 +339,18 @@ def denoise(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def scaled_by_maximum(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross-entropy of inputs that are scaled by the largest one of the batch."""
+    """Return the cross-entropy of inputs divided by the largest value of the batch."""
     return F.cross_entropy(model(batch["x"] / batch["x"].abs().max()), batch["label"])
 
 
 def mixed_up(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of pairs that are drawn within the batch."""
+    """Return the loss of pairs drawn within the batch."""
     order = torch.randperm(len(batch["x"]))
     return F.cross_entropy(model(0.7 * batch["x"] + 0.3 * batch["x"][order]), batch["label"])
 
 
 def padded() -> Batch:
-    """Return sentences whose labels are 0 where nothing follows."""
+    """Return sentences whose labels are 0 at padding."""
     batch = sentences()
     labels = batch["words"].clamp(min=1).where(batch["labels"] != -100, 0)
     return {"words": batch["words"], "labels": labels}
@@ -379,7 +379,7 @@ def weights_of(batch: Batch) -> Tensor:
 
 
 def subject(model: Callable[[], Any], loss: Callable[[], Any], batch: Callable[[], Batch]) -> Subject:
-    """Return what is checked."""
+    """Return the subject of a check."""
     return Subject(model, loss, batch)
 
 
@@ -389,7 +389,7 @@ def mean(function: Any) -> Callable[[], Any]:
 
 
 def group_norm(channels: int) -> nn.Module:
-    """Return a normalisation of each sample by itself."""
+    """Return a per-sample normalization."""
     return nn.GroupNorm(2, channels)
 
 
@@ -513,14 +513,14 @@ FAULTS: Mapping[str, Fault] = {
         Subject(lambda: Encoder(MinusBatchMean), mean(separate), vectors),
         "batch_norm",
         "between",
-        "of each sample by itself",
+        "per sample",
         Subject(lambda: Encoder(lambda: nn.LayerNorm(10)), mean(separate), vectors),
     ),
     "attention over the batch": Fault(
         Subject(lambda: Encoder(AcrossBatch), mean(separate), vectors),
         "couples_samples",
         "between",
-        "each sample by itself",
+        "process samples independently",
         Subject(Encoder, mean(separate), vectors),
     ),
     "a module that counts its calls": Fault(
@@ -541,7 +541,7 @@ FAULTS: Mapping[str, Fault] = {
         Subject(lambda: Encoder(ByBatchMaximum), mean(separate), vectors),
         "couples_samples",
         "between",
-        "each sample by itself",
+        "process samples independently",
         Subject(Encoder, mean(separate), vectors),
     ),
     "inputs scaled by the batch's maximum": Fault(

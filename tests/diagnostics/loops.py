@@ -1,8 +1,8 @@
-"""Training loops as they are published, right ones and wrong ones, each with what `check_loop` has to say about it.
+"""Correct and incorrect training loops with the findings that `check_loop` must make.
 
-They are written as users write them: no annotations, no docstrings, the faults included.
+They are written as users write them: no annotations, no docstrings, faults included.
 """
-# The loops are as users write them, so what is asked of our own functions is not asked of them:
+# The loops look like users' code, so some rules for ours do not apply:
 # ruff: noqa: ANN001, ANN201, ARG001, D103, N817, PLR0917, PLW2901
 # mypy: ignore-errors
 
@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-# Right, each in another way
+# Correct, each in a different way
 
 
 def right_by_window(model, loader, optimizer, accumulation_steps, epochs):
@@ -245,7 +245,7 @@ def right_with_ignored_labels(model, train_loader, optimizer, accumulation_steps
         optimizer.zero_grad()
 
 
-# Wrong
+# Incorrect
 
 
 def divided_by_steps(model, dataloader, optimizer, accumulation_steps):

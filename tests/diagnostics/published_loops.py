@@ -1,10 +1,10 @@
-"""Training loops as public repositories have them, rewritten in a few lines each, with what is true of each.
+"""Training loops from public repositories, rewritten in a few lines each, with their expected findings.
 
-The arithmetic, the places of step and zero_grad and the form of the call are those of the repository; the lines are
-ours. What is true was worked out by hand: for the last, smaller micro-batch and the last, shorter window of an epoch,
-and for samples with different numbers of targets.
+The arithmetic, the placement of step and zero_grad and the calls match the repository; the lines are ours. The
+expected findings were derived by hand: for the last, smaller micro-batch and the last, shorter window of an epoch, and
+for samples with different numbers of targets.
 """
-# The loops are as users write them, so what is asked of our own functions is not asked of them:
+# The loops look like users' code, so some rules for ours do not apply:
 # ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204, ARG001, B023, D103, N806, N817, PLR0917, PLW2901, PTH102, PTH112
 # ruff: noqa: B905, PTH123, RUF059, SIM113, T201
 # mypy: ignore-errors
@@ -681,7 +681,7 @@ def r_drop(model, loader, optimizer):
         optimizer.step()
 
 
-# Faults that are often published
+# Common published faults
 
 
 def clip_before_unscale(model, train_loader, optimizer, scaler, accumulation_steps, epochs):
@@ -856,9 +856,9 @@ PUBLISHED = {
     ddp_tutorial: ("pytorch/examples distributed/ddp-tutorial-series", {"samples_duplicated"}),
     ddp_every_micro_batch: ("loops with DDP and no no_sync", set()),
 }
-"""Loop -> whose it is rewritten from, and the findings in its gradients that have to be among those that are made."""
+"""Loop -> its source, and the findings about its gradients that must be among the reported ones."""
 METHODS = {
     "MinGptTrainer.run": ("karpathy/minGPT", set()),
     "SpeechbrainBrain.fit": ("speechbrain/speechbrain", {"tail_dropped"}),
 }
-"""The same of methods, named as `anybatch check --loop` takes them."""
+"""The same for methods, named as `anybatch check --loop` takes them."""

@@ -1,4 +1,4 @@
-"""`check` tells exact from unequal, names what makes the difference, and is content once its advice is followed."""
+"""`check` tells exact from unequal gradients, names the cause, and passes after its fix."""
 
 import itertools
 from collections.abc import Callable
@@ -42,7 +42,6 @@ from tests.diagnostics.faulty import (
     vectors,
     weights_of,
 )
-from tests.faults import sees
 
 
 def checked(subject: Subject) -> CheckReport:
@@ -50,49 +49,9 @@ def checked(subject: Subject) -> CheckReport:
     return check(subject.model(), subject.loss(), subject.batch())
 
 
-@sees(
-    "check: state between forwards goes unseen",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    """
-            if relative_error(again, first) <= tolerance:
-""",
-    """
-            if True:
-""",
-    cases=["a module that counts its calls"],
-)
-@sees(
-    "check: attributes of modules are no state",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    """
-            if not name.startswith("_") and name != "training":
-""",
-    """
-            if name == "":
-""",
-    cases=["an attribute that counts calls"],
-)
-@sees(
-    "check: paddings are no candidates",
-    "src/anybatch/engine/loss_check/diagnosis.py",
-    "candidates(full.batch, full.num_samples) | paddings(full.batch, full.num_samples)",
-    "candidates(full.batch, full.num_samples)",
-    cases=["another padding than was declared"],
-)
-@sees(
-    "check: masks are no candidates",
-    "src/anybatch/engine/loss_check/sample_choice.py",
-    """
-    for name, mask in _masks(batch).items():
-""",
-    """
-    for name, mask in ():
-""",
-    cases=["mask forgotten"],
-)
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_named(name: str) -> None:
-    """A planted fault makes the check fail, under its own name and place, with a change that says how to mend it."""
+    """A planted fault makes the check fail with its code, place and fix."""
     fault = FAULTS[name]
     report = checked(fault.subject)
     breaking = [finding for finding in report.findings if finding.breaks_equality]
@@ -103,21 +62,15 @@ def test_fault_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_change_mends(name: str) -> None:
-    """What the printed change leads to is equal to rounding, and nothing is found that breaks equality."""
+    """After the recommended fix, gradients are equal up to rounding and no finding breaks equality."""
     report = checked(FAULTS[name].mended)
     assert report.equal
     assert not any(finding.breaks_equality for finding in report.findings)
 
 
-@sees(
-    "check: cuts draw numbers of their own",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    "                draws.restart()\n                return function(model, batch)\n",
-    "                return function(model, batch)\n",
-)
 @pytest.mark.parametrize("name", HELD)
 def test_noise_is_held(name: str) -> None:
-    """What is drawn for each sample is the same in any cut, so that cuts are exact; that it was held is said."""
+    """Random numbers drawn per sample are the same in every cut, so cuts are exact, with a note."""
     report = checked(HELD[name])
     assert report.verdict == "exact", str(report)
     assert [(finding.code, finding.breaks_equality) for finding in report.findings] == [("randomness", False)]
@@ -125,7 +78,7 @@ def test_noise_is_held(name: str) -> None:
 
 
 def healthy() -> dict[str, Subject]:
-    """Return models, losses and batches that are right, every one with every other it fits to."""
+    """Return correct models, losses and batches in all compatible combinations."""
     norms = {"no norm": None, "GroupNorm": group_norm, "LayerNorm": lambda channels: nn.LayerNorm([channels, 6, 6])}
     losses = {
         "mean": mean(classify),
@@ -175,15 +128,9 @@ def healthy() -> dict[str, Subject]:
 HEALTHY = healthy()
 
 
-@sees(
-    "check: the whole loss is off by a hundredth",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    "factors_of(loss, counts, counts, 1.0)",
-    "factors_of(loss, [c * 1.01 for c in counts], counts, 1.0)",
-)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_false_alarm(name: str) -> None:
-    """What is right is found equal, with dropout and all, and no reason is given why it should not be."""
+    """A correct combination is equal, also with dropout, and has no finding that breaks equality."""
     report = checked(HEALTHY[name])
 
     assert report.equal, str(report)
@@ -191,7 +138,7 @@ def test_no_false_alarm(name: str) -> None:
 
 
 def test_a_loss_with_parameters_is_held_too() -> None:
-    """A loss that is a module stays one where random numbers are held, so that its parameters are compared."""
+    """A loss that is a module stays one while random numbers are fixed, so its parameters are compared."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -206,13 +153,13 @@ def test_a_loss_with_parameters_is_held_too() -> None:
 
 
 def test_many_are_healthy() -> None:
-    """At least fifty right combinations are tried."""
+    """At least fifty correct combinations are tested."""
     assert len(HEALTHY) >= 50
 
 
 @pytest.mark.parametrize("norms", ["exact", "freeze", Ghost(group_size=4)], ids=str)
 def test_policies_mend_batch_norm(norms: Policy | PolicyName) -> None:
-    """Under the policies that the printed change names, every cut that holds whole groups is equal."""
+    """Under the recommended policies, every cut into complete groups is equal."""
     model = Network(nn.BatchNorm2d, dropout=0.3)
     report = check(model, ab.mean_over_samples(classify), images(), norms=norms, micro_batch_sizes=[4, 8])
     assert report.equal, str(report)
@@ -221,7 +168,7 @@ def test_policies_mend_batch_norm(norms: Policy | PolicyName) -> None:
 
 
 def test_user_is_untouched() -> None:
-    """Parameters, buffers, modes, gradients and random numbers of what is checked are as before."""
+    """A check leaves parameters, buffers, modes, gradients and random state unchanged."""
     model = Network(nn.BatchNorm2d, 0.5).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.default_generator.get_state()
@@ -235,7 +182,7 @@ def test_user_is_untouched() -> None:
 
 
 def test_float32_where_needed() -> None:
-    """A model that does not run in float64 is checked in its own type, and the report says why."""
+    """A model that cannot run in float64 is checked in its own dtype, and the report says why."""
 
     def narrow(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["image"]), batch["label"], weight=torch.ones(NUM_CLASSES))
@@ -247,7 +194,7 @@ def test_float32_where_needed() -> None:
 
 
 def test_too_few_samples() -> None:
-    """Three samples cannot be cut unevenly, and the error says how many are needed."""
+    """Three samples cannot be split unevenly, and the error has the required number."""
     batch = {name: value[:3] for name, value in images().items()}
     with pytest.raises(BatchSizeError, match="has 3 samples; a check needs at least 4"):
         check(Network(), ab.mean_over_samples(classify), batch)
@@ -256,7 +203,7 @@ def test_too_few_samples() -> None:
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 @pytest.mark.slow
 def test_figure(tmp_path: Path, suffix: str) -> None:
-    """The errors by layer are drawn into a file; another ending is refused."""
+    """The errors by layer are drawn to a file; an unsupported extension raises."""
     report = checked(FAULTS["BatchNorm"].subject)
     path = tmp_path / f"errors{suffix}"
 
@@ -267,14 +214,8 @@ def test_figure(tmp_path: Path, suffix: str) -> None:
         draw_errors(report, tmp_path / "errors.txt")
 
 
-@sees(
-    "a check counts in float32",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    "torch.as_tensor(returned_count(output)).to(torch.float64)",
-    "torch.as_tensor(returned_count(output)).to(torch.float32)",
-)
 def test_a_count_that_is_an_integer_tensor_is_divided_by_exactly() -> None:
-    """The un-split gradient is the plain one to rounding in float64, and cuts are as near to it."""
+    """With an integer count the un-split gradient matches plain torch in float64, and cuts are equally accurate."""
     batch = {"x": torch.randn(11, 3, dtype=torch.float64), "mask": torch.ones(11, 7, dtype=torch.long)}
 
     def summed(model: nn.Module, piece: dict[str, torch.Tensor]) -> ab.LossSum:
@@ -284,14 +225,8 @@ def test_a_count_that_is_an_integer_tensor_is_divided_by_exactly() -> None:
     assert max(split.error for split in report.splits) <= 1e-12
 
 
-@sees(
-    "a check lets frozen layers train",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    "        if not module.training:  #",
-    "        if True:  #",
-)
 def test_a_frozen_layer_stays_frozen() -> None:
-    """BatchNorm in evaluation mode within a model that trains couples nothing, so that cuts are equal."""
+    """BatchNorm in eval mode within a model in training mode couples no samples, so cuts are equal."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[1].eval()
     batch = {"x": torch.randn(11, 3)}
@@ -299,30 +234,18 @@ def test_a_frozen_layer_stays_frozen() -> None:
     assert report.equal
 
 
-@sees(
-    "a check takes no gradients where a loss does",
-    "src/anybatch/norms/probe.py",
-    "with torch.enable_grad():  # a loss",
-    "with torch.no_grad():  # a loss",
-)
 def test_a_loss_may_differentiate_inside() -> None:
-    """A penalty on the gradient with respect to the input is compared like any other loss."""
+    """A penalty on the input's gradient is compared like any other loss."""
     report = ab.check(Encoder(), ab.mean_over_samples(smoothness), vectors())
     assert report.verdict == "exact", str(report)
 
 
-@sees(
-    "a check copies what a layer has computed as it is",
-    "src/anybatch/diagnostics/gradient_runs.py",
-    "copy.deepcopy((model, loss), _computed_attributes(collect_modules(model, loss)))",
-    "copy.deepcopy((model, loss))",
-)
 @pytest.mark.filterwarnings("ignore:.*(spectral|weight)_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["spectral_norm", "weight_norm"])
 def test_layers_that_keep_what_they_have_computed(name: str) -> None:
-    """The old parametrisations keep the weight of their last forward, which a copy must not share."""
+    """Old parametrizations cache the weight of their last forward, which a copy of the model must not share."""
     model = Encoder(lambda: getattr(torch.nn.utils, name)(nn.Linear(10, 10)))
     separate(model, vectors()).backward()
     report = ab.check(model, ab.mean_over_samples(separate), vectors())
-    # The estimate of a spectral norm goes on with every forward; a weight norm has no state.
+    # Each forward updates the estimate of a spectral norm; a weight norm has no state.
     assert [finding.code for finding in report.findings] == (["state"] if name == "spectral_norm" else [])

@@ -1,4 +1,4 @@
-"""A loop is judged unchanged: correct ones have no findings, wrong ones have the code of their fault."""
+"""Loops are judged without changes: correct ones have no findings, others have the code of their fault."""
 
 import multiprocessing
 import random
@@ -41,13 +41,13 @@ QUICK += ["imagenet_example", "MinGptTrainer.run", "pyg_gin", "tacotron2"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder, of which copies are quick."""
+    """Work in an empty folder, which is quick to copy."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def assert_named(report: LoopReport, codes: set[str]) -> None:
-    """Assert that a report has these findings and no others, and the verdict that goes with them."""
+    """Assert that a report has exactly these findings and the matching verdict."""
     verdict = LoopVerdict.EXACT if codes <= HARMLESS else LoopVerdict.NOT_EQUAL
     expected = LoopVerdict.CONSTANT_FACTOR if codes == {"constant_factor"} else verdict
     assert (set(report.codes), report.verdict) == (codes, expected), str(report)

@@ -1,4 +1,4 @@
-"""`check` on models of transformers' classes with random weights: their own losses, declared right and wrong."""
+"""`check` on transformers models with random weights, their own losses declared correctly or not."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def words() -> dict[str, Tensor]:
-    """Return sentences with padding that is no target."""
+    """Return sentences with padding that is not a target."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(1, NUM_WORDS, (len(LENGTHS), WIDTH), generator=random)
     there = torch.arange(WIDTH) < LENGTHS[:, None]
@@ -69,7 +69,7 @@ def sequence_to_sequence() -> Any:
 
 
 def classes() -> dict[str, Tensor]:
-    """Return sentences with a class each."""
+    """Return sentences with one class each."""
     return {**words(), "labels": torch.tensor([0, 1, 2, 2, 1, 0, 0, 1])}
 
 
@@ -88,7 +88,7 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_own_loss(name: str) -> None:
-    """The head's own loss, declared right, is the same in every cut; declared wrong, the right words are printed."""
+    """A model's own loss, declared correctly, is equal in every cut; otherwise the fix is printed."""
     make, batch, right, wrong = MODELS[name]
 
     report = check(make(), right, batch())
@@ -102,7 +102,7 @@ def test_own_loss(name: str) -> None:
 
 @pytest.mark.slow
 def test_declared_over_words_not_samples() -> None:
-    """A classification head declared over tokens is found to be a mean over samples."""
+    """A classification loss declared over tokens is recognized as a mean over samples."""
     loss: Loss = ab.mean_over(own_loss, lambda batch: batch["attention_mask"].sum())
 
     report = check(classifier(), loss, classes())

@@ -1,4 +1,4 @@
-"""A stacked bar of memory: every cell accounted for, readable in a pipe, in 80 columns."""
+"""A stacked memory bar adds up, and is readable as plain text in 80 columns."""
 
 import io
 
@@ -9,7 +9,6 @@ from rich.console import Console
 
 from anybatch.diagnostics.memory.bar import MemoryBar, cells_of, colours_of
 from anybatch.memory.timeline import ORDER
-from tests.faults import sees
 
 MIB = 2**20
 
@@ -21,15 +20,8 @@ def shown(bar: MemoryBar, width: int, **settings: object) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-@sees(
-    "memory report: small pieces vanish from the bar",
-    "src/anybatch/diagnostics/memory/bar.py",
-    "        if size and not cells[number] and max(cells) > 1:",
-    "        if size and not cells[number] and max(cells) > 10**9:",
-    also=["tests/diagnostics/test_memory_bar.py::test_cells_are_shared_out"],
-)
 def test_a_bar_in_letters() -> None:
-    """Pieces are drawn in proportion in their letters, what is free in points, with bytes and percent below."""
+    """Letters show categories in proportion and dots show free memory, with bytes and percentages below."""
     lines = str(MemoryBar({"weights": 20 * MIB, "activations": 10 * MIB, "inputs": 1}, 40 * MIB)).splitlines()
 
     assert lines == [
@@ -40,7 +32,7 @@ def test_a_bar_in_letters() -> None:
 
 
 def test_without_a_limit_nothing_is_free() -> None:
-    """The whole is what is held, where nothing else is said."""
+    """Without a limit, the bar shows only the memory in use."""
     lines = str(MemoryBar({"weights": 3, "buffers": 1})).splitlines()
 
     assert lines[0] == "[" + "w" * 59 + "b" * 19 + "]"
@@ -51,7 +43,7 @@ def test_without_a_limit_nothing_is_free() -> None:
     ("held", "place"), [({"weights": 30 * MIB, "activations": 10 * MIB}, 40), ({"weights": 21 * MIB}, 75)]
 )
 def test_more_than_there_is(held: dict[str, int], place: int) -> None:
-    """Where more is held than there is, an arrow under the bar shows what there is, and the bar is full."""
+    """If more memory is in use than available, an arrow marks the limit, and the bar is full."""
     bar, arrow, *legend = str(MemoryBar(held, 20 * MIB)).splitlines()
 
     assert "." not in bar
@@ -62,14 +54,14 @@ def test_more_than_there_is(held: dict[str, int], place: int) -> None:
 
 
 def test_nothing_held_is_an_empty_bar() -> None:
-    """Nothing of something is free, and nothing of nothing is an empty bar."""
+    """No memory in use gives a free bar with a limit, and an empty bar without."""
     assert str(MemoryBar({"weights": 0}, MIB)).splitlines() == ["[" + "." * 78 + "]", " . free  1.00 MiB 100.0%"]
     assert str(MemoryBar({})) == "[" + "]"
 
 
 @given(sizes=st.lists(st.integers(0, 2**45), max_size=9), num_cells=st.integers(0, 120))
 def test_cells_are_shared_out(sizes: list[int], num_cells: int) -> None:
-    """Cells add up, everything that is there has one where there are enough, and more bytes never get fewer cells."""
+    """Cells add up, every non-zero category gets one if there are enough, and more bytes never get fewer."""
     cells = cells_of(sizes, num_cells)
     present = [(size, cell) for size, cell in zip(sizes, cells, strict=True) if size]
 
@@ -77,7 +69,7 @@ def test_cells_are_shared_out(sizes: list[int], num_cells: int) -> None:
     assert all(cell == 0 for size, cell in zip(sizes, cells, strict=True) if not size)
     if num_cells >= len(present):
         assert all(cell >= 1 for _, cell in present)
-    if num_cells >= 20 * len(present):  # nobody has had to give a cell away
+    if num_cells >= 20 * len(present):  # no category had to give up a cell
         whole = sum(sizes)
         assert all(abs(cell - num_cells * size / whole) <= len(present) for size, cell in present)
 
@@ -87,7 +79,7 @@ def test_cells_are_shared_out(sizes: list[int], num_cells: int) -> None:
     limit=st.none() | st.integers(1, 2**45),
 )
 def test_any_bar_is_ascii_for_ascii_names(sizes: dict[str, int], limit: int | None) -> None:
-    """Whatever it is made of, a line has at most 80 columns, and no letter stands for two things."""
+    """Lines have at most 80 columns, and each letter is one category."""
     plain = {name.encode("ascii", "backslashreplace").decode(): size for name, size in sizes.items()}
     bar, *below = str(MemoryBar(plain, limit)).splitlines()
 
@@ -99,7 +91,7 @@ def test_any_bar_is_ascii_for_ascii_names(sizes: dict[str, int], limit: int | No
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_a_terminal_with_colours_gets_blocks(width: int) -> None:
-    """With colours there are blocks and no letters in the bar, as wide as the terminal, and the same words below."""
+    """With colors the bar is drawn in blocks, as wide as the terminal, with the same text below."""
     bar = MemoryBar({"weights": 20 * MIB, "activations": 10 * MIB}, 40 * MIB)
     first, *below = shown(bar, width, color_system="truecolor")
 
@@ -111,7 +103,7 @@ def test_a_terminal_with_colours_gets_blocks(width: int) -> None:
 
 
 def test_a_terminal_without_colours_gets_letters() -> None:
-    """Where pieces cannot be told apart by colour they are letters."""
+    """Without colors the bar is drawn in letters."""
     bar = MemoryBar({"weights": 2, "activations": 2})
 
     assert shown(bar, 80, color_system=None) == str(bar).splitlines()
@@ -119,7 +111,7 @@ def test_a_terminal_without_colours_gets_letters() -> None:
 
 
 def test_colours_are_one_each() -> None:
-    """Every category has a colour of its own, and so have a handful of other names."""
+    """Every category has a distinct color, and so have some other names."""
     names = [*ORDER, "allocator", "context", "communicator", "workspaces"]
 
     assert len(set(colours_of(names).values())) == len(names)

@@ -1,4 +1,4 @@
-"""The figure of memory over a step: what is drawn is what was held, and nothing that stands out is lost."""
+"""The memory figure shows the recorded timeline without losing its peaks."""
 
 import itertools
 import re
@@ -15,14 +15,13 @@ from anybatch.diagnostics.memory.stacked_areas import highest_moments, make_figu
 from anybatch.errors import UserError
 from anybatch.memory.timeline import MemoryTimeline, timeline
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
-from tests.faults import sees
 
 MIB = 2**20
 PICTURE = MemoryPicture(title="the title", below="the line below", limit_bytes=40 * MIB, headroom=0.15)
 
 
 def course(num_micro_batches: int = 3) -> MemoryTimeline:
-    """Return the timeline of micro-batches that take 10, 20 and 5 MiB each beside 8 MiB of weights."""
+    """Return the timeline of micro-batches that allocate 10, 20 and 5 MiB each, with 8 MiB of weights."""
     pieces = [Allocation(8 * MIB, "weights", "setup", "")]
     events, marks = [1], []
     for number in range(num_micro_batches):
@@ -41,7 +40,7 @@ def words(path: Path) -> str:
 
 
 def test_a_figure_says_what_it_shows(tmp_path: Path) -> None:
-    """Title, categories with their bytes at the peak, micro-batches, phases, the peak's operation and the limit."""
+    """The figure labels categories with their bytes, micro-batches, phases, the peak's operation and the limit."""
     path = tmp_path / "folder" / "memory.svg"
     draw_memory(course(), PICTURE, path)
 
@@ -53,7 +52,7 @@ def test_a_figure_says_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_areas_are_what_was_held() -> None:
-    """The areas' upper edge at the peak is the peak, and the areas below are those of the categories, in MiB."""
+    """The top edge of the areas is the total in MiB, and each area is a category."""
     found = course()
     figure = make_figure(found, PICTURE)
     weights, activations = (torch.tensor(area.get_paths()[0].vertices) for area in figure.axes[1].collections[:2])
@@ -64,7 +63,7 @@ def test_areas_are_what_was_held() -> None:
 
 
 def test_a_far_limit_is_not_drawn(tmp_path: Path) -> None:
-    """A limit far above the peak would leave the axes empty: it is left out, and the peak fills them."""
+    """A limit far above the peak is not drawn, so the peak fills the axes."""
     path = tmp_path / "memory.svg"
     draw_memory(course(), MemoryPicture(title="", limit_bytes=400 * MIB, headroom=0.15), path)
 
@@ -86,7 +85,7 @@ def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_micro_batches", [1, 16, 130])
 @pytest.mark.slow
 def test_many_micro_batches(num_micro_batches: int, tmp_path: Path) -> None:
-    """However many micro-batches there are, the layout holds; numbers without room are left out, phases are named."""
+    """With many micro-batches, numbers without room are left out and phases are still labeled."""
     path = tmp_path / "memory.svg"
     draw_memory(course(num_micro_batches), PICTURE, path)
 
@@ -97,7 +96,7 @@ def test_many_micro_batches(num_micro_batches: int, tmp_path: Path) -> None:
 
 
 def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
-    """Another ending than those of pictures is refused, and no file is there."""
+    """An unsupported extension raises, and no file is created."""
     with pytest.raises(UserError, match=r"memory\.gif ends in '\.gif'"):
         draw_memory(course(), PICTURE, tmp_path / "memory.gif")
     assert not list(tmp_path.iterdir())
@@ -105,7 +104,7 @@ def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib the message has the line that installs it, and no folder is made."""
+    """Without matplotlib the error has the install command, and no folder is created."""
     monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory.stacked_areas", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'anybatch\[plot\]'"):
@@ -113,15 +112,9 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(tmp_path.iterdir())
 
 
-@sees(
-    "memory report: of a long step the first moment of each column is drawn",
-    "src/anybatch/diagnostics/memory/stacked_areas.py",
-    "[begin + int(totals[begin:end].argmax()) for begin, end in pairwise(borders)]",
-    "[begin for begin, end in pairwise(borders)]",
-)
 @given(totals=st.lists(st.integers(0, 9), min_size=1, max_size=200), num_columns=st.integers(1, 50))
 def test_what_stands_out_is_drawn(totals: list[int], num_columns: int) -> None:
-    """Of a long timeline the highest moment, both ends and the highest of each stretch are drawn, in order."""
+    """A long timeline keeps its peak, both ends and the highest moment of each interval, in order."""
     moments = highest_moments(torch.tensor(totals), num_columns).tolist()
 
     assert moments == sorted(set(moments))
@@ -136,7 +129,7 @@ def test_what_stands_out_is_drawn(totals: list[int], num_columns: int) -> None:
 
 @given(names=st.lists(st.sampled_from("abc")))
 def test_stretches_put_together_are_the_names(names: list[str]) -> None:
-    """Stretches cover every place once, in order, and no two neighbours have one name."""
+    """Intervals cover every position once, in order, and neighbors have different names."""
     found = stretches(names)
 
     assert [name for begin, end, name in found for _ in range(begin, end)] == names

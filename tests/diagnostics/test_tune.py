@@ -1,4 +1,4 @@
-"""`tune`: whole steps at many sizes, the smallest of the fastest, memory that is held, and whether loading keeps up."""
+"""`tune` times whole steps at many sizes, recommends the smallest of the fastest, and judges data loading."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,15 +16,14 @@ from anybatch.diagnostics.tune import _relative_times, default_sizes
 from anybatch.diagnostics.tune_report import LoadingResult, SizeResult
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import BatchSizeError, UserError
-from tests.faults import sees
 
 NUM_SAMPLES = 48
-AT_MOST = "loading is the bottleneck: of 98 samples/s at most"
-HERE = "of the time in the process that trains."
+AT_MOST = "data loading is the bottleneck: of 98 samples/s at most"
+HERE = "of training time with num_workers=0."
 
 
 class Clock:
-    """Stands still unless it is moved."""
+    """A clock that moves only by assignment."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,7 +33,7 @@ class Clock:
 
 
 class Model(nn.Module):
-    """Takes as long as a device whose cache holds 12 samples, and memory for at most so many."""
+    """A model on a fake device that slows down above 12 samples and runs out of memory above `fits`."""
 
     def __init__(self, clock: Clock, fits: int = 10**9) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class Model(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Takes a while for each sample where the clock can be seen, which is in the process itself."""
+    """Data that advances the clock for each sample loaded in this process."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self.clock = clock
@@ -70,7 +69,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: Any) -> TuneReport:
-    """Tune on data that takes so long to load; the optimizer's update takes a tenth of a second."""
+    """Tune on data with this loading time; the optimizer's update takes 0.1 seconds."""
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -90,20 +89,8 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
     )
 
 
-@sees(
-    "tune times the end of a step only",
-    "src/anybatch/diagnostics/tune.py",
-    """
-            begun = self._now()
-            too_large = engine.step(cached).too_large
-""",
-    """
-            too_large = engine.step(cached).too_large
-            begun = self._now()
-""",
-)
 def test_whole_steps() -> None:
-    """A rate is samples by the seconds of a whole step: every micro-batch, the smaller last one, and the update."""
+    """A rate is samples per second of a whole step: all micro-batches, with the smaller last one, and the update."""
     clock = Clock()
     report = tuned(clock, Model(clock), micro_batch_sizes=[48, 12, 20])
 
@@ -118,9 +105,9 @@ def test_whole_steps() -> None:
 
 
 def test_sizes_take_turns() -> None:
-    """Each size is run twice, to warm up and to be timed; from the third turn on the near ones, in alternating order.
+    """Each size warms up once and is timed in rounds of alternating order, later rounds only for close sizes.
 
-    A size that takes a quarter longer than the fastest is not run again. Memory is that of two micro-batches.
+    A size that is 25% slower than the fastest is not run again. Memory is measured over two micro-batches.
     """
     clock = Clock()
     model = Model(clock)
@@ -137,19 +124,13 @@ def test_sizes_take_turns() -> None:
     ]
 
 
-@sees(
-    "tune drops a size for one disturbed turn",
-    "src/anybatch/diagnostics/tune.py",
-    "if not number or min(found[one]) <= limit",
-    "if min(found[one]) <= limit",
-)
 def test_one_disturbed_turn_does_not_decide() -> None:
-    """A size that was slow in the first turn, as a busy machine makes it, is tried again, and is found the fastest."""
+    """A size that was slow in one round, as on a busy machine, is run again and found the fastest."""
     clock = Clock()
 
     class Disturbed(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # Behind the estimates of both sizes and the first turn of the smaller one.
+            # After the estimates of both sizes and the first round of the smaller one.
             clock.now += 1.0 * (14 <= len(self.sizes) < 20)
             return super().forward(x)
 
@@ -157,19 +138,19 @@ def test_one_disturbed_turn_does_not_decide() -> None:
 
 
 def test_what_is_much_slower_is_estimated() -> None:
-    """A size that takes more than twice as long by its first micro-batches is not run whole, and that is said."""
+    """A size whose first micro-batches take more than twice as long is only estimated, and marked."""
     clock = Clock()
     model = Model(clock)
     report = tuned(clock, model, micro_batch_sizes=[2, 12])
 
     assert [one.is_estimated for one in report.sizes] == [True, False]
-    assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))  # as long as 24 micro-batches and an update take
+    assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))  # the time of 24 micro-batches and an update
     assert model.sizes.count(2) == 2 + 2 + 2
     assert "~" in str(report).splitlines()[3]
 
 
 def test_time_is_bounded() -> None:
-    """One round is made in any case, and no other is begun once the time is up."""
+    """One round always runs, and no other starts after the time limit."""
     clock = Clock()
     model = Model(clock)
     tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1.0)
@@ -177,14 +158,8 @@ def test_time_is_bounded() -> None:
     assert len(model.sizes) == 2 + 1 + (2 + 2) + (1 + 1) + (2 + 1)
 
 
-@sees(
-    "tune goes by the fastest single step",
-    "src/anybatch/diagnostics/tune.py",
-    "    fastest = min(measured, key=lambda size: median(compared(size, reference)))",
-    "    fastest = min(measured, key=lambda size: min(times[size]))",
-)
 def test_one_lucky_step_does_not_decide() -> None:
-    """A size that was fast once, in a turn in which all were, is not the fastest: turns are compared, by medians."""
+    """One fast step in a round that was fast for all sizes does not decide: medians within rounds do."""
     times = {8: [9.0, 1.2, 10.0, 10.0], 16: [9.0, 1.0, 8.0, 8.0]}
     times |= {32: [9.0, 1.05, 7.0, 7.0]}
     ratios = _relative_times(times)
@@ -192,14 +167,8 @@ def test_one_lucky_step_does_not_decide() -> None:
     assert ratios[8] == pytest.approx([1.2 / 1.05, 10 / 7, 10 / 7])
 
 
-@sees(
-    "tune recommends what it has only estimated",
-    "src/anybatch/diagnostics/tune_report.py",
-    "one.samples_per_second is not None and not one.is_estimated]",
-    "one.samples_per_second is not None]",
-)
 def test_an_estimate_is_never_recommended() -> None:
-    """A size whose whole steps were not made is neither the fastest nor recommended, whatever its estimate."""
+    """An estimated size is neither the fastest nor recommended."""
     lucky = SizeResult(size=4, num_micro_batches=16, samples_per_second=500.0, peak_bytes=None, is_estimated=True)
     report = report_of()
     report = dataclasses.replace(report, sizes=(lucky, *report.sizes))
@@ -208,18 +177,18 @@ def test_an_estimate_is_never_recommended() -> None:
 
 
 def test_batch_norm_is_said() -> None:
-    """With BatchNorm each size trains something else: the whole batch is recommended, and what a cut gains is said."""
+    """With BatchNorm the full batch is recommended, and the report has the speed of a smaller micro-batch."""
     report = dataclasses.replace(report_of(), num_batch_norms=2)
     assert report.recommended == 32
     assert "2 BatchNorm layers normalise within each micro-batch" in str(report)
     whole = dataclasses.replace(report.sizes[2], samples_per_second=80.0)
     slow = dataclasses.replace(report, sizes=(*report.sizes[:2], whole))
-    assert "micro_batch_size=16 is 23% faster, and another training." in str(slow)
+    assert "micro_batch_size=16 is 23% faster, but trains differently." in str(slow)
 
 
 @pytest.mark.slow
 def test_what_does_not_fit() -> None:
-    """Sizes from the first one on that runs out of memory are in the table, without figures."""
+    """Sizes from the first that runs out of memory on are listed without figures."""
     clock = Clock()
     report = tuned(clock, Model(clock, fits=23))
 
@@ -232,19 +201,19 @@ def test_what_does_not_fit() -> None:
 
 
 def test_memory_is_what_tensors_hold() -> None:
-    """The peak holds weights and gradients, and what a micro-batch keeps for its backward, sample by sample alike."""
+    """The peak includes weights, gradients and saved activations, and grows linearly with the samples."""
     clock = Clock()
     report = tuned(clock, Model(clock), micro_batch_sizes=[6, 12, 24])
 
     numbers = 5 * 64 + 64 + 64 + 1
     small, middle, large = (one.peak_bytes or 0 for one in report.sizes)
     assert small >= 4 * (2 * numbers + 6 * 64)
-    assert large - middle == pytest.approx(2 * (middle - small), abs=64)  # the losses of micro-batches are kept, too
+    assert large - middle == pytest.approx(2 * (middle - small), abs=64)  # the losses of micro-batches are kept too
     assert middle - small >= 4 * 6 * 64
 
 
 def test_loading_in_the_process() -> None:
-    """What is loaded per second is counted from the second batch on, and its part in a step is said."""
+    """The loading rate is counted from the second batch on, and its share of the step is printed."""
     clock = Clock()
     report = tuned(clock, Model(clock), seconds=0.01, micro_batch_sizes=[12], num_workers=[0])
 
@@ -252,11 +221,11 @@ def test_loading_in_the_process() -> None:
     assert report.loading[0].samples_per_second == pytest.approx(100.0)
     rate = report.rates[12]
     assert rate == pytest.approx(48 / 0.78)
-    assert f"it takes {rate / (rate + 100):.0%} of the time in the process that trains" in report.loading_verdict
+    assert f"takes {rate / (rate + 100):.0%} of training time with num_workers=0" in report.loading_verdict
 
 
 def test_sizes_out_of_range() -> None:
-    """A size that no micro-batch of the batch can have is refused with both numbers."""
+    """A size that is not possible for the batch raises with both numbers."""
     for size in (0, 49):
         clock = Clock()
         with pytest.raises(BatchSizeError, match=f"micro_batch_size={size} must be from 1 to the 48"):
@@ -267,7 +236,7 @@ def test_sizes_out_of_range() -> None:
     ("num_samples", "sizes"), [(256, [2, 4, 8, 16, 32, 64, 128, 256]), (29, [2, 4, 8, 15, 29]), (1, [1]), (2, [2])]
 )
 def test_default_sizes(num_samples: int, sizes: list[int]) -> None:
-    """The batch in 1, 2, 4, ... nearly equal parts, down to two samples."""
+    """Default sizes split the batch in 1, 2, 4, ... nearly equal parts, down to two samples."""
     assert default_sizes(num_samples) == sizes
 
 
@@ -291,7 +260,7 @@ def report_of(*loaded: tuple[int, float]) -> TuneReport:
 
 
 def test_as_printed() -> None:
-    """The table has every size, its rate, its memory, and which one to take."""
+    """The table has every size with its rate and memory, and marks the recommended one."""
     assert str(report_of()).splitlines() == [
         "64 samples per step, a device",
         "",
@@ -306,34 +275,28 @@ def test_as_printed() -> None:
     ]
 
 
-@sees(
-    "workers that load faster train faster",
-    "src/anybatch/diagnostics/tune_report.py",
-    "one.num_workers: min(rate, one.samples_per_second)",
-    "one.num_workers: one.samples_per_second",
-)
 @pytest.mark.parametrize(
     ("loaded", "said"),
     [
-        ([(0, 4000.0), (1, 3000.0)], f"loading is no bottleneck: it takes 2% {HERE}"),
+        ([(0, 4000.0), (1, 3000.0)], f"data loading keeps up: it takes 2% {HERE}"),
         (
             [(0, 98.0), (1, 70.0), (2, 150.0)],
-            f"loading is no bottleneck with num_workers=2 and 2 cores to spare; without, it takes 50% {HERE}",
+            f"data loading keeps up with num_workers=2 and 2 cores to spare; loading takes 50% {HERE}",
         ),
-        ([(1, 97.0), (2, 300.0)], "loading is no bottleneck with num_workers=1 and a core to spare."),
+        ([(1, 97.0), (2, 300.0)], "data loading keeps up with num_workers=1 and a core to spare."),
         (
             [(0, 60.0), (2, 80.0)],
-            f"{AT_MOST} 80 are trained, with num_workers=2; it takes 62% {HERE}",
+            f"{AT_MOST} 80 are trained, with num_workers=2; loading takes 62% {HERE}",
         ),
-        ([(2, 80.0)], "loading is the bottleneck: of 98 samples/s at most 80 are trained, with num_workers=2."),
+        ([(2, 80.0)], "data loading is the bottleneck: of 98 samples/s at most 80 are trained, with num_workers=2."),
         (
             [(0, 300.0), (1, 60.0)],
-            f"{AT_MOST} 74 are trained, with num_workers=0; it takes 25% {HERE}",
+            f"{AT_MOST} 74 are trained, with num_workers=0; loading takes 25% {HERE}",
         ),
     ],
 )
 def test_what_is_said_of_loading(loaded: list[tuple[int, float]], said: str) -> None:
-    """The number of workers with which most is trained is named, and whether loading still holds training up."""
+    """The verdict names the best number of workers, and whether loading is still the bottleneck."""
     report = report_of(*loaded)
 
     assert said == report.loading_verdict
@@ -341,7 +304,7 @@ def test_what_is_said_of_loading(loaded: list[tuple[int, float]], said: str) -> 
 
 
 def test_figure(tmp_path: Path) -> None:
-    """Both curves are drawn to a file of one of three kinds, also where a size does not fit."""
+    """Both curves are drawn to a file, also if a size does not fit; an unsupported extension raises."""
     draw_tuning(report_of(), tmp_path / "deep" / "curves.svg")
 
     drawn = (tmp_path / "deep" / "curves.svg").read_text(encoding="utf-8")
@@ -350,15 +313,9 @@ def test_figure(tmp_path: Path) -> None:
         draw_tuning(report_of(), tmp_path / "curves.gif")
 
 
-@sees(
-    "tune does not clip",
-    "src/anybatch/diagnostics/repeated_steps.py",
-    "        check_loss=False,\n",
-    "        check_loss=False,\n        clip=None,\n",
-)
 @pytest.mark.slow
 def test_what_is_timed_is_what_is_trained() -> None:
-    """Steps are those of the whole `TrainSpec`: clipped to nothing, they leave the parameters as they were."""
+    """Tuning runs the steps of the full `TrainSpec`, including clipping, on the model."""
     model = nn.Linear(5, 3)
     before = model.weight.detach().clone()
     tune(
@@ -376,7 +333,7 @@ def test_what_is_timed_is_what_is_trained() -> None:
 
 
 class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
-    """A stream: what has no index can be tuned on, too."""
+    """A dataset without an index."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from torch.randn(24, 5)
@@ -384,7 +341,7 @@ class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
 
 @pytest.mark.slow
 def test_streams() -> None:
-    """A stream is loaded and trained like any other data."""
+    """An iterable dataset can be tuned like any other data."""
     clock = Clock()
     model = Model(clock)
     report = tune(

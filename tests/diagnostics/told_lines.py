@@ -1,9 +1,9 @@
-"""Where other processes write down what they are about to do, for tests that read it."""
+"""A file to which other processes write their progress messages, for tests."""
 
 from pathlib import Path
 
 
 def note_in(file: Path, words: str) -> None:
-    """Write a line behind the others."""
+    """Append a line."""
     with file.open("a", encoding="utf-8") as lines:
         lines.write(f"{words}\n")

@@ -1,4 +1,4 @@
-"""The code in README and docs/your_loop.md runs unchanged, and links have targets."""
+"""The code in README and docs/your_loop.md runs unmodified, and links have targets."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def what_a_reader_has() -> dict[str, Any]:
-    """Return the names that the README's code takes for granted."""
+    """Return the names that the README's code assumes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
     images = [{"image": torch.randn(4, 4), "label": torch.randint(0, 4, ())} for _ in range(300)]
@@ -45,7 +45,7 @@ def what_a_reader_has() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of README and docs/your_loop.md runs, one after the other, in one session."""
+    """All Python blocks of README and docs/your_loop.md run in order in one session."""
     monkeypatch.chdir(tmp_path)
     names = what_a_reader_has()
 
@@ -59,7 +59,7 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_declarations_in_the_table_are_what_they_say() -> None:
-    """Every declaration in the table of losses can be made."""
+    """Every declaration in the table of losses is valid code."""
     names = what_a_reader_has() | {"loss": lambda *_: None, "w": torch.ones(4)}
     cells = re.findall(r"\| `(ab\.\w+\(loss.*?\))`", YOUR_LOOP)
 
@@ -70,12 +70,12 @@ def test_declarations_in_the_table_are_what_they_say() -> None:
 
 
 def test_readme_is_short() -> None:
-    """A newcomer reads the README in about three minutes."""
+    """The README is short enough to read in about three minutes."""
     assert len(README.split()) <= MOST_WORDS
 
 
 def test_three_lines_change_a_loop() -> None:
-    """The diff's new loop makes the updates of its old one: same batches, one step each, equal parameters."""
+    """The new loop of the README's diff trains the same parameters as the old one."""
     old, new = what_a_reader_has(), what_a_reader_has()
     for batch in old["loader"]:
         old["optimizer"].zero_grad()
@@ -95,7 +95,7 @@ PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "doc
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """Every relative link of a page names a file of the repository."""
+    """Every relative link of a page points to a file of the repository."""
     folder = (ROOT / page).parent
     targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))
 

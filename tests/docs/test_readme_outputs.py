@@ -1,4 +1,4 @@
-"""What the README shows as printed is printed: the same lines, whatever the times and speeds are."""
+"""The outputs shown in the README are current, except times and speeds."""
 
 import importlib.util
 import re
@@ -21,7 +21,7 @@ def writer() -> ModuleType:
 
 
 def shape(output: str) -> list[str]:
-    """Return the lines of an output without numbers, versions and units, and without those that come by the clock."""
+    """Return the lines of an output without numbers, versions, units and progress lines."""
     lines = [line for line in output.splitlines() if not re.match(r"step +\d+ of \d+   loss", line)]
     plain = [re.sub(r"\d[\d.,]*(\+\w+|e[+-]?\d+)?", "#", line) for line in lines]
     return [re.sub(r"(# (d|h|min|s|[KMG]iB)\b ?)+", "# ", line) for line in plain]
@@ -30,7 +30,7 @@ def shape(output: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.published
 def test_outputs_are_printed(tmp_path: Path) -> None:
-    """Each command of the README prints the lines that stand below it, but for numbers."""
+    """Each command of the README prints the lines shown below it, except numbers."""
     script = writer()
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = script.blocks(page)
@@ -42,7 +42,7 @@ def test_outputs_are_printed(tmp_path: Path) -> None:
 
 
 def test_numbers_do_not_matter_and_words_do() -> None:
-    """Two outputs with other times, speeds and versions have one shape; a word that differs is seen."""
+    """Outputs that differ only in times, speeds and versions have the same shape; a different word is detected."""
     one = "torch 2.13.0+cpu\nstep 1 of 9   loss 2.5\ncompleted after 4.8 s, 46 steps made\nlr 1e-08, 259 KiB"
     two = "torch 2.14.1+cu130\ncompleted after 1 min 5 s, 2,046 steps made\nlr 2.5e-07, 1.2 GiB"
 

@@ -1,4 +1,4 @@
-"""The page of warnings lists each one that the engine can give, and no other."""
+"""The page of warnings lists exactly the warnings that the engine can raise."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ RETURNED = ("checkpoint_state.py", "data_progress.py")
 
 
 def codes_given() -> set[str]:
-    """Return the first argument of every call of a notifier's `warn`, and the codes of remarks at a load."""
+    """Return the codes passed to a notifier's `warn`, and the codes of remarks when loading a checkpoint."""
     found = set()
     for path in (ROOT / "src/anybatch").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -29,7 +29,7 @@ def codes_given() -> set[str]:
 
 @pytest.mark.slow
 def test_every_warning_is_on_its_page() -> None:
-    """The codes in the sources are those of the table in docs/warnings.md."""
+    """The table in docs/warnings.md has exactly the codes of the sources."""
     page = (ROOT / "docs/warnings.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert len(listed) == len(set(listed))

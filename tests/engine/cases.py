@@ -1,4 +1,4 @@
-"""What must come out equal however it is cut: models, batches and declared losses, each with its un-split reference.
+"""Models, batches and declared losses that give equal results for any cut, each with its unsplit reference.
 
 The references are plain torch: one forward over all samples, one backward.
 """
@@ -30,7 +30,7 @@ AUX_WEIGHT = 0.01
 
 
 class InMemory:
-    """An effective batch whose samples are in memory already."""
+    """An effective batch whose samples are already in memory."""
 
     def __init__(self, batch: Batch, *, seed: int = 0, end: Position | None = None) -> None:
         self.batch = batch
@@ -47,14 +47,14 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, a batch, a declared loss, and the loss of the un-split batch in plain torch.
+    """A model, a batch, a declared loss, and the loss of the unsplit batch in plain torch.
 
     Attributes:
         model: builds the model, the same one each time.
         batch: builds the whole effective batch.
-        loss: what the engine is given.
+        loss: the engine's loss.
         reference: the loss of the whole batch.
-        plain_loop_holds: dividing every micro-batch's loss by their number is right too, where all sizes are equal.
+        plain_loop_holds: dividing by the number of micro-batches is right too, because all sizes are equal.
     """
 
     model: Callable[[], nn.Module]
@@ -66,10 +66,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A way of cutting an effective batch.
+    """A way to cut an effective batch.
 
-    `brought` is None where the batch is dealt to ranks; otherwise every rank brings its own share, and this gives the
-    shares' sizes, relative to each other, for any number of ranks.
+    `brought` is None if the batch is dealt to ranks; otherwise each rank brings a share, and this function returns the
+    relative sizes of the shares for any number of ranks.
     """
 
     micro_batch_size: int | None = None
@@ -97,14 +97,14 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
 }
 
 
-EVERY_STRATEGY = ("1", "3", "7", "all")
-"""Splits that are run under every strategy; the others under the first one only, to save time."""
-
-
 def combinations(world_size: int) -> list[tuple[str, str]]:
-    """Return the pairs (split, strategy) that are run on so many ranks."""
-    strategies = [name for name in STRATEGIES if name != "single" or world_size == 1]
-    return [(split, name) for split in SPLITS for name in strategies[: None if split in EVERY_STRATEGY else 1]]
+    """Return the pairs (split, strategy) to run: the first strategy with every split, the others with few.
+
+    On two ranks these include micro-batches of one sample, where a rank may have nothing to count in most of them.
+    """
+    first, *others = [name for name in STRATEGIES if name != "single" or world_size == 1]
+    few = ("1", "3") if world_size == 2 else ("3",)
+    return [(split, first) for split in SPLITS] + [(split, name) for name in others for split in few]
 
 
 def num_samples(batch: Batch) -> int:
@@ -125,13 +125,13 @@ def pick(batch: Batch, positions: Sequence[int]) -> Batch:
 
 
 def share_bounds(total: int, weights: list[int]) -> list[tuple[int, int]]:
-    """Return the ranges of shares whose sizes stand to each other like `weights`, up to rounding."""
+    """Return the ranges of shares whose sizes are proportional to `weights`, up to rounding."""
     ends = [total * sum(weights[: rank + 1]) // sum(weights) for rank in range(len(weights))]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def arrive(batch: Batch, split: Split, world: ab.World) -> "InMemory | RankShare":
-    """Return the batch in the form in which this rank's engine gets it."""
+    """Return the batch as this rank's engine gets it."""
     if split.brought is None:
         return InMemory(batch)
     start, stop = share_bounds(num_samples(batch), split.brought(world.size))[world.rank]
@@ -139,7 +139,7 @@ def arrive(batch: Batch, split: Split, world: ab.World) -> "InMemory | RankShare
 
 
 def engine_for(case: Case, split: Split, strategy: Strategy, world: ab.World, **options: Any) -> ab.Engine:
-    """Return an engine for a case, with plain SGD unless `options` name an optimizer."""
+    """Return an engine for a case, with plain SGD unless `options` contain an optimizer."""
     model = case.model()
     optimizer = options.pop("optimizer", None) or (lambda named: torch.optim.SGD(named, lr=0.1))
     return ab.Engine(
@@ -156,16 +156,16 @@ def engine_for(case: Case, split: Split, strategy: Strategy, world: ab.World, **
 
 
 def plain_gradients(model: nn.Module, loss: torch.Tensor) -> Gradients:
-    """Return what one backward of the un-split loss leaves in `.grad`."""
+    """Return the `.grad` of one backward of the unsplit loss."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def naive_gradients(case: Case, world: ab.World, micro_batch_size: int | None) -> Gradients:
-    """Return the gradient of the loop as it is often written: `loss / K` per micro-batch, the mean over ranks.
+    """Return the gradient of the usual hand-written loop: `loss / K` per micro-batch, the mean over ranks.
 
-    Defined for cases whose loss is one number; all ranks take part, with shares that differ by at most one sample.
+    Only for cases whose loss is one number; all ranks take part, with shares that differ by at most one sample.
     """
     model, batch = case.model(), case.batch()
     sizes = even_parts(num_samples(batch), world.size)
@@ -190,14 +190,14 @@ def naive_gradients(case: Case, world: ab.World, micro_batch_size: int | None) -
 
 
 def perceptron() -> nn.Module:
-    """Return a classifier of vectors with a float64 weight in each of its layers."""
+    """Return a float64 classifier of vectors."""
     torch.default_generator.manual_seed(1)  # torch.manual_seed takes longer than the network
     layers = nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, NUM_CLASSES)
     return nn.Sequential(*layers).double()
 
 
 class LanguageModel(nn.Module):
-    """Predicts each word from the mean of those before it: small, causal, differentiable everywhere."""
+    """Predicts each word from the mean of the previous ones: small, causal, differentiable everywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def sentences(number: int = 29, *, width: int = 20) -> Batch:
 
 
 def sentences_masked(first: int, last: int) -> Batch:
-    """Return sentences of which the samples from `first` to `last` have no target at all."""
+    """Return sentences of which the samples from `first` to `last` have no target."""
     batch = sentences()
     batch["labels"][first:last] = -100
     return batch
@@ -271,7 +271,7 @@ def classify_weighted(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def predict(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy over the targets that are not masked."""
+    """Return the mean cross-entropy over unmasked targets."""
     return mean_over_targets(model(batch["words"]), batch)
 
 
@@ -281,12 +281,12 @@ def mean_over_targets(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def predict_by_hand(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the same mean written with a mask: over no target its value and its gradient are NaN."""
+    """Return the same mean written with a mask: without targets, its value and its gradient are NaN."""
     return masked_mean(model(batch["words"]), batch)
 
 
 def masked_mean(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the next words, where they are not masked."""
+    """Return the mean cross-entropy of the unmasked next words."""
     targets = batch["labels"][:, 1:]
     mask = (targets != -100).double()
     each = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets.clamp(min=0), reduction="none")
@@ -294,14 +294,14 @@ def masked_mean(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def predict_each(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return one cross-entropy per target that is not masked."""
+    """Return one cross-entropy per unmasked target."""
     logits, targets = model(batch["words"])[:, :-1], batch["labels"][:, 1:]
     each = F.cross_entropy(logits.reshape(-1, NUM_WORDS), targets.reshape(-1), reduction="none")
     return each[targets.reshape(-1) != -100]
 
 
 def predict_sum(model: nn.Module, batch: Batch) -> ab.LossSum:
-    """Return the cross-entropy's sum with its count, known only after the forward, on the device."""
+    """Return the cross-entropy's sum and its count, which is known only after the forward, on the device."""
     each = predict_each(model, batch)
     return ab.LossSum(each.sum(), torch.tensor(each.numel()))
 
@@ -313,7 +313,7 @@ def predict_and_value(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]
 
 
 def both_terms(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the un-split sum of the two terms; the one over targets is left out where there is no target."""
+    """Return the unsplit sum of the two terms, without the one over targets if the batch has no target."""
     terms = predict_and_value(model, batch)
     aux = AUX_WEIGHT * terms["aux"]
     return terms["lm"] + aux if (batch["labels"][:, 1:] != -100).any() else aux

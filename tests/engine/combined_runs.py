@@ -1,7 +1,7 @@
-"""Few runs that show many cells of the composition table, each with as many features as may meet.
+"""A few runs that cover many cells of the composition table by combining features wherever possible.
 
-A cell that was found exact, or to differ, together with other features has been run. Where such a run does not come out
-as wanted, the run that each of its cells has for itself says whose fault it is.
+A cell counts as run if it was exact, or differed, together with other features. If such a run gives an unexpected
+result, the separate run of each of its cells shows which one is wrong.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,10 +21,10 @@ BAD = frozenset({Verdict.REFUSED, Verdict.EXCLUSIVE})
 
 
 def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Features]:
-    """Return, for every own run of a cell, the run that shows it: one with the cell's features, on the same ranks.
+    """Return, for every separate run of a cell, the run that covers it: with the cell's features, on the same ranks.
 
-    It rounds where the own run does and differs, if at all, for the same reason. Greedy: a run is begun for the first
-    cell that is left, and takes up every other one that may be in it.
+    It rounds where the separate run does and differs, if at all, for the same reason. Greedy: each run starts with the
+    first cell not yet covered and adds every other one that fits.
     """
     shown: dict[tuple[Pair, Features], Features] = {}
     alike: dict[tuple[Features, Standing], list[tuple[Pair, Features]]] = {}
@@ -42,7 +42,7 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
                 if more != asked and _may_meet(more) and _standing(complete(more)) == standing:
                     asked = more
             whole = complete(asked)
-            # Compared as a whole, since defaults that nobody has asked for show their cells, too.
+            # Compare the completed run, because its defaults cover cells, too.
             shown |= {item: whole for item in left if _asked(*item) <= whole}
     return shown
 
@@ -52,29 +52,28 @@ def _ranks(run: Features) -> Features:
 
 
 def _asked(pair: Pair, run: Features) -> Features:
-    """Return what has to be in a run that shows the cell where its own run does: its features, strategy and ranks."""
+    """Return the required parts of a run that covers the cell: its features, strategy and ranks."""
     return frozenset(pair) | _ranks(run)
 
 
 def _may_be_combined(pair: Pair, run: Features) -> bool:
-    """Whether others may be in its run: what is refused is refused alone, and "auto" may cure what differs."""
+    """Whether a cell can share its run: refused cells run alone, and "auto" may remove a difference."""
     verdict = cell(*pair).verdict
     cured = verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
     return verdict not in BAD and not cured and not checkpointed_and_compiled(run)
 
 
 def _may_meet(features: Features) -> bool:
-    """Whether no two of them are values of one axis, and one backend can compile them all."""
+    """Whether no two features are values of one axis, and one backend can compile them all."""
     axes = [feature.axis for feature in features if feature.axis.exclusive]
     return len(axes) == len(set(axes)) and not checkpointed_and_compiled(features)
 
 
 @cache
 def _standing(run: Features) -> Standing:
-    """Return what keeps a run from being exact, whether it is refused, and what rounds its numbers.
+    """Return the sources of inexactness in a run, its refused cells, and its sources of rounding.
 
-    Each of the latter has a tolerance that its own roundings need, and no more; statistics of rounded numbers need most
-    of it for themselves.
+    Each source of rounding has the smallest tolerance that it needs; statistics of rounded numbers need most.
     """
     met = [(pair, cell(*pair).verdict) for pair in meetings(run)]
     differs = frozenset(pair for pair, verdict in met if verdict is Verdict.DIFFERS)

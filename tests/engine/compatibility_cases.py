@@ -1,8 +1,7 @@
 """A run built from features of the composition table, and the same gradient in plain torch.
 
-The plain computation is one forward over all samples and one backward, with nothing of anybatch. Dropout alone cannot
-be had in one forward: there the micro-batches run one after the other under the seeds that belong to them, and their
-sums go through one backward.
+The plain computation is one forward and one backward over all samples, without anybatch. Only dropout needs several
+forwards: the micro-batches run one by one under their own seeds, and their sums go through one backward.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +35,7 @@ Named = dict[str, torch.Tensor | None]
 NUM_SAMPLES, NUM_POSITIONS, NUM_WORDS, WIDTH = 11, 4, 6, 6
 RARE_WORD, SEED = 5, 7
 TERM_WEIGHTS = {"words": 1.0, "size": 0.3}
-LEARNING_RATE = 8.0  # so that an update stands out from the rounding of bf16 parameters
+LEARNING_RATE = 8.0  # makes updates large compared to the rounding of bf16 parameters
 MAX_NORM, MAX_NORM_OF_FIRST, MAX_VALUE = 0.1, 0.01, 0.01
 DEFAULTS = (
     *(Feature.FP32, Feature.WIDE_PARAMETERS, Feature.DIRECT, Feature.BALANCED, Feature.MICRO_BATCH_SIZE),
@@ -66,12 +65,12 @@ ON_ONE_RANK = [(strategy, Feature.ONE_RANK) for strategy in STRATEGIES]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
-        error: largest relative error of what the engine computed, in units of the tolerance.
+        error: largest relative error of the engine's numbers, in units of the tolerance.
         refusal: the message of a CompositionError.
-        changed: what a refusal has changed all the same.
+        changed: state that changed despite a refusal.
     """
 
     error: float = 0.0
@@ -80,7 +79,7 @@ class Found:
 
 
 def complete(features: Iterable[Feature]) -> Features:
-    """Return the features of a whole run: those given, what they imply, and the defaults of the other axes."""
+    """Return the features of a complete run: the given ones, implied ones, and the defaults of the other axes."""
     found = set(features)
     for feature in (*[IMPLIED[f] for f in Feature if f in found and f in IMPLIED], *DEFAULTS):
         if not any(other.axis is feature.axis for other in found):
@@ -90,17 +89,17 @@ def complete(features: Iterable[Feature]) -> Features:
 
 @cache
 def runs_of(one: Feature, other: Feature) -> list[Features]:
-    """Return the runs that show what two features do together, with nothing else in them that is refused.
+    """Return the runs that show two features together, without anything else that is refused.
 
-    Several ranks with both strategies, and one rank; one rank under torch.distributed where that is one of the two.
+    They use several ranks with both strategies, and one rank, under torch.distributed if that is one of the two.
     """
     if cell(one, other).verdict is Verdict.EXCLUSIVE:
         return []
     settings = ON_ONE_RANK if Feature.ONE_RANK in (one, other) else SETTINGS
-    for strategy in (Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL):  # their own cells show them
+    for strategy in (Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL):  # shown by their own cells
         if strategy not in (one, other):
             settings = [setting for setting in settings if strategy not in setting]
-    if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # to compile takes a third of a second
+    if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # compiling takes a third of a second
         settings = [setting for setting in settings if Feature.DDP not in setting]
     runs = [
         complete({one, other, *setting})
@@ -112,7 +111,7 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
 
 
 def cells(features: Features) -> list[Any]:
-    """Return everything that the table says of a run."""
+    """Return all entries of the table that apply to a run."""
     return [cell(*pair) for pair in meetings(features)]
 
 
@@ -120,7 +119,7 @@ def cells(features: Features) -> list[Any]:
 
 
 class Network(nn.Module):
-    """Scores the words of a sentence position by position, with the layers that the features ask for."""
+    """Scores the words of a sentence position by position, with the layers that the features need."""
 
     def __init__(self, features: Features) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class Network(nn.Module):
         self.out = nn.Linear(WIDTH, NUM_WORDS)
         leaves_some = Feature.UNUSED in features
         self.rare = nn.Linear(WIDTH, WIDTH) if leaves_some else None  # used by one sample
-        self.idle = nn.Linear(2, 2) if leaves_some else None  # used by none
+        self.idle = nn.Linear(2, 2) if leaves_some else None  # never used
         if Feature.TIED in features:
             self.second.weight = self.first.weight
         if Feature.FROZEN in features:
@@ -168,7 +167,7 @@ class InGroups(nn.BatchNorm1d):
 
 
 class Masks(nn.Module):
-    """Dropout of the whole batch with the masks that its micro-batches draw, each under its own seed."""
+    """Dropout over the whole batch with the masks that its micro-batches draw, each under its own seed."""
 
     def __init__(self, units: Sequence[tuple[int, int, int | None]]) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ CHECKPOINTING = {Feature.NON_REENTRANT: False, Feature.REENTRANT: True}
 
 
 class Objective(nn.Module):
-    """A cross-entropy over the targets that are not masked, and a penalty over the samples."""
+    """A cross-entropy over unmasked targets, and a penalty over samples."""
 
     def __init__(self, features: Features) -> None:
         super().__init__()
@@ -198,13 +197,13 @@ class Objective(nn.Module):
         self.scale = nn.Parameter(scale) if Feature.LOSS_PARAMETERS in features else None
 
     def encode(self, model: nn.Module, batch: Batch) -> Batch:
-        """Return what the loss across samples needs of each: its vector, and a class."""
+        """Return each sample's input to the loss across samples: its vector, and a class."""
         logits = model(batch["words"])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return {"vector": wide.mean(1), "class": batch["words"][:, 0] % 3}
 
     def across(self, outputs: Batch) -> torch.Tensor:
-        """Return the mean cross-entropy of finding samples of one's own class by their vectors."""
+        """Return the mean cross-entropy of finding samples of the same class by their vectors."""
         vectors = outputs["vector"] if self.scale is None else outputs["vector"] * self.scale
         itself = torch.eye(len(vectors), dtype=torch.bool)
         alike = (vectors[:, None] * vectors).sum(2)  # no matrix product: autocast would round it
@@ -213,9 +212,9 @@ class Objective(nn.Module):
         return -logs[same].mean()
 
     def sums(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return (sum, count) of each term over the samples given."""
+        """Return (sum, count) of each term over the given samples."""
         logits = model(batch["words"])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a mean in bf16 would be off by itself
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a mean in bf16 is too inexact
         if self.scale is not None:
             logits = logits * self.scale
         words = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -225,7 +224,7 @@ class Objective(nn.Module):
         return sums
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return what the declaration asks for."""
+        """Return the loss in the form that its declaration needs."""
         if self.joint:
             return self.across(batch)
         sums = self.sums(model, batch)
@@ -235,7 +234,7 @@ class Objective(nn.Module):
         return means if self.several else means["words"]
 
     def declared(self) -> Any:
-        """Return what the engine is given."""
+        """Return the engine's loss."""
         function: Callable[[nn.Module, Batch], Any] = self
         if self.scale is None:
             function = self.forward
@@ -250,27 +249,27 @@ class Objective(nn.Module):
 
 
 class Keeping(torch.optim.SGD):
-    """Plain SGD that keeps the gradients it was given."""
+    """Plain SGD that keeps the gradients it gets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.every = [parameter for group in self.param_groups for parameter in group["params"]]
 
     def step(self, closure: Any = None) -> Any:
-        # Under zero1 its groups hold some of the parameters meanwhile.
+        # Under zero1 the groups hold only some of the parameters during a step.
         self.kept = [None if p.grad is None else p.grad.detach().clone() for p in self.every]
         return super().step(closure)
 
 
 def keeping(parameters: Mapping[str, nn.Parameter], features: Features) -> Keeping:
-    """Return the optimizer, with the embedding in a group of its own where clipping is by group."""
+    """Return the optimizer, with the embedding in a separate group if clipping is by group."""
     first = 1 if Feature.CLIP_GROUPS in features else 0
     groups = [values for values in (list(parameters.values())[:first], list(parameters.values())[first:]) if values]
     return Keeping([{"params": values} for values in groups], lr=LEARNING_RATE)
 
 
 class Sentences(torch.utils.data.Dataset[Batch]):
-    """Sentences of which a third of the targets are masked, unevenly; one alone has the rare word."""
+    """Sentences with a third of the targets masked, unevenly; only one has the rare word."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -294,7 +293,7 @@ class Sentences(torch.utils.data.Dataset[Batch]):
 
 
 def join(samples: Sequence[Batch]) -> Batch:
-    """Collate."""
+    """Collate samples."""
     return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
 
 
@@ -308,7 +307,7 @@ def run(features: Features, world: ab.World) -> Found:
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     model = compiled(network, features) if Feature.COMPILED in features else network
     optimizer = keeping(parameters, features)
-    sharded = Feature.FSDP in features and Feature.CAST not in features  # it makes other parameters
+    sharded = Feature.FSDP in features and Feature.CAST not in features  # fsdp replaces parameters
     instance = not features & IN_FLOAT32 and not sharded
     made: list[Keeping] = [optimizer]
 
@@ -324,7 +323,7 @@ def run(features: Features, world: ab.World) -> Found:
             optimizer if instance else make,
             objective.declared(),
             world=world,
-            # The check of the declaration runs in all cells of one rank, and on several ranks in tests of its own.
+            # Other tests check declarations on several ranks.
             **{"norms": "keep", "check_loss": world.size == 1, "seed": seed, **arguments(features)},
         )
         computed = dense(whole(dict(zip(parameters, engine.gradients(batch).values(), strict=True))))
@@ -358,16 +357,15 @@ def run(features: Features, world: ab.World) -> Found:
 
 
 def whole(tensors: Mapping[str, torch.Tensor | None]) -> Named:
-    """Return sharded tensors in one piece."""
+    """Return sharded tensors in full."""
     return {name: None if tensor is None else gather(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def compiled(network: Network, features: Features) -> nn.Module:
     """Return the network under torch.compile.
 
-    Its backward is one node of autograd ("aot_eager"), as by default, but without the minutes of generating code. On
-    several ranks, and where numbers are rounded, other features are seen with the forward alone ("eager"), which takes
-    a quarter of the time.
+    Its backward is one autograd node ("aot_eager"), as by default, but without minutes of code generation. With other
+    features on several ranks or in low precision, only the forward is compiled ("eager"), in a quarter of the time.
     """
     alone = features == complete({f for f in features if f.axis.name in ("strategy", "ranks", "compilation")})
     both = alone or checkpointed_and_compiled(features) or (is_wide(features) and Feature.SEVERAL_RANKS not in features)
@@ -376,12 +374,12 @@ def compiled(network: Network, features: Features) -> nn.Module:
 
 
 def checkpointed_and_compiled(features: Features) -> bool:
-    """Whether a forward is repeated that is compiled, which "eager" would do with other random numbers."""
+    """Whether a compiled forward is repeated; "eager" would repeat it with other random numbers."""
     return Feature.COMPILED in features and bool(features & CHECKPOINTING.keys())
 
 
 def arguments(features: Features) -> dict[str, Any]:
-    """Return what the engine is given besides model, optimizer and loss."""
+    """Return the engine's arguments besides model, optimizer and loss."""
     chosen: Mapping[Feature, dict[str, Any]] = {
         Feature.BF16: {"precision": "bf16"},
         Feature.FP16: {"precision": "fp16"},
@@ -410,7 +408,7 @@ def arguments(features: Features) -> dict[str, Any]:
 
 
 def build(features: Features) -> tuple[Network, Objective]:
-    """Return the network and the loss, the same ones each time."""
+    """Return the network and the loss, with the same weights each time."""
     torch.default_generator.manual_seed(1)
     dtype = torch.float64 if is_wide(features) else torch.float32
     if Feature.LOW_PARAMETERS in features:
@@ -419,16 +417,16 @@ def build(features: Features) -> tuple[Network, Objective]:
 
 
 def trainable(network: nn.Module, objective: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what trains, in the engine's order."""
+    """Return the trainable parameters by name, in the engine's order."""
     both = nn.ModuleDict({"model": network, "loss": objective})
     return {name: parameter for name, parameter in both.named_parameters() if parameter.requires_grad}
 
 
 def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int]:
-    """Return the batch as this rank gets it, the ids of all samples in their order, and the seed of the data."""
+    """Return the batch as this rank gets it, the ids of all samples in order, and the seed of the data."""
     data = Sentences()
     if Feature.DEALT in features:
-        lengths = [3 * sample % 7 + 1 for sample in range(NUM_SAMPLES)]  # looked at by a token budget alone
+        lengths = [3 * sample % 7 + 1 for sample in range(NUM_SAMPLES)]  # only a token budget uses them
         (batch,) = ab.batches(data, effective_batch_size=NUM_SAMPLES, seed=SEED, collate=join, lengths=lengths)
         return batch, [int(sample) for sample in batch.sample_ids], SEED
     ends = [NUM_SAMPLES * 2 * rank // (world.size + 1) // GROUP_SIZE * GROUP_SIZE for rank in range(world.size)]
@@ -439,12 +437,12 @@ def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int
 
 
 def seed_of(features: Features, seed: int, first_sample: int) -> int | None:
-    """Return the seed of a micro-batch, or None where nothing draws from it."""
+    """Return the seed of a micro-batch, or None if nothing draws from it."""
     return unit_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
 
 
 def drawn(features: Features, start: int, stop: int, seed: int | None) -> list[tuple[int, int, int | None]]:
-    """Return a micro-batch as it is drawn for: two replicas one after the other, the first with a sample more."""
+    """Return the parts of a micro-batch in the order of their draws: two replicas under data_parallel, else one."""
     middle = start + (stop - start) // 2 + 1
     if Feature.DATA_PARALLEL not in features or middle >= stop:
         return [(start, stop, seed)]
@@ -452,7 +450,7 @@ def drawn(features: Features, start: int, stop: int, seed: int | None) -> list[t
 
 
 class Masked(nn.Module):
-    """Keeps what a mask says, at a rate of a half."""
+    """Applies a dropout mask with a rate of one half."""
 
     def __init__(self, kept: torch.Tensor) -> None:
         super().__init__()
@@ -469,7 +467,7 @@ def as_one_forward(
     units: Sequence[tuple[int, int, int | None]],
     seed_of_data: int,
 ) -> None:
-    """Give a network masks and statistics that do in one forward what the engine does in micro-batches."""
+    """Give a network masks and statistics, so that one forward equals the engine's micro-batches."""
     if Feature.DROPOUT_PER_SAMPLE in features:
         network.dropout = Masked(mask(BatchKey(seed_of_data, 0, sample_ids), 0, (NUM_POSITIONS, WIDTH), 0.5))
     if Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM in features:
@@ -488,7 +486,7 @@ def plain_gradients(
     *,
     order: Sequence[int] | None = None,
 ) -> Named:
-    """Return the gradient of the un-split batch; `order` is where the samples stand in it, if not in this order."""
+    """Return the gradient of the unsplit batch; `order` is the order of its samples, if it is another one."""
     network, objective = build(features)
     as_one_forward(network, features, sample_ids, units, seed_of_data)
     in_units = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
@@ -510,14 +508,14 @@ def plain_gradients(
         joined, back = join(outputs), torch.tensor(order or range(len(sample_ids))).argsort()
         totals = {"words": (objective.across({name: rows[back] for name, rows in joined.items()}), torch.ones(()))}
     loss = torch.stack([TERM_WEIGHTS[name] * total / count for name, (total, count) in totals.items()]).sum()
-    scale = 2.0**16 if Feature.FP16 in features else 1.0  # or small gradients would vanish in fp16
+    scale = 2.0**16 if Feature.FP16 in features else 1.0  # avoids underflow of small gradients in fp16
     (scale * loss).backward()
     parameters = trainable(network, objective)
     return dense({name: None if p.grad is None else p.grad / scale for name, p in parameters.items()})
 
 
 def dense(gradients: Named) -> Named:
-    """Return the gradients, none of them sparse."""
+    """Return the gradients, with sparse ones made dense."""
     return {name: None if gradient is None else gradient.to_dense() for name, gradient in gradients.items()}
 
 
@@ -528,7 +526,7 @@ def autocast(features: Features) -> AbstractContextManager[Any]:
 
 
 def clipped(features: Features, gradients: Named) -> Named:
-    """Return the gradients as the optimizer should get them."""
+    """Return the gradients clipped as the optimizer should get them."""
     if Feature.CLIP_NORM in features:
         return clipped_by_norm(gradients, MAX_NORM)
     if Feature.CLIP_VALUE in features:
@@ -540,7 +538,7 @@ def clipped(features: Features, gradients: Named) -> Named:
 
 
 def clipped_by_norm(gradients: Named, max_norm: float) -> Named:
-    """Return the gradients scaled down together."""
+    """Return the gradients scaled down to a maximum norm."""
     present = [gradient.double() for gradient in gradients.values() if gradient is not None]
     norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
     assert norm > 2 * max_norm, "nothing would be clipped"
@@ -548,36 +546,36 @@ def clipped_by_norm(gradients: Named, max_norm: float) -> Named:
 
 
 def clipped_by_value(gradients: Named) -> Named:
-    """Return the gradients with limited elements."""
+    """Return the gradients with clamped elements."""
     assert max(g.abs().max() for g in gradients.values() if g is not None) > 2 * MAX_VALUE, "nothing would be clipped"
     return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
 
 
 def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Return what SGD makes of a parameter, computed in the gradient's type and rounded once to the parameter's."""
+    """Return SGD's update of a parameter, computed in the gradient's type and rounded once to the parameter's."""
     if gradient is None:
         return parameter
     return torch.sub(parameter.to(gradient.dtype), gradient, alpha=LEARNING_RATE).to(parameter.dtype)
 
 
 def steps_apart(after: torch.Tensor | None, before: torch.Tensor, gradient: torch.Tensor | None) -> float:
-    """Return how many steps of bf16 a parameter is from what SGD makes of it: less than one, rounded either way."""
+    """Return how many bf16 steps a parameter is from SGD's update: less than one, rounded either way."""
     assert after is not None
     exact = before.float() if gradient is None else before.float() - LEARNING_RATE * gradient.float()
-    # Neighbours are at most 2**-7 of the larger one apart.
+    # Neighbours differ by at most 2**-7 of the larger one.
     return float(((after.float() - exact).abs() / (2.0**-7 * exact.abs()).clamp(min=1e-30)).max())
 
 
 def is_wide(features: Features) -> bool:
-    """Whether everything can be in float64: autocast leaves it alone, and compression refuses it."""
+    """Whether the run can be in float64: autocast does not change float64, and compression refuses it."""
     return Feature.FP32 in features and not features & {Feature.LOW_PARAMETERS, Feature.COMPRESSED}
 
 
 def tolerance(features: Features) -> float:
-    """Return how far the gradients may be apart.
+    """Return the allowed error of gradients.
 
-    In bf16 every number is rounded to 2**-9 of itself, in fp16 to 2**-12, and un-split sums are rounded elsewhere than
-    those of micro-batches; six such roundings are a bit more than twice what is found.
+    bf16 rounds every number to a relative 2**-9, fp16 to 2**-12, and unsplit sums round in other places than
+    micro-batches; six such roundings are a bit more than twice the observed error.
     """
     if is_wide(features):
         return 1e-12
@@ -587,12 +585,12 @@ def tolerance(features: Features) -> float:
 def changes(
     parameters: Mapping[str, nn.Parameter], before: Mapping[str, torch.Tensor], network: nn.Module, *, built: bool
 ) -> tuple[str, ...]:
-    """Return what a refusal has left behind. An engine that was built may have had gradients to clear."""
+    """Return the state that a refusal changed. An engine that was built may have cleared gradients."""
     found = [f"value of {name}" for name, parameter in parameters.items() if not torch.equal(parameter, before[name])]
     for name, parameter in parameters.items():
         if parameter.grad is not None and (not built or parameter.grad.any()):
             found.append(f"gradient of {name}")
-        if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:  # noqa: SLF001 (torch has no question)
+        if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:  # noqa: SLF001 (torch has no public API)
             found.append(f"hook on {name}")
     found += [f"hook on {name}" for name, module in network.named_modules() if module._forward_hooks]  # noqa: SLF001
     return tuple(found)

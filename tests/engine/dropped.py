@@ -1,4 +1,4 @@
-"""Models that drop in every way there is, and the same in plain arithmetic under masks by hand."""
+"""Models that use dropout in every form, and the same in plain arithmetic under masks by hand."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,16 +28,16 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way in which a model drops, and its plain meaning.
+    """A form of dropout, and its plain meaning.
 
     Attributes:
-        drop: builds the layer that drops.
+        drop: builds the dropout layer.
         shape: of one sample's hidden values.
         arrange: calls the layer on the hidden values of all samples, (samples, *shape).
         by_channel: whole channels are dropped.
-        alpha: what is dropped is saturated.
-        around: calls the block that holds the layer.
-        rng: what the engine is given.
+        alpha: dropped values are saturated.
+        around: calls the block that contains the layer.
+        rng: the engine's option.
     """
 
     drop: Callable[[], nn.Module]
@@ -62,7 +62,7 @@ class Functional(nn.Module):
 
 
 def on_a_copy(drop: Layer, hidden: torch.Tensor) -> torch.Tensor:
-    """Drop what may be changed in place: tanh needs its output."""
+    """Apply dropout to a copy, because it may be in place and tanh needs its output."""
     return drop(hidden * 1.0)
 
 
@@ -99,7 +99,7 @@ WAYS: Mapping[str, Way] = {
 
 
 class Block(nn.Module):
-    """A linear layer that drops."""
+    """A linear layer with dropout."""
 
     def __init__(self, width: int, drop: nn.Module, arrange: Callable[[Layer, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Calls one block twice, so that a layer drops twice in one forward."""
+    """Calls one block twice, so that a layer draws two masks in one forward."""
 
     def __init__(self, way: Way, drop: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Network(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Drops the elements that plain Python says, by the formulas of torch's documentation."""
+    """Applies masks computed in plain Python, by the formulas of torch's documentation."""
 
     def __init__(self, way: Way, num_samples: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class ByHand(nn.Module):
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Count calls from 0 on."""
+        """Begin a step: count calls from 0."""
         self.key = BatchKey(SEED, step, range(self.num_samples))
         self.calls = 0
 

@@ -18,9 +18,9 @@ FAILING_STEP, FAILING_MICRO_BATCH = 1, 1
 
 
 class Failure(NamedTuple):
-    """How the last of some ranks fails, where and under which strategy; whether all had a failed step before.
+    """How and where the last rank fails, under which strategy, and whether all had a failed step before.
 
-    "loader" is the user's own, between steps; "feed" is what loads the micro-batches of an effective batch.
+    "loader" is the user's loader, between steps; "feed" loads the micro-batches of an effective batch.
     """
 
     how: Literal["raises", "killed", "exits"]
@@ -42,17 +42,17 @@ FAILURES: Mapping[str, Failure] = {
 
 
 def fail(how: str) -> None:
-    """End this rank."""
+    """Kill or exit this process, or raise."""
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exits":
         os._exit(7)
     message = "sample 17 is unreadable"
-    raise RuntimeError(message)  # as torch does, also where a collective breaks
+    raise RuntimeError(message)  # torch raises this type too, also if a collective breaks
 
 
 class Broken(InMemory):
-    """An effective batch that cannot be loaded, from its second micro-batch on."""
+    """An effective batch whose second micro-batch cannot be loaded."""
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         for number, micro_batch in enumerate(super().feed(units, later_units)):
@@ -62,7 +62,7 @@ class Broken(InMemory):
 
 
 class Doomed:
-    """What one rank trains with; on the last one it fails in the second step, in its second micro-batch if it can."""
+    """A rank's training; on the last rank it fails in the second step, in its second micro-batch if possible."""
 
     def __init__(self, failure: Failure, world: ab.World) -> None:
         self.failure = failure
@@ -79,12 +79,12 @@ class Doomed:
         )
 
     def fails_now(self, where: str) -> bool:
-        """Whether this is the rank, the place and the step."""
+        """Whether this rank fails in this place and step."""
         is_last = self.world.rank == self.world.size - 1
         return is_last and self.failure.where == where and self.engine.num_steps == FAILING_STEP
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean, or fail, now or in the backward."""
+        """Return the mean, or fail in the forward or the backward."""
         value = classify(model, batch)
         self.micro_batches = self.micro_batches + 1 if self.fails_now(self.failure.where) else 0
         if self.micro_batches > FAILING_MICRO_BATCH:
@@ -102,7 +102,7 @@ class Doomed:
 
 
 def train(failure: Failure) -> int:
-    """Run on every rank: train."""
+    """Run on every rank: train until the last rank fails."""
     world = ab.World.from_environment()
     doomed, batch = Doomed(failure, world), vectors(6 * world.size)
     engine = doomed.engine

@@ -1,4 +1,4 @@
-"""A small language model whose samples have different lengths, padded or packed, and the loss of the un-split batch."""
+"""A small language model on samples of different lengths, padded or packed, and the loss of the unsplit batch."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ COLLATES: dict[str, Any] = {
 
 
 class Sentences:
-    """Rows of tokens of these lengths; of each the targets after a third of its tokens count."""
+    """Rows of tokens of these lengths; the targets in the first third of each are masked."""
 
     def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
         self.lengths = lengths
@@ -47,7 +47,7 @@ class Sentences:
 
 
 class Language(nn.Module):
-    """One layer of causal attention, which keeps samples apart by a mask of padding or by positions that begin anew."""
+    """One layer of causal attention; a padding mask or restarting positions separate samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ DECLARED = ab.mean_over_tokens(loss, labels="labels", ignore_index=-100, shift=T
 
 
 def expected_gradients(sample_ids: Sequence[int]) -> Any:
-    """Return the gradient of the un-split batch: all samples padded together, one forward, one backward."""
+    """Return the gradient of the unsplit batch: all samples padded together, one forward, one backward."""
     dataset, model = Sentences(), Language()
     return plain_gradients(model, loss(model, Padded()([dataset[one] for one in sample_ids])))
 
 
 def engine_on_ranks(model: Language, strategy: str, tokens: int) -> ab.Engine:
-    """Run on every rank: return an engine that cuts by length."""
+    """Run on every rank: return an engine with a token budget."""
     return ab.Engine(
         model,
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
@@ -106,9 +106,9 @@ def engine_on_ranks(model: Language, strategy: str, tokens: int) -> ab.Engine:
 
 
 def evaluated(cases: Sequence[tuple[str, str, int]]) -> list[tuple[float, float, int]]:
-    """Run on every rank: return the mean of each (collate, strategy, budget), the plain one, and most tokens at once.
+    """Run on every rank: return the mean of each (collate, strategy, budget), the plain one, and the most tokens.
 
-    Batches are of 9 samples, and the last one is smaller.
+    Batches have 9 samples; the last one is smaller.
     """
     dataset, found = Sentences(), []
     with torch.no_grad():
@@ -144,16 +144,16 @@ def gradient_errors(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, st
 
 
 class SimulatedDevice:
-    """A clock that forwards move on: by a fixed time, and by one for each token, which is another where it is packed.
+    """A clock advanced by forwards: by a fixed time plus a time per token, which differs for packed tokens.
 
     Args:
-        packed_factor: how much longer a packed token takes.
-        cached: most tokens of a micro-batch of which each takes its time; one of a larger micro-batch takes twice that.
-        room: most tokens of a micro-batch that memory has room for.
+        packed_factor: time of a packed token relative to a padded one.
+        cached: most tokens in a micro-batch at normal speed; in larger ones each token takes twice as long.
+        room: most tokens in a micro-batch that fits in memory.
 
     Attributes:
-        newest: the layout of the newest forward.
-        largest: most tokens that a forward has had.
+        newest: the layout of the latest forward.
+        largest: most tokens in a forward.
     """
 
     def __init__(self, packed_factor: float, *, cached: float = math.inf, room: float = math.inf) -> None:
@@ -165,16 +165,16 @@ class SimulatedDevice:
         self.largest = 0
 
     def clock(self) -> float:
-        """Return the time."""
+        """Return the simulated time."""
         return self._seconds
 
     def times(self, engine: ab.Engine) -> ab.Engine:
-        """Return an engine that takes the times of its trial runs from it."""
-        engine._parts.sizes.auto = Auto(clock=self.clock)  # noqa: SLF001 (nobody names the clock of a budget)
+        """Return an engine whose trial runs use this clock."""
+        engine._parts.sizes.auto = Auto(clock=self.clock)  # noqa: SLF001 (a clock for budgets has no public option)
         return engine
 
     def runs(self, model: nn.Module) -> nn.Module:
-        """Return a model that runs on it."""
+        """Return a model whose forwards advance this clock."""
         model.register_forward_pre_hook(self._forward)
         return model
 
@@ -191,7 +191,7 @@ class SimulatedDevice:
 
 
 def either_on_ranks(*packed_factors: float) -> tuple[float, str]:
-    """Run on every rank, each with a clock of its own: the error of the gradient, and the layout that was taken."""
+    """Run on every rank, each with another clock: return the error of the gradient, and the chosen layout."""
     world = ab.World.from_environment()
     device = SimulatedDevice(packed_factors[world.rank])
     model = device.runs(Language())
@@ -213,12 +213,12 @@ def either_on_ranks(*packed_factors: float) -> tuple[float, str]:
 
 
 def whole(gradient: Any) -> Any:
-    """Return a gradient with the parts of all ranks, if it is sharded."""
+    """Return the full tensor of a gradient, if it is sharded."""
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def ids_of_run(num_steps: int, start: Any = None, state: Any = None) -> tuple[list[tuple[int, ...]], Any, Any]:
-    """Run on every rank: train, and return the samples of each step, where the data stands, and the parameters."""
+    """Run on every rank: train, and return the samples of each step, the final position, and the parameters."""
     world = ab.World.from_environment()
     dataset = Sentences()
     model = Language()

@@ -1,4 +1,4 @@
-"""Losses that are what they were declared to be, and losses that are not, on models with dropout and BatchNorm."""
+"""Losses that match their declaration, and losses that do not, on models with dropout and BatchNorm."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from anybatch.core.loss import Loss
 from anybatch.core.records import DiagnosisRecord, Record
 from tests.engine.cases import CLASS_WEIGHTS, NUM_CLASSES, NUM_WORDS, Batch, sentences, vectors, weight_of_targets
 
-HOLDS = "it holds"
+HOLDS = "confirmed by the check of the first step"
 MakeModel = Callable[[], nn.Module]
 
 
 class Classifier(nn.Module):
-    """Classifies vectors, with everything inside that makes samples depend on each other or on chance.
+    """Classifies vectors, with BatchNorm and dropout.
 
-    With labels it computes its loss itself, as models of transformers do.
+    With labels it computes its loss, as transformers models do.
     """
 
     def __init__(self, num_outputs: int = NUM_CLASSES, kind: str = "mean") -> None:
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Predicts words, with dropout and BatchNorm; with labels it computes its loss itself."""
+    """Predicts words, with dropout and BatchNorm; with labels it computes its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Tagger(nn.Module):
 
 
 class Matcher(nn.Module):
-    """Compares all its samples with each other, and returns the matrix, as CLIP does."""
+    """Compares all samples with each other and returns the matrix, as CLIP does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Matcher(nn.Module):
 
 
 class Criterion(nn.Module):
-    """A loss with parameters of its own, and with a state that counts its calls."""
+    """A loss with parameters, and with a state that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Criterion(nn.Module):
 
 
 def contrast(ones: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return InfoNCE: each vector is to find its partner among all of them."""
+    """Return InfoNCE: each vector has to find its partner among all of them."""
     similarities = F.normalize(ones, dim=1) @ F.normalize(others, dim=1).T
     return F.cross_entropy(5 * similarities, torch.arange(len(ones)))
 
@@ -97,7 +97,7 @@ LOSSES_INSIDE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def mean_over_words(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:
-    """Return the mean cross-entropy over targets that are not masked."""
+    """Return the mean cross-entropy over unmasked targets."""
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return F.cross_entropy(logits.reshape(-1, NUM_WORDS), labels.reshape(-1))
@@ -122,30 +122,30 @@ def by_parts(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def with_penalty(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples and a penalty on parameters, which every share has its share of."""
+    """Return a mean over samples plus a penalty on parameters, which does not depend on the samples."""
     penalty = torch.stack([one.square().sum() for one in model.parameters()]).sum()
     return of_samples(model, batch).add(penalty, alpha=0.1)
 
 
 def of_two_views(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples of two views, which the model gets one below the other."""
+    """Return a mean over samples of two views, which the model gets in one concatenated batch."""
     logits = model(torch.cat([batch["x"], 0.5 * batch["x"]]))
     return F.cross_entropy(logits, torch.cat([batch["y"], batch["y"]]))
 
 
 def of_two_calls(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples of two calls."""
+    """Return a mean over samples that calls the model twice."""
     apart: torch.Tensor = model(batch["x"]) - model(batch["x"] + 0.1)
     return apart.square().mean() + of_samples(model, batch)
 
 
 def of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over the words that follow."""
+    """Return a mean over the next words."""
     return mean_over_words(model(batch["words"]), batch["labels"])
 
 
 def of_words_in_place(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over words, taking the labels out of the batch and changing the logits in place."""
+    """Return a mean over words; pop the labels from the batch and change the logits in place."""
     labels = batch.pop("labels")
     return mean_over_words(model(batch["words"]).div_(2.0), labels, shift=False)
 
@@ -180,12 +180,12 @@ def of_pairs(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def of_views_contrasted(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a contrastive loss of two views, which the model gets one below the other."""
+    """Return a contrastive loss of two views, which the model gets in one concatenated batch."""
     return contrast(*model(torch.cat([batch["x"], batch["x"] + 0.1])).chunk(2))
 
 
 def of_matrix(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a contrastive loss of the model's matrix."""
+    """Return a contrastive loss over the model's matrix."""
     return F.cross_entropy(model(batch["x"]), torch.arange(len(batch["x"])))
 
 
@@ -195,25 +195,25 @@ def of_values(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def from_inside(model: Any, batch: Batch) -> torch.Tensor:
-    """Return what the model has computed itself."""
+    """Return the loss that the model computes."""
     loss: torch.Tensor = model(words=batch["words"], labels=batch["labels"])["loss"]
     return loss
 
 
 def from_inside_of_vectors(model: Any, batch: Batch) -> torch.Tensor:
-    """Return what the classifier has computed itself."""
+    """Return the loss that the classifier computes."""
     loss: torch.Tensor = model(batch["x"], batch["y"])["loss"]
     return loss
 
 
 def with_noise(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples of something that the loss itself draws."""
+    """Return a mean over samples, with dropout in the loss."""
     return F.cross_entropy(F.dropout(model(batch["x"])), batch["y"])
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A model, a batch, and a declared loss; `words` are the cause of its error, and a part of the remedy."""
+    """A model, a batch, and a declared loss; `words` are the cause of the expected error, and a part of its remedy."""
 
     model: MakeModel
     batch: Callable[[], Batch]
@@ -292,7 +292,7 @@ WRONG: Mapping[str, Declared] = {
         lambda: Classifier(1),
         samples,
         lambda: ab.mean_over_samples(lambda model, batch: (model(batch["x"]) - batch["x"].sum(1)).square().mean()),
-        ("broadcast", "In sub a tensor of shape ("),
+        ("broadcast", "In sub, tensors of shapes ("),
     ),
     "weights forgotten": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_weights), _WEIGHTS),
     "weights forgotten, inside": Declared(
@@ -361,5 +361,5 @@ def engine_for(case: Declared, dtype: torch.dtype = torch.float64, **options: An
 
 
 def batch_of(case: Declared, dtype: torch.dtype = torch.float64) -> Batch:
-    """Return the batch of a case, with its floating-point numbers in that type."""
+    """Return the batch of a case, with floating-point numbers in this dtype."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in case.batch().items()}

@@ -1,4 +1,4 @@
-"""Dropout masks by sample, number by number in plain Python: what the tensor arithmetic is held to."""
+"""Dropout masks by sample, number by number in plain Python: the reference for the tensor version."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -13,14 +13,14 @@ STEP, CALL, AXIS = (int.from_bytes(name, "big") for name in (b"step", b"call", b
 
 
 def finalised(word: int) -> int:
-    """Return the output function of splitmix64."""
+    """Apply the output function of splitmix64."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & WORD
     return word ^ (word >> 31)
 
 
 def folded(*words: int) -> int:
-    """Return 63 bits of several words."""
+    """Hash several words to 63 bits."""
     state = words[0]
     for word in words[1:]:
         state = finalised((state + word + GOLDEN) & WORD)
@@ -28,7 +28,7 @@ def folded(*words: int) -> int:
 
 
 def bits(seed: int, step: int, sample: int, call: int, indices: Sequence[int]) -> int:
-    """Return the 32 bits of one element, from 0 to 2**32."""
+    """Return the 32 bits of one element, as a number below 2**32."""
     key = finalised((folded(STEP, seed, step, 1) + (sample + 1) * GOLDEN) & WORD)
     last, *others = reversed(indices)
     state = key + 2 * folded(CALL, call, 0, 0)
@@ -38,7 +38,7 @@ def bits(seed: int, step: int, sample: int, call: int, indices: Sequence[int]) -
 
 
 def mask(key: BatchKey, call: int, shape: Sequence[int], p: float) -> torch.Tensor:
-    """Return which elements (samples, *shape) stay. Bits are compared as signed numbers, uniform from -2**31 on."""
+    """Return which elements (samples, *shape) are kept. Bits are compared as signed numbers, from -2**31 on."""
     limit = round(p * 2**32) - 2**31
     rows = [
         [signed(bits(key.seed, key.step, sample, call, indices)) >= limit for indices in product(*map(range, shape))]

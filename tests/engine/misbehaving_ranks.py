@@ -1,4 +1,4 @@
-"""Runs a short training program on forked ranks, one of which misbehaves, and reports how every rank ended."""
+"""Run a short training program on forked ranks, one of which misbehaves, and report how each rank ended."""
 
 import multiprocessing
 import os
@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import numpy as np  # noqa: F401 (before ranks are forked)
 import torch
-import torch._dynamo  # (too: the first step of an optimizer imports it)
+import torch._dynamo  # (likewise: the first step of an optimizer imports it)
 from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.engine import engine as _preloaded  # noqa: F401 (before ranks are forked)
 from anybatch.errors import AnyBatchError
-from anybatch.parallel import all_reduce, ddp, fsdp, zero1  # noqa: F401 (too)
+from anybatch.parallel import all_reduce, ddp, fsdp, zero1  # noqa: F401 (likewise)
 from anybatch.parallel.torch_internals import TCPStore
 from anybatch.records import MicroBatchRecord
 
@@ -34,27 +34,27 @@ _MAX_ERRORS = 3
 _MAX_TEXT = 1500
 Strategy = Literal["all_reduce", "ddp", "zero1", "fsdp"]
 Act = Callable[["Program"], str | None]
-"""What the misbehaving rank does; between steps it may return "skip", "again" or "stop" for the loop."""
+"""The action of the misbehaving rank; between steps it may return "skip", "again" or "stop" to the loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misbehaviour:
-    """One way for a rank to misbehave, and how each rank has to end.
+    """A way for one rank to misbehave, and how each rank must end.
 
     Attributes:
-        name: unique.
-        place: where the rank acts; empty for a rank that only differs.
-        act: what it does there.
-        step: in which step, from 0 on.
-        own: pattern of how the misbehaving rank ends, "finished", "died CODE" or "TYPE: text".
+        name: a unique name.
+        place: where the rank acts; empty if it only differs.
+        act: its action there.
+        step: the step in which it acts, from 0 on.
+        own: pattern for how the misbehaving rank ends: "finished", "died CODE" or "TYPE: text".
         peers: the same for every other rank.
         mode: after an error a rank "ends" its process, "lingers" until its peers have ended, or "goes on".
         odd: options of the engine on the misbehaving rank.
         common: options of the engine on all ranks.
-        num_ranks: how many ranks run.
-        odd_rank: which one misbehaves.
+        num_ranks: the number of ranks.
+        odd_rank: the rank that misbehaves.
         timeout_seconds: how long ranks wait for each other.
-        makes: what the misbehaving rank builds or loads differently, by name; see `Program`.
+        makes: objects that the misbehaving rank builds or loads differently, by name; see `Program`.
         strategies: the strategies it runs under.
     """
 
@@ -76,7 +76,7 @@ class Misbehaviour:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended: "finished", "died CODE", "hung" or "TYPE: text"; what it trained; errors that it survived."""
+    """How a rank ended ("finished", "died CODE", "hung" or "TYPE: text"), its weights, and the errors it survived."""
 
     text: str
     weights: tuple[float, ...] = ()
@@ -87,7 +87,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether all ranks of a case ended as they should: "right", "hang", "raw error", "wrong reason" or "numbers"."""
+    """Whether all ranks of a case ended as expected: "right", "hang", "raw error", "wrong reason" or "numbers"."""
 
     kind: Literal["right", "hang", "raw error", "wrong reason", "numbers"]
     endings: tuple[Ending, ...]
@@ -129,7 +129,7 @@ class Block(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples, made when they are read."""
+    """Samples, made on access."""
 
     def __init__(self, program: "Program", size: int = BATCH_SIZE * NUM_STEPS) -> None:
         self._program, self._size = program, size
@@ -147,7 +147,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Adam(torch.optim.AdamW):
-    """An optimizer in whose step a rank can act, after it has updated."""
+    """An optimizer in whose step a rank can act, after the update."""
 
     program: "Program"
 
@@ -177,7 +177,7 @@ class Rates(torch.optim.lr_scheduler.LambdaLR):
 
 
 class _Kept:
-    """An object of the user's whose state is saved too."""
+    """A user's object whose state is saved too."""
 
     def __init__(self, program: "Program") -> None:
         self._act = program.at
@@ -198,9 +198,9 @@ class Program:
 
     Args:
         case: how one rank misbehaves.
-        strategy: of the engine.
+        strategy: the engine's strategy.
         rank: this rank.
-        folder: for checkpoints.
+        folder: the folder for checkpoints.
     """
 
     def __init__(self, case: Misbehaviour, strategy: str, rank: int, folder: Path) -> None:
@@ -213,7 +213,7 @@ class Program:
         self.engine: ab.Engine
 
     def at(self, place: str) -> str | None:
-        """Act, once, if this is the rank, the place and the step."""
+        """Act once, if this is the rank, the place and the step of the case."""
         case = self.case
         if self.is_odd and case.act and place == case.place and not self._has_acted and self.step in (case.step, -1):
             self._has_acted = True
@@ -221,7 +221,7 @@ class Program:
         return None
 
     def made(self, name: str, usual: Any) -> Any:
-        """Return what the misbehaving rank builds under this name, or what is usual."""
+        """Return the misbehaving rank's object of this name, or the usual one."""
         return self.case.makes.get(name, usual) if self.is_odd else usual
 
     def __call__(self) -> tuple[float, ...]:
@@ -256,7 +256,7 @@ class Program:
         return weights
 
     def now_and_then(self) -> None:
-        """Save, evaluate and load behind some steps."""
+        """Save, evaluate and load after some steps."""
         if self.step == SAVE_STEP and not self.at("save"):
             self.survive(lambda: self.engine.save(self.folder, **self.made("save", {})))
         if self.step == EVALUATE_STEP and not self.at("evaluate"):
@@ -265,7 +265,7 @@ class Program:
             self.survive(lambda: self.engine.load(self.folder))
 
     def survive(self, act: Callable[[], object]) -> None:
-        """Call something; in a case that goes on, survive its errors a few times."""
+        """Call a function; in a case that continues, survive its errors a few times."""
         try:
             act()
         except (Exception, KeyboardInterrupt) as error:
@@ -307,7 +307,7 @@ class Program:
         return Rates(optimizer, self)
 
     def observe(self, record: object) -> None:
-        """Act in an observer."""
+        """Act as an observer."""
         self.at("observer, micro-batch" if isinstance(record, MicroBatchRecord) else "observer")
 
     def evaluated(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -320,7 +320,7 @@ class Program:
         """Return all weights as numbers."""
         state = self.engine.model.state_dict().values()  # type: ignore[union-attr]
         if self.strategy == "fsdp" and (self.survived or self.num_steps < NUM_STEPS):
-            return ()  # gathering them needs ranks that are together
+            return ()  # gathering needs all ranks in the same step
         whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]
         return tuple(float(number) for tensor in whole for number in tensor.reshape(-1))
 
@@ -334,7 +334,7 @@ def usual_model(program: Program) -> nn.Module:
 
 
 def run_case(case: Misbehaviour, strategy: Strategy, *, deadline_seconds: float = DEADLINE_SECONDS) -> Verdict:
-    """Run a case on fresh ranks, and judge it; a rank hangs that has not ended before the deadline."""
+    """Run a case on fresh ranks and judge it; a rank that has not ended at the deadline hangs."""
     context = multiprocessing.get_context("fork")
     folder = Path(tempfile.mkdtemp(prefix="anybatch-misbehaving-"))
     begun = time.monotonic()
@@ -360,7 +360,7 @@ def run_case(case: Misbehaviour, strategy: Strategy, *, deadline_seconds: float 
 def _collect(
     case: Misbehaviour, pipes: list[Any], processes: list[Any], begun: float, deadline_seconds: float
 ) -> list[Ending]:
-    """Wait for all ranks, and release those that linger once all others have ended."""
+    """Wait for all ranks, and release the lingering ones once all others have ended."""
     found: dict[int, Ending] = {}
     released = False
     while len(found) < len(pipes) and (left := deadline_seconds - (time.monotonic() - begun)) > 0:
@@ -388,10 +388,10 @@ def _release(pipe: Any) -> None:
         return
 
 
-def _run_rank(  # noqa: PLR0917 (all that a process is handed)
+def _run_rank(  # noqa: PLR0917 (all arguments of a process)
     case: Misbehaviour, strategy: str, rank: int, folder: Path, pipe: Connection, inherited: list[Connection]
 ) -> None:
-    """Run the program in a process, report how it ended, and end without waiting for anything."""
+    """Run the program in a process, report how it ended, and exit without waiting."""
     for one in inherited:
         one.close()
     with open(folder / f"{rank}.log", "w", encoding="utf-8") as log:  # noqa: PTH123
@@ -413,10 +413,10 @@ def _run_rank(  # noqa: PLR0917 (all that a process is handed)
 
 
 def _store_port(rank: int, folder: Path, pipe: Connection) -> int:
-    """Return the port of the store, which the first rank has a process for, as torchrun does."""
+    """Return the port of the store, which rank 0 runs in a separate process, as torchrun does."""
     port_file = folder / "port"
     if rank == 0 and os.fork() == 0:
-        pipe.close()  # its end tells that the rank has died
+        pipe.close()  # its end shows that the rank has died
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         (folder / "port.new").write_text(str(store.port))
         (folder / "port.new").rename(port_file)
@@ -446,7 +446,7 @@ def _kind(case: Misbehaviour, endings: list[Ending]) -> Any:
 
 
 def stop_for(seconds: float) -> None:
-    """Have the system stop this process for a while."""
+    """Suspend this process for a while (SIGSTOP)."""
     own = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
@@ -456,7 +456,7 @@ def stop_for(seconds: float) -> None:
 
 
 def step_in_thread(program: Program) -> None:
-    """Make a step in a thread while this thread is in one, and raise what it raises."""
+    """Make a step in a thread while this thread is inside one, and raise its error."""
     raised: list[BaseException] = []
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""The ways in which one rank misbehaves, each with the endings that are right."""
+"""The ways in which one rank misbehaves, each with the expected endings."""
 
 import os
 import signal
@@ -18,10 +18,10 @@ ENDED = r"RankFailedError: .*rank 1 has ended"
 APART = (
     r"finished|RankFailedError: .*planted|RanksDifferError|ReplicaError|UpdateFailedError|WorldError: .*earlier error"
 )
-"""Ends of ranks whose loops survive errors: together again, or refused with a reason."""
+"""Endings of ranks whose loops survive errors: in step again, or refused with a reason."""
 
 BEFORE = ("model", "optimizer function", "scheduler function")
-"""Places while the engine is built."""
+"""Places in the construction of the engine."""
 IN_STEP = (
     "loss",
     "end of loss",
@@ -36,17 +36,17 @@ IN_STEP = (
     "observer",
 )
 NOW_AND_THEN = {"between": 2, "state_dict": 1, "metric": 2, "evaluated data": 2, "load_state_dict": 3}
-"""Places outside of steps, and behind which step the program gets there."""
+"""Places outside of steps, and the step before each of them."""
 
 
 def fail(_: Program) -> None:
-    """Raise."""
+    """Raise the planted error."""
     message = "planted"
     raise ValueError(message)
 
 
 def raising(error: BaseException) -> Act:
-    """Return what raises an error."""
+    """Return a function that raises an error."""
 
     def act(_: Program) -> None:
         raise error
@@ -55,27 +55,27 @@ def raising(error: BaseException) -> Act:
 
 
 def die(_: Program) -> None:
-    """End without a word."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(_: Program) -> None:
-    """End without a word, as a library does that calls exit()."""
+    """End this process without an error, as a library that calls exit() does."""
     os._exit(7)
 
 
 def delay(_: Program) -> None:
-    """Be slow."""
+    """Sleep."""
     time.sleep(SLOW_SECONDS)
 
 
 def _odd_rank(place: str) -> int:
-    """Return the rank that misbehaves at a place: some strategies ask rank 0 alone for states to be saved."""
+    """Return the rank that misbehaves at a place: some strategies save states from rank 0 only."""
     return 0 if place == "state_dict" else 1
 
 
 def all_misbehaviours() -> dict[str, Misbehaviour]:
-    """Return all of them by name."""
+    """Return all misbehaviours by name."""
     sources = (raising_ranks, dying_ranks, slow_ranks, other_calls, other_builds, other_data, other_states)
     found = {case.name: case for source in sources for case in source()}
     assert len(found) == sum(len(list(source())) for source in sources), "a name comes twice"
@@ -135,7 +135,7 @@ def raising_ranks() -> Iterator[Misbehaviour]:
 
 
 def _raising_others() -> Iterator[Misbehaviour]:
-    """Yield ranks that raise something else than usual."""
+    """Yield ranks that raise other errors."""
     errors: dict[str, BaseException] = {
         "KeyboardInterrupt": KeyboardInterrupt("planted"),
         "SystemExit": SystemExit("planted"),
@@ -147,7 +147,7 @@ def _raising_others() -> Iterator[Misbehaviour]:
         for place in ("loss", "backward", "optimizer"):
             kind = type(error).__name__
             peers = f"RankFailedError: .*({kind}|planted)"
-            if name == "OutOfMemoryError":  # all repeat the step in smaller micro-batches, where that is possible
+            if name == "OutOfMemoryError":  # where possible, all repeat the step in smaller micro-batches
                 kind, peers = "finished|planted", "finished|RankFailedError: .*planted"
             if name == "StopIteration":
                 kind = "StopIteration|RuntimeError"
@@ -155,7 +155,7 @@ def _raising_others() -> Iterator[Misbehaviour]:
 
 
 def dying_ranks() -> Iterator[Misbehaviour]:
-    """Yield ranks that end without a word."""
+    """Yield ranks that die without an error message."""
     for place, step in (dict.fromkeys(IN_STEP, 2) | NOW_AND_THEN).items():
         rank = _odd_rank(place)
         yield Misbehaviour(
@@ -211,7 +211,7 @@ def _die_while_making_a_world(_: Program) -> None:
 
 
 def slow_ranks() -> Iterator[Misbehaviour]:
-    """Yield ranks that are late."""
+    """Yield ranks that are slow."""
     places = {"loss": 2, "backward": 2, "dataset": 2, "optimizer": 2, "scheduler": 2, "before engine": 2, "model": 2}
     for place, step in (places | NOW_AND_THEN).items():
         yield Misbehaviour(name=f"slow in {place}", place=place, act=delay, step=step)
@@ -238,7 +238,7 @@ def slow_ranks() -> Iterator[Misbehaviour]:
 
 
 def other_calls() -> Iterator[Misbehaviour]:
-    """Yield ranks that call something else."""
+    """Yield ranks that make other calls than their peers."""
     apart = partial(Misbehaviour, own=DIFFERS, peers=DIFFERS)
     loop = {"skips a step": "skip", "makes a step twice": "again"}
     for name, word in loop.items():

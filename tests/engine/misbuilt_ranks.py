@@ -1,4 +1,4 @@
-"""Ranks that build something else than the others, have other data, or change something on the way."""
+"""Ranks that build other objects than their peers, have other data, or change state during the run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
@@ -19,7 +19,7 @@ DIFFERS = "RanksDifferError: "
 
 
 def other_builds() -> Iterator[Misbehaviour]:
-    """Yield ranks that build something else."""
+    """Yield ranks that build other objects."""
     options: dict[str, Any] = {
         "check_loss": True,
         "measure_gradient_norm": False,
@@ -130,14 +130,14 @@ def _other_models() -> Iterator[Misbehaviour]:
 
 
 class _Plain(torch.optim.SGD):
-    """Another optimizer."""
+    """A different optimizer."""
 
     program: Program
 
 
 def other_data() -> Iterator[Misbehaviour]:
     """Yield ranks with other data."""
-    pattern = "DataError: rank . was given another effective batch than rank"
+    pattern = "DataError: rank . has another effective batch than rank"
     for name, value in {"data_seed": 1, "batch_size": 12, "size": 38}.items():
         yield Misbehaviour(name=f"loads with another {name}", makes={name: value}, own=pattern, peers=pattern)
     yield Misbehaviour(
@@ -187,7 +187,7 @@ def _move(program: Program) -> None:
 
 
 def other_states() -> Iterator[Misbehaviour]:
-    """Yield ranks that change something on the way."""
+    """Yield ranks that change state during the run."""
     settings = "RanksDifferError: .*(lr|scheduler|settings)"
     replicas: tuple[Strategy, ...] = ("all_reduce", "ddp", "zero1")
     yield Misbehaviour(name="sets another rate", place="between", act=_rate, own=settings, peers=settings)
@@ -218,7 +218,7 @@ def other_states() -> Iterator[Misbehaviour]:
 
 
 def _other_forms(replicas: tuple[Strategy, ...]) -> Iterator[Misbehaviour]:
-    """Yield ranks that save in another form; parts are the usual form under fsdp."""
+    """Yield ranks that save in another form; sharded is the usual form under fsdp."""
     forms: dict[str, dict[str, Any]] = {
         "sharded": {"sharded": True},
         "only_trainable": {"only_trainable": True},

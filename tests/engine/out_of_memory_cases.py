@@ -1,4 +1,4 @@
-"""Runs that run out of memory on purpose, and the runs that were planned with the cut they end up with."""
+"""Runs that run out of memory on purpose, and runs planned with the cut that these end with."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ from anybatch.testing import out_of_memory_at
 from tests.engine.cases import STRATEGIES, Batch, InMemory, cut, share_bounds
 
 LARGE, FEW = 8, 2
-"""The size that does not fit, and samples per rank of the first step: few enough to be cut alike in all runs."""
+"""A size that does not fit, and samples per rank in the first step: few enough for the same cut in all runs."""
 
 Weights = dict[str, torch.Tensor]
 
 
 def network() -> nn.Module:
-    """Return a small model with everything that a second try has to put back: BatchNorm, dropout, a buffer of its own.
+    """Return a small model with all the state that a retry must restore: BatchNorm, dropout, a separate buffer.
 
-    BatchNorm sees several values per sample, so that even single samples can be normalised.
+    BatchNorm sees several values per sample, so that single samples can be normalised.
     """
     torch.default_generator.manual_seed(3)
     return nn.Sequential(
@@ -76,7 +76,7 @@ def spread(model: nn.Module, outputs: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def late(model: nn.Module, batch: Batch) -> ab.LossSum:
-    """Return a loss that brings its count along."""
+    """Return a loss that comes with its count."""
     value = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
     return ab.LossSum(value, len(batch["y"]))
 
@@ -93,12 +93,12 @@ class Run:
     """A run of three steps.
 
     Attributes:
-        strategy: name of it.
-        loss: name of it.
-        num_samples: of an effective batch, per rank.
-        sizes: what the engine is given.
-        options: other arguments of the engine; `ghost` stands for groups of two.
-        brought: ranks bring their own shares, of uneven sizes.
+        strategy: its name.
+        loss: name of the loss.
+        num_samples: samples of an effective batch, per rank.
+        sizes: the engine's size options.
+        options: other options of the engine; `ghost` means groups of two.
+        brought: ranks bring shares of uneven sizes.
     """
 
     strategy: str = "single"
@@ -111,7 +111,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Which allocations of the second step fail: `at[rank]`, counted anew after each of `times`; 0 for none."""
+    """Which allocations of the second step fail: `at[rank]` (0: none), `times` times, each counted from the last."""
 
     at: tuple[int, ...]
     times: int = 1
@@ -119,17 +119,17 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """What a run has come to on one rank.
+    """The results of a run on one rank.
 
     Attributes:
         weights: parameters and buffers.
-        too_large: what its second report says.
-        plans: the cuts of all steps, in words.
-        units: the micro-batches of the second step that were told of since it was begun anew last: (start id, number).
+        too_large: `too_large` in the second report.
+        plans: the cuts of all steps, as text.
+        units: micro-batches of the second step since its last restart: (start id, number).
         events: (phase, before, after) of each out-of-memory event.
-        num_allocations: of the second step, before anything is clipped.
-        failed: phases that allocations failed in.
-        decision: on the size.
+        num_allocations: of the second step, before clipping.
+        failed: phases in which allocations failed.
+        decision: on the micro-batch size.
     """
 
     weights: Weights
@@ -143,7 +143,7 @@ class End:
 
 
 class Listening:
-    """An observer that keeps what tests ask for, and counts allocations up to the clipping."""
+    """An observer that keeps records, and counts allocations up to the clipping."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -178,7 +178,7 @@ def engine_of(run: Run, world: ab.World, observer: Any) -> tuple[nn.Module, ab.E
 
 
 def batch_of(run: Run, step: int, world: ab.World) -> InMemory | RankShare:
-    """Return the effective batch of a step, in the form in which this rank's engine gets it."""
+    """Return the effective batch of a step as this rank's engine gets it."""
     total = world.size * (run.num_samples if step else FEW)
     batch = samples(step, total)
     if not run.brought:
@@ -190,7 +190,7 @@ def batch_of(run: Run, step: int, world: ab.World) -> InMemory | RankShare:
 
 
 def train(run: Run, fault: Fault | None = None) -> End:
-    """Run on every rank: train for three steps; allocations of the second one fail."""
+    """Run on every rank: train for three steps, with failing allocations in the second."""
     world = ab.World.from_environment(device="cpu")
     listening = Listening()
     model, engine = engine_of(run, world, listening)
@@ -222,7 +222,7 @@ def train(run: Run, fault: Fault | None = None) -> End:
 
 
 def sweep(run: Run, rank: int, every: int, first: int = 1, times: int = 1) -> list[tuple[int, End]]:
-    """Run on every rank: let each `every`-th allocation of a step fail on one rank, one run for each."""
+    """Run on every rank: fail every `every`-th allocation of a step on one rank, in one run each."""
     world = ab.World.from_environment(device="cpu")
     counts = world.gather_objects(train(run).num_allocations)
     found = []
@@ -233,7 +233,7 @@ def sweep(run: Run, rank: int, every: int, first: int = 1, times: int = 1) -> li
 
 
 def units_of(records: list[Record], step: int) -> tuple[tuple[int, int], ...]:
-    """Return the micro-batches that made a step: those that came to their end since it was begun anew last."""
+    """Return the micro-batches of a step that finished since its last restart."""
     last = max((n for n, r in enumerate(records) if isinstance(r, OutOfMemoryRecord) and r.step == step), default=-1)
     return tuple(
         (record.first_sample_id or 0, record.num_samples)

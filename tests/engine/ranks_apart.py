@@ -1,4 +1,4 @@
-"""Ranks that stop agreeing in the middle of a run: what one of them does, and what all learn."""
+"""Ranks that diverge in the middle of a run: what one rank does differently, and the results on all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ from anybatch.parallel.torch_internals import default_store
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, perceptron, predict, sentences, vectors
 
 BATCH_SIZE, NUM_BATCHES, APART = 6, 5, 2
-"""Samples of a batch, batches of a run, and the one at which the last rank goes its own way."""
+"""Samples per batch, batches per run, and the batch at which the last rank differs."""
 NUM_LOOKS = 3
 
 
 @dataclass
 class Told:
-    """What a rank has seen.
+    """The results of a rank.
 
     Attributes:
-        ends: of each call: the number of the step it made, or the error's class and text.
+        ends: for each call, the number of the step it made, or the error's class and text.
         fields: of the last error.
-        weights: at the end.
-        names: what a repair says had differed.
+        weights: the final ones.
+        names: the differing names that a repair reports.
     """
 
     ends: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Told:
 
 
 class Run:
-    """A loop over batches that catches what a step raises and goes on, as users write it."""
+    """A user's loop over batches, which catches the errors of a step and continues."""
 
     def __init__(self, strategy: str, optimizer: type[torch.optim.SGD] = torch.optim.SGD) -> None:
         self.world = ab.World.from_environment(device="cpu")
@@ -73,21 +73,21 @@ class Run:
         return classify(model, batch)
 
     def step(self, batch: Any) -> None:
-        """Make a step, or note why not."""
+        """Make a step, or record its error."""
         self.attempt(partial(self.engine.step, batch))
 
     def attempt(self, act: Callable[[], Any]) -> None:
-        """Call something, and note how it ended."""
+        """Call a function, and record how it ended."""
         try:
             done = act()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (noted)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (recorded)
             self.told.ends.append(f"{type(error).__name__}: {error}")
             self.told.fields = {name: value for name, value in vars(error).items() if name[0] != "_"}
         else:
             self.told.ends.append(str(getattr(done, "step", "done")))
 
     def end(self) -> Told:
-        """Return what was seen."""
+        """Close the engine and return the results."""
         self.told.weights = weights_of(self.layers)
         self.engine.close()
         self.world.close()
@@ -112,7 +112,7 @@ def batch_at(number: int, kind: type[InMemory] = InMemory) -> InMemory:
 
 
 def plain_loop(numbers: Sequence[int]) -> list[float]:
-    """Return the weights of the plain loop over some batches, in one process."""
+    """Return the weights after a plain loop over some batches, in one process."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in numbers:
@@ -132,7 +132,7 @@ class Unreadable(InMemory):
 
 
 def raises_in_loss(strategy: str, kind: type[BaseException]) -> Told:
-    """Run on every rank: the last rank's loss raises once; every loop catches what its step raises, and goes on."""
+    """Run on every rank: the last rank's loss raises once; every loop catches its step's error and continues."""
     run = Run(strategy)
     for number in range(NUM_BATCHES):
         run.raises = kind("planted") if number == APART and run.is_last else None
@@ -170,7 +170,7 @@ def raises_in_counted_data() -> list[str]:
         apart = number == 1 and world.rank == world.size - 1
         try:
             ends.append(str(engine.step((Unreadable if apart else InMemory)(sentences(6))).step))
-        except Exception as error:  # noqa: BLE001 (noted)
+        except Exception as error:  # noqa: BLE001 (recorded)
             ends.append(f"{type(error).__name__}: {error}")
     engine.close()
     world.close()
@@ -178,7 +178,7 @@ def raises_in_counted_data() -> list[str]:
 
 
 def skips(strategy: str) -> Told:
-    """Run on every rank: the last one leaves a batch out."""
+    """Run on every rank: the last one skips a batch."""
     run = Run(strategy)
     numbers = [0, 1, 3] if run.is_last else [0, 1, 2]
     for number in numbers:
@@ -187,7 +187,7 @@ def skips(strategy: str) -> Told:
 
 
 def reorders(strategy: str) -> Told:
-    """Run on every rank: the last one has two batches in another order."""
+    """Run on every rank: the last one swaps two batches."""
     run = Run(strategy)
     for number in [0, 1, 3, 2, 4] if run.is_last else range(NUM_BATCHES):
         run.step(batch_at(number))
@@ -204,7 +204,7 @@ def sets_rate(strategy: str) -> Told:
 
 
 def looks_at_gradients(strategy: str) -> Told:
-    """Run on every rank: the last one asks for a gradient where the others make a step."""
+    """Run on every rank: the last one calls `gradients` where the others step."""
     run = Run(strategy)
     for number in range(NUM_BATCHES):
         if number == APART and run.is_last:
@@ -215,7 +215,7 @@ def looks_at_gradients(strategy: str) -> Told:
 
 
 def changes_weight(strategy: str, folder: str) -> Told:
-    """Run on every rank: the last one's weight is changed; then all save, evaluate, repair, save and go on."""
+    """Run on every rank: a weight of the last one changes; then all save, evaluate, repair, save and continue."""
     run = Run(strategy)
     run.step(batch_at(0))
     if run.is_last:
@@ -230,7 +230,7 @@ def changes_weight(strategy: str, folder: str) -> Told:
 
 
 def changes_weight_in_loop(strategy: str) -> Told:
-    """Run on every rank: the last one's weight is changed; weights are compared in every other step."""
+    """Run on every rank: a weight of the last one changes; weights are compared in every other step."""
     run = Run(strategy)
     with mock.patch("anybatch.engine.replica_check.STEPS_BETWEEN", 2):
         for number in range(NUM_BATCHES):
@@ -242,7 +242,7 @@ def changes_weight_in_loop(strategy: str) -> Told:
 
 
 class Fails(torch.optim.SGD):
-    """An optimizer whose step fails half-way when asked to."""
+    """An optimizer whose step fails half-way on request."""
 
     fails = False
 
@@ -258,7 +258,7 @@ class Fails(torch.optim.SGD):
 
 
 def fails_in_update(strategy: str, apart: int = APART) -> Told:
-    """Run on every rank: the last rank's update fails half-way in a step, and its loop goes on."""
+    """Run on every rank: the last rank's update fails half-way in a step, and its loop continues."""
     run = Run(strategy, Fails)
     for number in range(apart + 2):
         if isinstance(run.optimizer, Fails):
@@ -268,8 +268,8 @@ def fails_in_update(strategy: str, apart: int = APART) -> Told:
 
 
 def another_engine(strategy: str) -> tuple[Told, Told]:
-    """Run on every rank: behind an update that fails on the last one, all make another engine and a step with it."""
-    first = fails_in_update(strategy, APART + 2)  # behind it comes no step in which the loss is looked at
+    """Run on every rank: after an update that fails on the last one, all make a new engine and a step with it."""
+    first = fails_in_update(strategy, APART + 2)  # no step that checks the loss follows
     try:
         run = Run(strategy)
     except ab.errors.WorldError as error:
@@ -279,7 +279,7 @@ def another_engine(strategy: str) -> tuple[Told, Told]:
 
 
 def called_by_one(strategy: str, name: str, folder: str) -> Told:
-    """Run on every rank: all but the last save, or evaluate, where it makes a step."""
+    """Run on every rank: all but the last save, evaluate or load where the last one steps."""
     run = Run(strategy)
     run.step(batch_at(0))
     if not run.is_last:
@@ -294,7 +294,7 @@ def called_by_one(strategy: str, name: str, folder: str) -> Told:
 
 
 def saves_behind_an_error(strategy: str, folder: str) -> Told:
-    """Run on every rank: behind a step that no rank has made, all but the last save where it makes a step."""
+    """Run on every rank: after a step that fails on all, all but the last save where the last one steps."""
     run = Run(strategy)
     run.attempt(partial(run.engine.step, samples(0)))  # the same samples on all ranks
     run.attempt(partial(run.engine.step, batch_at(0)) if run.is_last else partial(run.engine.save, Path(folder)))
@@ -302,7 +302,7 @@ def saves_behind_an_error(strategy: str, folder: str) -> Told:
 
 
 def evaluates_more(strategy: str) -> Told:
-    """Run on every rank: the last one brings one batch more to an evaluation; then all bring equally many, and step."""
+    """Run on every rank: the last one evaluates one batch more; then all evaluate equally many, and step."""
     run = Run(strategy)
     for more in (int(run.is_last), 0):
         run.attempt(partial(run.engine.evaluate, [samples(0), samples(1)][: 1 + more]))
@@ -311,7 +311,7 @@ def evaluates_more(strategy: str) -> Told:
 
 
 def evaluates_unreadable(strategy: str) -> Told:
-    """Run on every rank: what the last one is to evaluate cannot be read; then all evaluate, and step."""
+    """Run on every rank: the last one's evaluation data cannot be read; then all evaluate, and step."""
     run = Run(strategy)
 
     def doomed() -> Iterator[Batch]:
@@ -328,7 +328,7 @@ def evaluates_unreadable(strategy: str) -> Told:
 
 
 def saves_alone_in_shares(strategy: str, folder: str, *, together: bool) -> Told:
-    """Run on every rank: all but the last save behind the first share of a loader, of the engine's world or its own."""
+    """Run on every rank: all but the last save after a loader's first share; `together`: in the engine's world."""
     run = Run(strategy)
     own = [samples(run.world.rank), samples(2 + run.world.rank)]
     shares = ab.shares(own, world=run.world if together else None)
@@ -345,7 +345,7 @@ def saves_alone_in_shares(strategy: str, folder: str, *, together: bool) -> Told
 
 
 def saves_without_the_others(folder: str) -> str:
-    """Run on every rank: all but the last save, in a world of little patience, and the last one makes no call."""
+    """Run on every rank: all but the last save, with a short timeout, and the last one makes no call."""
     world = ab.World.from_environment(device="cpu", timeout_seconds=1.0)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -356,7 +356,7 @@ def saves_without_the_others(folder: str) -> str:
     else:
         try:
             engine.save(Path(folder))
-        except Exception as caught:  # noqa: BLE001 (told by the test)
+        except Exception as caught:  # noqa: BLE001 (the test reports it)
             error = f"{type(caught).__name__}: {caught}"
         default_store().set(key, "1")
     engine.close()
@@ -365,9 +365,9 @@ def saves_without_the_others(folder: str) -> str:
 
 
 def slow(strategy: str) -> tuple[Told, int]:
-    """Run on every rank: the last one is slow, until another one has looked around for it often; count the looks."""
+    """Run on every rank: the last one waits until another has looked for it often; return the number of looks."""
     run, num_looks = Run(strategy), 0
-    look = roll_call.RollCall._look_around  # noqa: SLF001
+    look = roll_call.RollCall._peer_has_failed  # noqa: SLF001
 
     def counted(self: roll_call.RollCall, *, was_left: bool) -> bool:
         nonlocal num_looks
@@ -381,7 +381,7 @@ def slow(strategy: str) -> tuple[Told, int]:
     run.waits = run.is_last
     with (
         mock.patch.object(roll_call, "_FIRST_PATIENCE_SECONDS", 0.01),
-        mock.patch.object(roll_call.RollCall, "_look_around", counted),
+        mock.patch.object(roll_call.RollCall, "_peer_has_failed", counted),
     ):
         run.step(batch_at(1))
         run.waits = False

@@ -1,4 +1,4 @@
-"""Every input that is refused, with the error and words of its message.
+"""Inputs that raise an error, with its class and words of its message.
 
 python -m tests.engine.refusals        prints all messages
 """
@@ -43,12 +43,12 @@ from tests.engine.failures import FAILURES, train
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Something that is refused.
+    """An input that raises an error.
 
     Attributes:
         error: the class of the error, exactly.
-        words: what its message has to say; the two values and the way out among them.
-        provoke: does what is refused.
+        words: required words of its message, the two values and the fix among them.
+        provoke: passes the input.
     """
 
     error: type[AnyBatchError]
@@ -59,7 +59,7 @@ class Refusal:
 def engine(
     model: Any = None, optimizer: Any = None, loss: Any = None, *, world: ab.World | None = None, **options: Any
 ) -> ab.Engine:
-    """Build an engine of which one thing is wrong."""
+    """Build an engine with one wrong argument."""
     model = perceptron() if model is None else model
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -68,22 +68,22 @@ def engine(
 
 
 def step(loss: Any = None, batch: Any = None, **options: Any) -> object:
-    """Make a step that goes wrong."""
+    """Make a step that fails."""
     return engine(loss=loss, **options).step(vectors(5) if batch is None else batch)
 
 
 def returns(value: Any) -> Callable[[nn.Module, Batch], Any]:
-    """Return a loss function that returns this, whatever it is given."""
+    """Return a loss function that returns this, or the result of calling it with each sample's loss."""
     return lambda model, batch: value(classify_each(model, batch)) if callable(value) else value
 
 
 def stuck() -> nn.Module:
-    """Return a model without anything to train."""
+    """Return a model without trainable parameters."""
     return perceptron().requires_grad_(requires_grad=False)
 
 
 def unlike() -> Mapping[str, Any]:
-    """Return a batch whose leaves disagree."""
+    """Return a batch whose leaves disagree about its length."""
     return {"x": torch.zeros(5, 5).double(), "y": torch.zeros(4, dtype=torch.long)}
 
 
@@ -131,7 +131,7 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
         lambda: ab.batches([], effective_batch_size=4),
     ),
     "an empty batch": Refusal(
-        BatchSizeError, ("empty", "no rank brought a sample"), lambda: step(batch={"x": torch.zeros(0, 5)})
+        BatchSizeError, ("empty", "no rank has a sample"), lambda: step(batch={"x": torch.zeros(0, 5)})
     ),
     "a batch without samples": Refusal(
         DataError, ("dict", "no tensor with a first axis"), lambda: step(batch={"temperature": 1.0})
@@ -217,7 +217,7 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     ),
     "a loss of NaN": Refusal(
         NonFiniteError,
-        ("step 0", "not finite", "as before"),
+        ("step 0", "not finite", "are unchanged"),
         lambda: step(ab.mean_over_samples(returns(lambda each: each.mean() * float("nan")))),
     ),
     "an infinite loss": Refusal(
@@ -284,23 +284,23 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 
 def here(**options: Any) -> dict[str, Any]:
-    """Return options with the ranks of this process."""
+    """Return options with the world of this process."""
     return {"world": ab.World.from_environment(), **options}
 
 
 def own_part() -> Batch:
-    """Return what differs from rank to rank."""
+    """Return a batch that differs from rank to rank."""
     return vectors(5 + ab.World.from_environment().rank)
 
 
 def one_model_per_rank() -> nn.Module:
-    """Return a model that has other values on each rank, and a buffer."""
+    """Return a model with other values on each rank, and a buffer."""
     torch.manual_seed(ab.World.from_environment().rank)
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
 
 
 def wrapped() -> nn.Module:
-    """Return a model in torch's wrapper."""
+    """Return a model wrapped in DistributedDataParallel."""
     return DistributedDataParallel(perceptron())
 
 
@@ -310,7 +310,7 @@ def one_nan(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 ON_TWO_RANKS: Mapping[str, Refusal] = {
-    # On ranks, because where shapes in annotations are checked nobody gets so far.
+    # On ranks, because a check of annotated shapes, where it runs, raises first.
     "a sum that is no number": Refusal(
         LossError,
         ("one number, the sum",),
@@ -328,7 +328,7 @@ ON_TWO_RANKS: Mapping[str, Refusal] = {
     ),
     "an optimizer made too early": Refusal(
         CompositionError,
-        ("'fsdp'", "new parameter objects", "optimizer=lambda named: torch.optim.SGD"),
+        ("'fsdp'", "new parameters", "optimizer=lambda named: torch.optim.SGD"),
         lambda: engine(**here(strategy="fsdp")),
     ),
     "low precision under ddp": Refusal(
@@ -356,7 +356,7 @@ ON_TWO_RANKS: Mapping[str, Refusal] = {
         lambda: step(batch=InMemory(vectors(5), seed=ab.World.from_environment().rank), **here()),
     ),
     "no samples on two ranks": Refusal(
-        BatchSizeError, ("no rank brought a sample",), lambda: step(batch={"x": torch.zeros(0, 5)}, **here())
+        BatchSizeError, ("no rank has a sample",), lambda: step(batch={"x": torch.zeros(0, 5)}, **here())
     ),
     "all targets masked on two ranks": Refusal(
         LossError,
@@ -380,7 +380,7 @@ ON_TWO_RANKS: Mapping[str, Refusal] = {
 
 
 def told(name: str, refusals: Mapping[str, Refusal]) -> tuple[str, str]:
-    """Do what is refused; return the error's class and message."""
+    """Pass the wrong input; return the error's class and message."""
     try:
         refusals[name].provoke()
     except AnyBatchError as error:
@@ -389,7 +389,7 @@ def told(name: str, refusals: Mapping[str, Refusal]) -> tuple[str, str]:
 
 
 def told_on_ranks() -> dict[str, tuple[str, str]]:
-    """Run on every rank: do everything that is refused there."""
+    """Run on every rank: pass all inputs that are wrong there."""
     return {name: told(name, ON_TWO_RANKS) for name in ON_TWO_RANKS}
 
 

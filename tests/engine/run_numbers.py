@@ -1,7 +1,7 @@
-"""Numbers of short runs, for a comparison before and after a change that must not change them.
+"""Numbers of short runs, to compare before and after a change that must not alter them.
 
-Five steps for each strategy with each kind of loss, precision and policy about BatchNorm, on 1, 2 and 3 ranks. Digests
-are bitwise, so compare them on one machine only; `run_numbers.json` holds numbers that any machine reproduces up to
+Five steps for each strategy with each kind of loss, precision and BatchNorm policy, on 1, 2 and 3 ranks. Digests are
+bitwise, so compare them on one machine only; `run_numbers.json` holds numbers that any machine reproduces up to
 rounding, and `test_run_numbers.py` compares them.
 
     python -m tests.engine.run_numbers > before.txt     # a digest for each run

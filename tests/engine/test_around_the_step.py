@@ -1,4 +1,4 @@
-"""What surrounds a step: schedulers, constant losses, complex and captured parameters, metrics, causes of NaN."""
+"""Around a step: schedulers, constant losses, complex and captured parameters, metrics, sources of NaN."""
 
 import copy
 import functools
@@ -22,12 +22,12 @@ TOLERANCE = 1e-12
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
-    """Build the optimizer of these tests."""
+    """Return SGD with weight decay."""
     return torch.optim.SGD(named, lr=0.1, weight_decay=0.1)
 
 
 def warned(run: Callable[[], object]) -> list[str]:
-    """Return the warnings of anybatch."""
+    """Return the warnings that anybatch raises during a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AnyBatchWarning)
         run()
@@ -35,7 +35,7 @@ def warned(run: Callable[[], object]) -> list[str]:
 
 
 def rates(optimizer: torch.optim.Optimizer, *, chained: bool) -> Any:
-    """Return a schedule that halves the rate in every step."""
+    """Return a schedule that halves the learning rate every step."""
     halving = StepLR(optimizer, 1, gamma=0.5)
     return ChainedScheduler([halving], optimizer) if chained else halving
 
@@ -43,7 +43,7 @@ def rates(optimizer: torch.optim.Optimizer, *, chained: bool) -> Any:
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("steps_itself", [False, True])
 def test_a_scheduler_that_is_stepped_twice_is_warned_of(chained: bool, steps_itself: bool) -> None:
-    """A loop that also steps the engine's scheduler is warned once; one that leaves it alone is not."""
+    """A loop that also calls `step()` on the engine's scheduler gets one warning; other loops get none."""
 
     def train() -> None:
         model = perceptron()
@@ -58,11 +58,11 @@ def test_a_scheduler_that_is_stepped_twice_is_warned_of(chained: bool, steps_its
 
     found = warned(train)
     assert len(found) == steps_itself
-    assert not steps_itself or "remove scheduler.step()" in found[0]
+    assert not steps_itself or "Remove scheduler.step()" in found[0]
 
 
 def test_a_loaded_or_replaced_schedule_is_no_second_step(tmp_path: Any) -> None:
-    """After loading a checkpoint of the next step or setting a new schedule, no second step is reported."""
+    """Loading a checkpoint or setting a new schedule does not count as stepping the scheduler twice."""
 
     def train() -> None:
         model = perceptron()
@@ -86,7 +86,7 @@ def test_a_loaded_or_replaced_schedule_is_no_second_step(tmp_path: Any) -> None:
 
 
 def detections(model: nn.Module, batch: Batch) -> ab.LossSum:
-    """Return the sum over samples that have a box, and a constant where none of them has one."""
+    """Return the sum over samples that have a box, or a constant zero without any."""
     found = batch["y"] > 0
     if not found.any():
         return ab.LossSum(torch.zeros(()), 0)
@@ -102,7 +102,7 @@ def boxes() -> Batch:
 
 
 def error_with_constants(strategy: str, *, is_declared: bool) -> float | str:
-    """Run on every rank: return the error of the weights after two steps, or the message of a refusal."""
+    """Run on every rank: return the error of the weights after two steps, or the error message."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model, plain = perceptron(), perceptron()
     loss = ab.mean_over(detections, count=lambda batch: (batch["y"] > 0).sum()) if is_declared else detections
@@ -126,7 +126,7 @@ def error_with_constants(strategy: str, *, is_declared: bool) -> float | str:
 
 @pytest.mark.parametrize("is_declared", [False, True])
 def test_a_constant_zero_adds_nothing(is_declared: bool) -> None:
-    """A micro-batch whose loss is a constant zero adds nothing, as in the un-split batch."""
+    """A micro-batch whose loss is a constant zero adds nothing to the gradient, as in the unsplit batch."""
     error = error_with_constants("single", is_declared=is_declared)
     assert isinstance(error, float)
     assert error <= TOLERANCE
@@ -139,7 +139,7 @@ def constants_on_a_rank(strategy: str) -> float | str:
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "ddp", "fsdp"])
 def test_a_constant_zero_on_ranks(strategy: str, two_ranks: Ranks) -> None:
-    """On ranks it adds nothing either; where each micro-batch needs a backward it is refused, with what to return."""
+    """On two ranks a constant zero adds nothing; DDP and FSDP, which need a backward, raise an error instead."""
     for error in two_ranks.run(constants_on_a_rank, strategy):
         if strategy in {"ddp", "fsdp"}:
             assert isinstance(error, str)
@@ -151,7 +151,7 @@ def test_a_constant_zero_on_ranks(strategy: str, two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_a_loss_that_is_always_constant_is_refused(value: float) -> None:
-    """A loss that never depends on the model is refused, a zero too."""
+    """A loss that never depends on the model raises an error, even if it is zero."""
     model = perceptron()
     loss = ab.mean_over_samples(lambda _model, _batch: torch.tensor(value))
     with (
@@ -162,7 +162,7 @@ def test_a_loss_that_is_always_constant_is_refused(value: float) -> None:
 
 
 class Waves(nn.Module):
-    """Complex weights next to real ones."""
+    """A model with complex and real weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Waves(nn.Module):
 
 
 def test_complex_parameters_with_a_late_count() -> None:
-    """Gradients of complex and real parameters are divided by a count that comes with the loss."""
+    """Gradients of complex and real parameters are divided correctly by a count known only after the forward."""
     model, plain = Waves(), Waves()
     with ab.Engine(model, sgd, lambda net, batch: net(batch["x"]), micro_batch_size=2, check_loss=False) as engine:
         engine.step(InMemory(vectors(7)))
@@ -189,7 +189,7 @@ def test_complex_parameters_with_a_late_count() -> None:
 
 
 def test_split_weights_under_another_default_dtype() -> None:
-    """The lower bits of bf16 weights equal float32's, under any default dtype of torch."""
+    """Split bf16 weights train identically under any default dtype of torch, and their average stays in float32."""
     before, start = torch.get_default_dtype(), perceptron().bfloat16()
     ends = []
     for dtype in (torch.float32, torch.float64):
@@ -213,12 +213,12 @@ TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
 def with_global(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a loss with a parameter of the module's globals."""
+    """Return a loss that uses a parameter from the module's globals."""
     return classify(model, batch) * TEMPERATURE
 
 
 class Holder:
-    """An object with a parameter whose method is the loss."""
+    """An object with a parameter and with the loss as a method."""
 
     def __init__(self) -> None:
         self.scales = TEMPERATURE
@@ -229,7 +229,7 @@ class Holder:
 
 
 def with_argument(scale: torch.Tensor, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a loss with a parameter that is bound."""
+    """Return a loss that gets a parameter as a bound argument."""
     return classify(model, batch) * scale
 
 
@@ -245,23 +245,23 @@ def with_argument(scale: torch.Tensor, model: nn.Module, batch: Batch) -> torch.
 )
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_parameter_that_only_the_loss_holds_is_warned_of(make: Callable[[], Any], is_frozen: bool) -> None:
-    """The engine does not train it and warns when it is built; a frozen one causes no warning."""
+    """A trainable parameter that only the loss function holds causes a warning; a frozen one does not."""
     TEMPERATURE.requires_grad_(not is_frozen)
     model = perceptron()
     found = warned(lambda: ab.Engine(model, sgd, ab.mean_over_samples(make()), micro_batch_size=4).close())
     assert len(found) == (not is_frozen)
-    assert is_frozen or "never trains" in found[0]
+    assert is_frozen or "never train" in found[0]
 
 
 def test_a_module_that_the_loss_holds_is_not_spoken_of() -> None:
-    """The critic in a generator's loss belongs to another engine: no warning."""
+    """A module that only the loss holds, such as a GAN's critic, causes no warning: another engine may train it."""
     model, critic = perceptron(), perceptron()
     loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + critic(batch["x"]).mean())
     assert warned(lambda: ab.Engine(model, sgd, loss, micro_batch_size=4).close()) == []
 
 
 def refused_capture() -> tuple[str, bool]:
-    """Run on every rank: return the error for a captured parameter that FSDP2 replaces, and whether it was kept."""
+    """Run on every rank: return the error for a captured parameter, and whether the model kept that parameter."""
     model = perceptron()
     weight = model.get_parameter("0.weight")
     loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + weight.square().sum())
@@ -271,7 +271,7 @@ def refused_capture() -> tuple[str, bool]:
 
 
 def test_a_captured_parameter_is_refused_where_it_is_replaced(two_ranks: Ranks) -> None:
-    """Under fsdp, a loss that has captured a parameter of the model is refused before the model changes."""
+    """Under fsdp, a loss that has captured a model parameter raises an error before the model changes."""
     for message, is_kept in two_ranks.run(refused_capture):
         assert "'0.weight'" in message
         assert is_kept
@@ -285,7 +285,7 @@ def each_word(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [3, None])
 def test_an_undeclared_loss_per_word_is_evaluated_as_it_is_trained(size: int | None) -> None:
-    """Its mean is over words, and a metric has the name of its function."""
+    """Evaluating an undeclared loss per word returns its mean over words; a metric is named after its function."""
     model, batch = language_model(), sentences(7)
     with ab.Engine(model, sgd, each_word, micro_batch_size=size or "auto") as engine:
         expected = float(each_word(model, batch).detach().mean())
@@ -297,7 +297,7 @@ def test_an_undeclared_loss_per_word_is_evaluated_as_it_is_trained(size: int | N
 
 
 def test_what_was_not_finite_before_is_named() -> None:
-    """An error about NaN names the buffers and weights that were not finite before the step, and no others."""
+    """An error about NaN names only the buffers and weights that were not finite before the step."""
     model = nn.Sequential(perceptron(), nn.BatchNorm1d(4).double())
     optimizer, loss = sgd(model.parameters()), ab.mean_over_samples(classify)
     with ab.Engine(model, optimizer, loss, norms="keep", micro_batch_size=4, check_loss=False) as engine:
@@ -326,7 +326,7 @@ def test_what_was_not_finite_before_is_named() -> None:
     ids=str,
 )
 def test_worlds_made_by_hand_are_checked(given: Any) -> None:
-    """A wrong value is refused by name."""
+    """An invalid argument of `World` raises an error that names it."""
     with pytest.raises(WorldError, match=next(iter(given))):
         ab.World(**given)
 
@@ -350,7 +350,7 @@ class Experts(nn.Module):
 
 
 def warnings_about_masks(strategy: str, num_masked: int, chosen: int) -> list[str]:
-    """Run on every rank: return warnings of two steps whose masked samples use the second expert, or the first too."""
+    """Run on every rank: return the warnings of two steps whose masked samples use the expert `chosen`."""
     batch, model = vectors(8), Experts()
     batch["y"][:num_masked] = -100
     batch["expert"] = torch.where(torch.arange(8) < num_masked, chosen, 0)
@@ -372,7 +372,7 @@ def warnings_about_masks(strategy: str, num_masked: int, chosen: int) -> list[st
 
 @pytest.mark.parametrize(("num_masked", "chosen", "warns"), [(2, 1, True), (2, 0, False), (1, 1, False)])
 def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen: int, warns: bool) -> None:
-    """They are named once. Parameters that nothing uses, or that other micro-batches reach too, are not."""
+    """Parameters that only fully masked micro-batches use are named in one warning; others are not named."""
     found = warnings_about_masks("single", num_masked, chosen)
     assert len(found) == warns
     assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
@@ -380,6 +380,6 @@ def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
 def test_parameters_that_only_masked_micro_batches_of_a_rank_reach(strategy: str, two_ranks: Ranks) -> None:
-    """The rank that has left the micro-batch out warns."""
+    """Only the rank that skipped the masked micro-batch warns."""
     first, second = two_ranks.run(warnings_about_masks, strategy, 2, 1)
     assert (len(first), len(second)) == (1, 0)

@@ -1,4 +1,4 @@
-"""Weights in bf16 that are updated in float32 without copies: no update is lost, and rounding is unbiased."""
+"""bf16 weights updated in float32 without copies: no update is lost, and rounding is unbiased."""
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -23,7 +23,7 @@ from tests.ranks_fixture import Ranks
 
 WAYS: tuple[Bf16Weights, ...] = ("split", "stochastic")
 NUMBERS = st.integers(-(2**31), 2**31 - 1)
-"""Every bit pattern of a float32."""
+"""All bit patterns of a float32."""
 
 
 def of_bits(bits: list[int]) -> torch.Tensor:
@@ -32,7 +32,7 @@ def of_bits(bits: list[int]) -> torch.Tensor:
 
 
 def neighbours(bits: int) -> tuple[int, int]:
-    """Return the bits of the bf16 numbers on either side of a finite float32, in whole numbers."""
+    """Return the bits of the bf16 numbers on either side of a finite float32, as integers."""
     lower = bits & 0xFFFF0000
     return lower, lower + 0x10000 if bits & 0xFFFF else lower
 
@@ -40,7 +40,7 @@ def neighbours(bits: int) -> tuple[int, int]:
 @settings(deadline=None)
 @given(st.lists(st.tuples(NUMBERS, st.integers(0, (1 << 16) - 1)), min_size=1, max_size=50))
 def test_stochastic_rounding_takes_one_of_two_neighbours(pairs: list[tuple[int, int]]) -> None:
-    """Whatever is drawn, a finite number becomes one of the two bf16 numbers around it, itself if it is one of them."""
+    """Stochastic rounding of a finite number returns one of its two bf16 neighbours, or the number if it is bf16."""
     bits, drawn = map(list, zip(*pairs, strict=True))
     values = of_bits(bits)
     rounded = stochastically_rounded(values, torch.tensor(drawn, dtype=torch.int32)).view(torch.int16).tolist()
@@ -60,7 +60,7 @@ def test_stochastic_rounding_takes_one_of_two_neighbours(pairs: list[tuple[int, 
 @settings(deadline=None, max_examples=30)
 @given(NUMBERS)
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
-    """Over all 65,536 random numbers that can be drawn, the mean is the number itself, as a fraction, exactly."""
+    """Averaged over all 65,536 random inputs, stochastic rounding returns exactly the number."""
     value = of_bits([bits])
     low, high = (of_bits([one - (1 << 32) if one >> 31 else one]) for one in neighbours(bits & 0xFFFFFFFF))
     if not (value.isfinite() and high.isfinite()):
@@ -82,7 +82,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
 @settings(deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=50))
 def test_a_number_is_its_two_halves(bits: list[int]) -> None:
-    """Both halves give the float32 number back, bit for bit; the upper one is the nearest bf16 number."""
+    """Both halves restore the float32 number bit for bit; the upper half is the nearest bf16 number."""
     values = of_bits(bits)
     upper, missing = split(values)
     again = joined(upper, missing)
@@ -90,13 +90,13 @@ def test_a_number_is_its_two_halves(bits: list[int]) -> None:
     assert torch.equal(again[finite].view(torch.int32), values[finite].view(torch.int32))
     assert torch.equal(again.isnan(), values.isnan())
     nearest = values.to(torch.bfloat16)
-    # Half-way between two, torch takes the even one.
+    # Torch rounds ties to even; they are not compared.
     is_tie = (values.view(torch.int32) & 0xFFFF) == 1 << 15
     assert torch.equal(upper[finite & ~is_tie], nearest[finite & ~is_tie])
 
 
 def model() -> nn.Module:
-    """Return a network in bf16, with a parameter that stays in float32."""
+    """Return a network in bf16 with one layer in float32."""
     torch.manual_seed(3)
     made = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)).bfloat16()
     made[1].float()
@@ -104,13 +104,13 @@ def model() -> nn.Module:
 
 
 def squares(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples."""
+    """Return the mean squared error."""
     hidden = network[1](network[0](batch["x"]).float())  # type: ignore[index]
     return F.mse_loss(network[2](hidden.bfloat16()).float(), batch["y"])  # type: ignore[index]
 
 
 def batch_of(step: int) -> Batch:
-    """Return the samples of a step."""
+    """Return the batch of a step."""
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randn(8, 10, generator=generator)
     return {"x": drawn[:, :6].bfloat16(), "y": drawn[:, 6:]}
@@ -129,14 +129,14 @@ def engine_of(way: Bf16Weights, make: Any = adamw, **further: Any) -> ab.Engine:
 
 
 def trained(engine: ab.Engine, first: int, last: int) -> list[torch.Tensor]:
-    """Return what the model has after some steps."""
+    """Return the model's parameters after some steps."""
     for step in range(first, last):
         engine.step(batch_of(step))
     return [parameter.detach().clone() for parameter in engine.model.parameters()]  # type: ignore[union-attr]
 
 
 def by_hand(num_steps: int) -> list[torch.Tensor]:
-    """Return float32 masters after plain steps whose forward sees them as `split` rounds them."""
+    """Return float32 master weights trained by hand, with forwards on weights rounded by `split`."""
     network = model()
     masters = [nn.Parameter(one.detach().float()) for one in network.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
@@ -164,7 +164,7 @@ def by_hand(num_steps: int) -> list[torch.Tensor]:
     "pass",
 )
 def test_split_weights_are_float32_weights(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
-    """Thirty steps, in pieces or at once, are those of float32 weights by hand: the upper halves bit for bit."""
+    """Thirty steps with split weights equal float32 master weights, bit for bit in the upper halves."""
     monkeypatch.setattr(bf16_weights, "PIECE_BYTES", piece_bytes)
     with engine_of("split") as engine:
         found = trained(engine, 0, 30)
@@ -176,7 +176,7 @@ def test_split_weights_are_float32_weights(monkeypatch: pytest.MonkeyPatch, piec
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_in_float32_stays(way: Bf16Weights) -> None:
-    """Between steps there are no float32 weights, and with stochastic rounding no state in float32 either."""
+    """Between steps no float32 copies of bf16 weights exist; with stochastic rounding, no float32 state either."""
     with engine_of(way) as engine:
         trained(engine, 0, 2)
         kept = engine.resident_tensors()["optimizer"]
@@ -196,7 +196,7 @@ def test_nothing_in_float32_stays(way: Bf16Weights) -> None:
     "rounding_seed(self._seed, 0, id(optimizer) % 99991)",
 )
 def test_a_resumed_run_goes_on_bit_for_bit(way: Bf16Weights, tmp_path: Path) -> None:
-    """Five steps, a checkpoint and five more are ten steps, in every bit of weights and state."""
+    """A run resumed after five of ten steps equals the uninterrupted run, bit for bit."""
     with engine_of(way, seed=7) as engine:
         whole = trained(engine, 0, 10)
     with engine_of(way, seed=7) as engine:
@@ -225,7 +225,7 @@ def on_ranks(way: Bf16Weights) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_round_alike(way: Bf16Weights, two_ranks: Ranks) -> None:
-    """Replicas are equal bit for bit after steps, and what one rank does up to the sum's rounding."""
+    """Replicas are equal bit for bit, and equal to one rank up to the rounding of the sum."""
     first, second = two_ranks.run(on_ranks, way)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     with engine_of(way) as engine:
@@ -235,24 +235,24 @@ def test_ranks_round_alike(way: Bf16Weights, two_ranks: Ranks) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "an instance over the weights": {"optimizer": lambda network: torch.optim.SGD(network.parameters(), lr=0.1)},
+    "the optimizer is an instance": {"optimizer": lambda network: torch.optim.SGD(network.parameters(), lr=0.1)},
     "it shares the update out over ranks": {"strategy": "zero1"},
     "its scaler may skip an update": {"precision": "fp16"},
     "no trainable parameter is in bf16": {"to": torch.float32},
     "is in fp16": {"to": torch.float16},
     "must be 'copied', 'split' or 'stochastic'": {"way": "kahan"},
 }
-"""What the engine says, and of what."""
+"""Parts of error messages, and the arguments that raise them."""
 
 
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_cannot_be_is_refused(says: str, one_rank: Ranks) -> None:
-    """Where weights cannot be updated in pieces, the engine says why before anything has changed."""
+    """Unsupported combinations with `bf16_weights` raise an error when the engine is built."""
     assert says in one_rank.run(refusal_of, says)[0]
 
 
 def refusal_of(name: str) -> str:
-    """Run on every rank: return what the engine says of a combination."""
+    """Run on every rank: return the error message for a combination."""
     change = REFUSED[name]
     network = model().to(change.get("to", torch.bfloat16))
     with pytest.raises((CompositionError, UserError)) as raised:
@@ -270,7 +270,7 @@ def refusal_of(name: str) -> str:
 
 
 class Joint(Optimizer):
-    """Steps by a mean over all parameters, as Prodigy and its like do: parts alone would step otherwise."""
+    """Steps by a mean over all parameters, as Prodigy does, so stepping in pieces would change the result."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         super().__init__([one for _, one in named], {"lr": 0.1})
@@ -285,11 +285,8 @@ class Joint(Optimizer):
             one.sub_(0.1 * mean.sign())
 
 
-@sees(
-    "all optimizers in pieces", "src/anybatch/engine/update/bf16_weights.py", "if alone and found[-1]", "if found[-1]"
-)
 def test_an_unknown_optimizer_sees_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer that may look at all parameters together makes one step over all, whatever they take."""
+    """An unknown optimizer updates all parameters in one step, because it may combine them."""
     results = []
     for piece_bytes in (1, 1 << 28):
         monkeypatch.setattr(bf16_weights, "PIECE_BYTES", piece_bytes)

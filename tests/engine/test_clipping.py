@@ -1,4 +1,4 @@
-"""Clipping: torch's own, on the gradient of the whole batch, once."""
+"""Gradient clipping: torch's own, applied once, to the gradient of the whole batch."""
 
 import itertools
 from typing import Any
@@ -42,7 +42,7 @@ def plain(clip: str, num_steps: int) -> tuple[nn.Module, list[float]]:
 
 
 def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Run on every rank: return the same by the engine, in micro-batches."""
+    """Run on every rank: return the same from the engine, in micro-batches."""
     model = perceptron()
     with ab.Engine(
         model,
@@ -68,7 +68,7 @@ def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.T
 )
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipping_is_that_of_the_unsplit_gradient(clip: str, one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Three clipped steps, and the norms from before clipping, are those of the whole batch clipped by torch."""
+    """Three clipped steps of the engine, and the norms it reports, equal torch's clipping of the whole batch."""
     expected, norms = plain(clip, 3)
     runs = one_rank.run(clipped, clip, "single", 3)
     for strategy in ("all_reduce", "ddp"):
@@ -79,7 +79,7 @@ def test_clipping_is_that_of_the_unsplit_gradient(clip: str, one_rank: Ranks, tw
 
 
 def test_policies_bite() -> None:
-    """The limits of these tests are below the gradients' size, so that clipping changes the outcome."""
+    """The limits in these tests are low enough for clipping to change the result."""
     free, norms = plain("not", 3)
     assert min(norms) > 0.05
     for clip in ("by norm", "by value"):
@@ -87,7 +87,7 @@ def test_policies_bite() -> None:
 
 
 class Roles(nn.Module):
-    """Has a tied, a frozen and a sparse parameter, one that a single sample uses, and one that nobody does."""
+    """Has tied, frozen and unused parameters, an embedding, and a layer that a single sample uses."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Roles(nn.Module):
         return logits
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return four parameter groups; of the third none is used, and of the second some only here and there."""
+        """Return four parameter groups: the third is unused, and parts of the second are rarely used."""
         modules = (self.words,), (self.one, self.rare), (self.idle,), (self.out,)
         groups = [[p for module in some for p in module.parameters()] for some in modules]
         return [{"params": group} for group in (groups[0], [*groups[1], self.other.bias], *groups[2:])]
 
 
 def spoken() -> dict[str, torch.Tensor]:
-    """Return labelled sentences of which the second to last alone begins with the rare word."""
+    """Return labelled sentences; only the second to last begins with the rare word."""
     generator = torch.Generator().manual_seed(9)
     words = torch.randint(1, 9, (13, 3), generator=generator)
     words[11, 0] = 0
@@ -132,7 +132,7 @@ BY_GROUP: dict[str, Any] = {
 
 
 def clipped_by_torch(name: str) -> dict[str, torch.Tensor]:
-    """Return the values after two plain steps on the whole batch, clipped by torch group by group."""
+    """Return the weights after two plain steps on the whole batch, clipped by torch."""
     model = Roles(sparse=False)
     optimizer = torch.optim.SGD(model.groups(), lr=1.0)
     policies = BY_GROUP[name]
@@ -151,7 +151,7 @@ def clipped_by_torch(name: str) -> dict[str, torch.Tensor]:
 
 
 def clipped_by_engine(name: str, strategy: str, *, sparse: bool = False) -> dict[str, torch.Tensor]:
-    """Run on every rank: return the same by the engine, in micro-batches of two."""
+    """Run on every rank: return the same from the engine, in micro-batches of two."""
     model = Roles(sparse=sparse)
     with ab.Engine(
         model,
@@ -171,7 +171,7 @@ def clipped_by_engine(name: str, strategy: str, *, sparse: bool = False) -> dict
 def test_groups_are_clipped_as_torch_clips_them(
     name: str, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
 ) -> None:
-    """Tied, frozen, rarely used and unused parameters are clipped as torch clips the un-split gradient, by group."""
+    """Clipping by group equals torch on the unsplit gradient, with tied, frozen, rarely used and unused parameters."""
     expected = clipped_by_torch(name)
     runs = one_rank.run(clipped_by_engine, name, "single") + three_ranks.run(clipped_by_engine, name, "all_reduce")
     for strategy in ("all_reduce", "ddp"):
@@ -182,19 +182,19 @@ def test_groups_are_clipped_as_torch_clips_them(
 
 @pytest.mark.parametrize("name", BY_GROUP)
 def test_sparse_gradients_are_clipped_alike(name: str) -> None:
-    """A sparse gradient, on one rank, is clipped as the dense one is."""
+    """A sparse gradient, on one rank, is clipped like a dense one."""
     assert relative_error(clipped_by_engine(name, "single", sparse=True), clipped_by_torch(name)) <= 1e-12
 
 
 def test_groups_bite_each_by_itself() -> None:
-    """The policies of these tests lead to four different models, so that none could stand for another."""
+    """The four clipping policies give four different models, so no test passes with the wrong policy."""
     states = [clipped_by_torch(name) for name in BY_GROUP]
     for one, other in itertools.combinations(states, 2):
         assert relative_error(one, other) > 1e-3
 
 
 def test_policies_are_one_per_group() -> None:
-    """Fewer policies than parameter groups are refused with both numbers, and no hook stays on the model."""
+    """Fewer policies than parameter groups raise an error with both numbers and leave no hook on the model."""
     model = Roles(sparse=False)
     optimizer = torch.optim.SGD(model.groups(), lr=1.0)
     with pytest.raises(UserError, match=r"clip has 2 policies.* has 4 groups"):

@@ -1,4 +1,8 @@
-"""Every cell of the composition table is run: what is exact is compared, what is refused is seen to be refused."""
+"""Run every cell of the composition table: exact cells equal plain torch, refused cells raise an error.
+
+`make test` runs all refused cells, all cells with a sharding strategy, and a quarter of the others;
+`make test-published` runs the rest.
+"""
 
 import re
 import traceback
@@ -48,25 +52,26 @@ from tests.engine.compatibility_cases import (
 )
 from tests.ranks_fixture import Ranks, selected
 
+SHARDING = frozenset({Feature.ZERO1, Feature.FSDP})
 RUNS_AT_ONCE = 50
-"""So that ranks answer in time on a busy machine."""
+"""Few enough for ranks to answer in time on a busy machine."""
 Outcome = Found | str
 Outcomes = Mapping[tuple[Pair, Features], Sequence[Outcome]]
-"""What came of the run that shows a cell where a run of its own would, rank by rank."""
+"""The results of the run that covers a cell in place of its separate run, rank by rank."""
 
 
 def run_all(runs: Sequence[Features]) -> list[Outcome]:
-    """Run on every rank: return what came of each run, or its traceback."""
+    """Run on every rank: return the result or the traceback of each run."""
     connected = ab.World.from_environment()
     found: list[Outcome] = []
-    # Without these torch would give up compiling after eight networks and run the others as they are.
+    # By default, torch stops compiling after eight networks and runs the others uncompiled.
     compiling = dynamo_config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
     with torch.random.fork_rng(), compiling:
         for features in runs:
             world = ab.World() if Feature.ALONE in features else connected
             try:
                 found.append(run(features, world))
-            except Exception:  # noqa: BLE001 (told by the test of the cell)
+            except Exception:  # noqa: BLE001 (the test of the cell reports it)
                 found.append(f"{sorted(f.name for f in features)}:\n{traceback.format_exc()}")
     torch.compiler.reset()
     return found
@@ -74,7 +79,7 @@ def run_all(runs: Sequence[Features]) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(one_rank: Ranks, two_ranks: Ranks, request: pytest.FixtureRequest) -> Outcomes:
-    """Return what came of all cells: many are in one run, and where that is not as wanted, each in a run of its own."""
+    """Return the results of all cells. Many share a run; after an unexpected result, each cell runs separately."""
 
     def run_each(runs: Iterable[Features]) -> dict[Features, Sequence[Outcome]]:
         found: dict[Features, Sequence[Outcome]] = {}
@@ -89,13 +94,13 @@ def outcomes(one_rank: Ranks, two_ranks: Ranks, request: pytest.FixtureRequest) 
     together = run_each(dict.fromkeys(shown_by.values()))
     wrong = {item: run for item, run in shown_by.items() if is_wrong(item[0], together[run])}
     alone = run_each(dict.fromkeys(own for _, own in wrong))
-    # A run in which no cell is at fault by itself stays the fault of all of them.
+    # If no separate run fails, all cells keep the result of the shared run.
     explained = {run for item, run in wrong.items() if is_wrong(item[0], alone[item[1]])}
     return {(pair, own): alone[own] if run in explained else together[run] for (pair, own), run in shown_by.items()}
 
 
 def is_wrong(pair: Pair, found: Sequence[Outcome]) -> bool:
-    """Whether a run has failed, or is refused or off where the table says that the cell is not."""
+    """Whether a run contradicts the verdict of a cell: it failed, was refused, or is inexact."""
     verdict = cell(*pair).verdict
     exact = verdict in {Verdict.EXACT, Verdict.SAME_CUT}
     return verdict is not Verdict.REFUSED and any(
@@ -105,12 +110,25 @@ def is_wrong(pair: Pair, found: Sequence[Outcome]) -> bool:
 
 def pairs_with(*verdicts: Verdict) -> pytest.MarkDecorator:
     """Parametrize a test over the cells with these verdicts."""
-    chosen = [pair for pair in pairs(Feature) if cell(*pair).verdict in verdicts]
-    return pytest.mark.parametrize("pair", chosen, ids=["-".join(f.name.lower() for f in pair) for pair in chosen])
+    chosen = [
+        pytest.param(
+            pair,
+            id="-".join(feature.name.lower() for feature in pair),
+            marks=() if number % 4 == 0 or is_in_every_run(pair) else pytest.mark.published,
+        )
+        for number, pair in enumerate(pairs(Feature))
+        if cell(*pair).verdict in verdicts
+    ]
+    return pytest.mark.parametrize("pair", chosen)
+
+
+def is_in_every_run(pair: Pair) -> bool:
+    """Whether `make test` always runs a cell."""
+    return cell(*pair).verdict is Verdict.REFUSED or not SHARDING.isdisjoint(pair)
 
 
 def found_for(pair: Pair, outcomes: Outcomes) -> list[Found]:
-    """Return what came of all runs of a cell on all ranks; fails if there is none, or if one has failed."""
+    """Return the results of all runs of a cell on all ranks; fail after a failed run, or without any."""
     found = [outcome for features in runs_of(*pair) for outcome in outcomes[pair, features]]
     failed = [outcome for outcome in found if isinstance(outcome, str)]
     assert not failed, "\n".join(failed)
@@ -120,7 +138,7 @@ def found_for(pair: Pair, outcomes: Outcomes) -> list[Found]:
 
 @pairs_with(Verdict.EXACT, Verdict.SAME_CUT)
 def test_exact(pair: Pair, outcomes: Outcomes) -> None:
-    """The gradient is that of plain torch: as computed, as the optimizer gets it, and as the parameters move."""
+    """An exact cell equals plain torch in the gradient, the optimizer's input and the update."""
     for found in found_for(pair, outcomes):
         assert not found.refusal
         assert found.error <= 1.0
@@ -128,9 +146,9 @@ def test_exact(pair: Pair, outcomes: Outcomes) -> None:
 
 @pairs_with(Verdict.DIFFERS)
 def test_differs(pair: Pair, outcomes: Outcomes) -> None:
-    """It runs everywhere, and somewhere the gradient is not that of the un-split batch: the verdict is needed.
+    """A cell marked as different runs everywhere, and somewhere its gradient differs from the unsplit batch.
 
-    One cell differs on accelerators only: on a CPU "auto" takes one micro-batch per rank, and that sync joins exactly.
+    One cell differs on accelerators only: on a CPU, "auto" takes one micro-batch per rank, and then sync is exact.
     """
     found = found_for(pair, outcomes)
     assert not any(one.refusal for one in found)
@@ -140,23 +158,24 @@ def test_differs(pair: Pair, outcomes: Outcomes) -> None:
 
 @pairs_with(Verdict.REFUSED)
 def test_refused(pair: Pair, outcomes: Outcomes) -> None:
-    """A CompositionError with the cell's reason and remedy, and no parameter, gradient or hook is another."""
+    """A refused cell raises CompositionError with its reason and remedy, and changes no parameter, gradient or hook."""
     for found in found_for(pair, outcomes):
         assert cell(*pair).reason in found.refusal
         assert cell(*pair).instead in found.refusal
         assert not found.changed
 
 
-@pairs_with(Verdict.EXCLUSIVE)
-def test_exclusive(pair: Pair) -> None:
-    """No run has both: whatever else is in it."""
-    together = [features for other in Feature for features in runs_of(pair[0], other) if pair[1] in features]
-    assert not together
+def test_exclusive() -> None:
+    """No run combines two exclusive features."""
+    exclusive = [frozenset(pair) for pair in pairs(Feature) if cell(*pair).verdict is Verdict.EXCLUSIVE]
+    runs = {run for pair in pairs(Feature) for run in runs_of(*pair)}
+    assert exclusive
+    assert not [(pair, run) for pair in exclusive for run in runs if pair <= run]
 
 
 @pytest.mark.parametrize("feature", [Feature.FP32, Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS])
 def test_one_lost_sample_would_be_seen(feature: Feature) -> None:
-    """The tolerances are sharp: a gradient without one of the samples is out of them, in every precision."""
+    """The tolerances are tight: a gradient that lacks one sample exceeds them, in every precision."""
     features, ids = complete({feature}), range(NUM_SAMPLES)
     whole = plain_gradients(features, ids, [])
     for lost in ids:
@@ -170,7 +189,7 @@ IN_ARGUMENTS = [f for f in Feature if f.axis.known == "built" and f.axis.name no
 @pytest.mark.parametrize("feature", IN_ARGUMENTS, ids=lambda feature: feature.name.lower())
 @pytest.mark.slow
 def test_features_are_recognised(feature: Feature) -> None:
-    """What the engine sees in its arguments is what they were built from: nothing is missed, nothing made up."""
+    """The features that the engine finds in its arguments are exactly the ones they were built from."""
     features = complete({feature})
     given = arguments(features)
     network, objective = build(features)
@@ -205,7 +224,7 @@ def test_features_are_recognised(feature: Feature) -> None:
 
 
 def test_ranks_are_recognised(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Strategy and ranks are seen, and nothing of a strategy that the table does not know."""
+    """Strategy and ranks are recognised; a strategy that is not in the table has no features."""
     alone = features_of_ranks(Single.capabilities, ab.World())
     assert set(alone) == {Feature.SINGLE, Feature.ALONE}
     assert one_rank.run(names_of_ranks, "all_reduce") == [["all_reduce", "one_rank"]]
@@ -214,7 +233,7 @@ def test_ranks_are_recognised(one_rank: Ranks, two_ranks: Ranks) -> None:
 
 
 def names_of_ranks(strategy: str) -> list[str]:
-    """Run on every rank: return the names of the features of that strategy on these ranks."""
+    """Run on every rank: return the names of the features of a strategy on these ranks."""
     found = features_of_ranks(choose_strategy(strategy, ab.World()).capabilities, ab.World.from_environment())
     return [feature.name.lower() for feature in found]
 
@@ -225,7 +244,7 @@ def names_of_ranks(strategy: str) -> list[str]:
     ids=lambda strategy: strategy.capabilities.name,
 )
 def test_table_says_what_strategies_say(strategy: Strategy) -> None:
-    """The table refuses low-precision parameters and sparse gradients where the strategy's own record does."""
+    """The table refuses low-precision parameters and sparse gradients exactly where a strategy's capabilities do."""
     own = Feature[strategy.capabilities.name.upper()]
 
     refused = {f: cell(own, f).verdict is Verdict.REFUSED for f in (Feature.LOW_PARAMETERS, Feature.SPARSE)}
@@ -236,7 +255,11 @@ def test_table_says_what_strategies_say(strategy: Strategy) -> None:
 @pytest.mark.parametrize(
     ("capabilities", "feature", "expected"),
     [
-        (Capabilities(name="mine"), Feature.SPARSE, "cannot take sparse gradients (module 'words' has sparse=True)"),
+        (
+            Capabilities(name="mine"),
+            Feature.SPARSE,
+            "does not support sparse gradients (module 'words' has sparse=True)",
+        ),
         (Capabilities(name="mine", float32_accumulation=False), Feature.CAST, "'words.weight' is torch.bfloat16"),
         (
             Capabilities(name="mine", replaces_parameters=True),
@@ -246,7 +269,7 @@ def test_table_says_what_strategies_say(strategy: Strategy) -> None:
     ],
 )
 def test_other_strategies_answer_for_themselves(capabilities: Capabilities, feature: Feature, expected: str) -> None:
-    """A strategy that is not in the table is refused what its own record says it cannot do, and nothing changes."""
+    """A custom strategy is refused what its capabilities exclude, without side effects."""
     network, objective = build(complete({feature}))
 
     with pytest.raises(CompositionError, match=re.escape(expected)):
@@ -256,7 +279,7 @@ def test_other_strategies_answer_for_themselves(capabilities: Capabilities, feat
 
 
 class Mine(Single):
-    """One rank, under another name and record."""
+    """One rank, with another name and other capabilities."""
 
     def __init__(self, capabilities: Capabilities) -> None:
         super().__init__()
@@ -264,7 +287,7 @@ class Mine(Single):
 
 
 def test_a_strategy_of_ones_own_is_not_refused_what_others_are() -> None:
-    """What the table says of strategies for several ranks does not bind a strategy that it does not know."""
+    """The table's refusals do not apply to a custom strategy whose capabilities allow the feature."""
     features = complete({Feature.SPARSE})
     network, objective = build(features)
     mine = Mine(Capabilities(name="mine", sparse_gradients=True))
@@ -274,7 +297,7 @@ def test_a_strategy_of_ones_own_is_not_refused_what_others_are() -> None:
 
 
 def test_engine_says_what_keeps_it_from_equality() -> None:
-    """An engine with BatchNorm says so among its decisions, with the remedy; one without has nothing to say."""
+    """An engine with BatchNorm reports the inexactness and its remedy in `decisions`; others report nothing."""
     said: dict[Feature, str] = {}
     for feature in (Feature.BATCH_NORM, Feature.FP32):
         network, objective = build(complete({feature}))
@@ -287,7 +310,7 @@ def test_engine_says_what_keeps_it_from_equality() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("deal", "even"), ("rng", "per_rank")])
 def test_unknown_values_are_refused(name: str, value: str) -> None:
-    """A value that no axis has is refused with those it has."""
+    """An unknown value of an option raises an error."""
     network, objective = build(complete(()))
     given: dict[str, Any] = {name: value}
 

@@ -6,17 +6,10 @@ import pytest
 import torch
 
 from anybatch.engine.accumulation.planned_batch import to_device
-from tests.faults import sees
 
 
-@sees(
-    "each step copies its micro-batches in a new stream",
-    "src/anybatch/engine/accumulation/planned_batch.py",
-    "copies = _copy_stream(device)",
-    "copies = torch.cuda.Stream(device)",
-)
 def test_all_steps_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps make one stream: torch's allocator keeps memory reserved for each stream that has been used."""
+    """Two steps share one stream, because torch's allocator reserves memory for every stream in use."""
     streams: list[object] = []
 
     class Stream:
@@ -27,7 +20,7 @@ def test_all_steps_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait_stream(self, other: object) -> None:
             assert other in streams
 
-    device = torch.device("cuda", 63)  # no machine has it: the stream is cached for the process
+    device = torch.device("cuda", 63)  # a device that no machine has, because the stream is cached for the process
     computing = Stream(device)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -41,7 +34,7 @@ def test_all_steps_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_steps_reserve_no_more_memory_than_the_first() -> None:
-    """40 batches of 8 MiB, copied one after the other, reserve what one of them does, or two while both are in use."""
+    """Copying 40 batches of 8 MiB one by one reserves memory for at most two."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

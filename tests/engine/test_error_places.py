@@ -1,4 +1,4 @@
-"""An error of the user's own code says where in the run it happened; out of memory, where in the code."""
+"""Errors in user code name the step, rank and samples; out-of-memory errors name the line."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def engine_of(loss: Any, **options: Any) -> ab.Engine:
 
 
 def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:
-    """The error is the user's own, with notes beside it; the traceback ends in the user's line."""
+    """An error in the loss function keeps its type and gets notes with the step, rank and samples."""
     calls = []
 
     def loss(model: Any, part: Any) -> torch.Tensor:
@@ -45,7 +45,7 @@ def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:
 
 @pytest.mark.slow
 def test_memory_that_runs_out_names_the_users_line_and_the_sizes_tried() -> None:
-    """The frames are cleared, so that their tensors are freed; the place in the user's code is kept as text."""
+    """An out-of-memory error names the user's line, although its frames are cleared, and the sizes tried."""
 
     def loss(model: Any, part: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError(str(model(part["x"]).shape))

@@ -1,4 +1,4 @@
-"""Evaluation gives the plain numbers, whatever the cut, the ranks and the modules' modes."""
+"""Evaluation returns the plain metrics, for any cut, number of ranks and module modes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,12 +75,12 @@ METRICS: Mapping[str, "Loss | Callable[..., Any] | None"] = {
 
 
 def evaluation_set() -> list[Batch]:
-    """Return three batches of which the last is ragged and the second has many samples without targets."""
+    """Return three batches: the second has many samples without targets, and the last is smaller."""
     return [sentences(), sentences_masked(0, 21), sentences(5)]
 
 
 def plain(name: str) -> dict[str, float]:
-    """Return the metrics in one forward over all samples."""
+    """Return the metrics from one forward over all samples."""
     torch.manual_seed(0)
     model = dropping().eval()
     parts = evaluation_set()
@@ -102,7 +102,7 @@ def plain(name: str) -> dict[str, float]:
 
 
 class Dropping(nn.Module):
-    """A language model with dropout behind it, which evaluation has to switch off."""
+    """A language model followed by dropout, which evaluation has to switch off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,15 +115,18 @@ class Dropping(nn.Module):
 
 
 def dropping() -> nn.Module:
-    """Return that model."""
+    """Return a model with dropout."""
     return Dropping()
 
 
+EVALUATED_SIZES = (3, None)
+
+
 def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, float]]:
-    """Run on every rank: return all metrics at all micro-batch sizes, from dealt batches and from own shares."""
+    """Run on every rank: return all metrics for each micro-batch size, from dealt batches and from rank shares."""
     world = ab.World.from_environment()
     found = {}
-    for size in (1, 3, 7, None):
+    for size in EVALUATED_SIZES:
         model = dropping()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"micro_batch_size": size, "strategy": STRATEGIES[strategy](), "world": world}
@@ -137,40 +140,18 @@ def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, flo
     return found
 
 
-@sees(
-    "class weights are forgotten in the count",
-    "src/anybatch/core/loss.py",
-    "num_samples if term.count is None else term.count(batch)",
-    'num_samples if term.items.name != "tokens" else term.count(batch)',
-    cases=["1-rank-all_reduce"],
-    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-class weights]"],
-)
-@sees(
-    "evaluation is a mean of means",
-    "src/anybatch/engine/evaluation.py",
-    "(value * count, count) if count",
-    "(value, 1.0) if count",
-    cases=["1-rank-all_reduce"],
-)
-@sees(
-    "a metric is this rank's own",
-    "src/anybatch/engine/evaluation.py",
-    "context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()",
-    "torch.stack([totals.get(name, nothing) for name in names]).tolist()",
-    cases=["2-ranks-all_reduce"],
-)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_metrics_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
-    """At any micro-batch size and rank count every metric is that of one forward over all samples, on every rank."""
+    """On every rank, each metric equals one forward over all samples, for any micro-batch size and number of ranks."""
     expected = {name: plain(name) for name in METRICS}
     for found in ranks.run(evaluated, strategy):
-        assert len(found) == len(METRICS) * 4 * (2 if ranks.world_size == 2 else 1)
+        assert len(found) == len(METRICS) * len(EVALUATED_SIZES) * (2 if ranks.world_size == 2 else 1)
         for (name, _, _), values in found.items():
             assert values == pytest.approx(expected[name], rel=1e-12)
 
 
 def evaluated_by_one(strategy: str) -> dict[str, float]:
-    """Run on every rank: evaluate batches of one sample, which leave every rank but the first without any."""
+    """Run on every rank: evaluate batches of one sample, which only the first rank gets."""
     model = dropping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "world": ab.World.from_environment()}
@@ -178,16 +159,9 @@ def evaluated_by_one(strategy: str) -> dict[str, float]:
         return engine.evaluate([InMemory(sentences(1)), InMemory(sentences(1))], words_and_values)
 
 
-@sees(
-    "a rank without samples has no metrics",
-    "src/anybatch/engine/evaluation.py",
-    "sorted(set().union(*world.gather_objects(sorted(totals))))",
-    "sorted(totals)",
-    cases=["all_reduce"],
-)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_a_rank_without_samples_takes_part(strategy: str, three_ranks: Ranks) -> None:
-    """A rank that has measured nothing returns the same metrics as the one that has."""
+    """A rank without samples returns the same metrics as the others."""
     with torch.no_grad():
         torch.manual_seed(0)
         plainly = words_and_values(dropping().eval(), sentences(1))
@@ -202,18 +176,8 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
     return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, world=ab.World(), **options)
 
 
-@sees(
-    "evaluation leaves modules in evaluation mode",
-    "src/anybatch/engine/evaluation.py",
-    """
-            module.training = training
-""",
-    """
-            pass
-""",
-)
 def test_every_module_gets_its_own_mode_back() -> None:
-    """A module that was in evaluation mode before stays there, and the others train again, also after an error."""
+    """Evaluation restores the train or eval mode of each module, also after an error."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
     model.get_submodule("1").eval()
     before = [module.training for module in model.modules()]
@@ -233,17 +197,8 @@ def test_every_module_gets_its_own_mode_back() -> None:
     assert before == [True, True, False, True, True]
 
 
-@sees(
-    "evaluation runs in training mode",
-    "src/anybatch/engine/evaluation.py",
-    """
-    modules.eval()
-""",
-    "",
-    also=["tests/engine/test_evaluation.py::test_metrics_are_the_plain_ones[1-rank-all_reduce]"],
-)
 def test_evaluation_changes_nothing() -> None:
-    """Neither parameters nor buffers, gradients, progress or the caller's random numbers change."""
+    """Evaluation changes no parameters, buffers, gradients, progress or random state."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
     with make_engine(model, norms="keep") as engine:
         engine.step(vectors(6))
@@ -257,7 +212,7 @@ def test_evaluation_changes_nothing() -> None:
 
 
 def test_nothing_to_evaluate_is_an_error() -> None:
-    """No batches at all are refused: there is no metric to name."""
+    """Evaluating an empty set of batches raises an error."""
     with make_engine(nn.Linear(5, 4).double()) as engine, pytest.raises(LossError, match="nothing to evaluate"):
         engine.evaluate([])
 
@@ -272,14 +227,14 @@ def test_nothing_to_evaluate_is_an_error() -> None:
     "averaged weights stay in the model",
     "src/anybatch/engine/update/weight_average.py",
     """
-            self._put(own)
+            self._put(trained)
 """,
     """
             pass
 """,
 )
 def test_averaged_weights_are_there_only_meanwhile() -> None:
-    """evaluate(averaged=True) measures the moving average of the weights, and the model has its own back afterwards."""
+    """evaluate(averaged=True) uses the moving average of the weights and then restores the model's weights."""
     torch.manual_seed(3)
     model = nn.Linear(5, 4).double()
     average = [parameter.detach().clone() for parameter in model.parameters()]
@@ -295,14 +250,8 @@ def test_averaged_weights_are_there_only_meanwhile() -> None:
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, vectors(5)["y"])), rel=1e-12)
 
 
-@sees(
-    "statistics of other weights are not said",
-    "src/anybatch/engine/engine.py",
-    "if averaged and (stale :=",
-    "if not averaged and (stale :=",
-)
 def test_statistics_of_other_weights_are_said_and_can_be_recomputed() -> None:
-    """evaluate(averaged=True) of a model with BatchNorm says so; after the cure that it names, the value is plain."""
+    """evaluate(averaged=True) warns about BatchNorm statistics; with recomputed ones, the metric is right."""
     torch.manual_seed(3)
     first, norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
     model = nn.Sequential(first, norm, nn.Linear(6, 4)).double()
@@ -334,18 +283,18 @@ def ranked(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torc
 
 
 def area(outputs: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the share of pairs (class 0, another) in which class 0 has the larger score: the area under the curve."""
+    """Return the area under the curve: the share of pairs in which class 0 has the larger score."""
     scores, labels = outputs[0], outputs[1]["label"]
     return (scores[labels == 0][:, None] > scores[labels != 0][None]).double().mean()
 
 
 def in_order(outputs: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return something that depends on the order of the samples."""
+    """Return metrics that depend on the number and order of the samples."""
     return {"weighted": (outputs[0] * torch.arange(len(outputs[0]))).sum(), "number": torch.tensor(len(outputs[0]))}
 
 
 def over_whole_sets(strategy: str) -> list[dict[str, float]]:
-    """Run on every rank: return metrics over the whole set for several cuts."""
+    """Run on every rank: return metrics over the whole set for several micro-batch sizes."""
     world, found = ab.World.from_environment(), []
     for size in (1, 4, None):
         torch.manual_seed(0)
@@ -359,16 +308,9 @@ def over_whole_sets(strategy: str) -> list[dict[str, float]]:
     return found
 
 
-@sees(
-    "rows of the whole set come in the order of ranks",
-    "src/anybatch/engine/evaluation.py",
-    "sorted(range(len(places)), key=places.__getitem__)",
-    "sorted(range(len(places)), key=lambda _: 0)",
-    cases=["2-ranks-all_reduce"],
-)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_metrics_over_the_whole_set_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
-    """At any cut and number of ranks they get the rows of one forward over all samples, in the order of the data."""
+    """Metrics over the whole set get all rows in the order of the data, for any cut and number of ranks."""
     torch.manual_seed(0)
     model = nn.Linear(5, 4).double()
     batch = {key: torch.cat([vectors(number)[key] for number in (11, 1, 23)]) for key in ("x", "y")}
@@ -380,7 +322,7 @@ def test_metrics_over_the_whole_set_are_the_plain_ones(strategy: str, ranks: Ran
 
 
 class Area:
-    """A metric object as torchmetrics has them."""
+    """A metric object in the style of torchmetrics."""
 
     def update(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
         """Take some samples."""
@@ -391,12 +333,12 @@ class Area:
 
 
 def test_metrics_that_do_not_know_the_model_or_return_no_rows_are_refused() -> None:
-    """A metric object is told how it is wrapped, and a function that returns one number for all what it must return."""
+    """Metric objects, and functions that return one number instead of rows, raise an error with the fix."""
     with make_engine(nn.Linear(5, 4).double()) as engine:
         with pytest.raises(UserError, match=r"OverWholeSet\(function, compute\)"):
             engine.evaluate([vectors(5)], Area())  # type: ignore[arg-type]
         averaged = OverWholeSet(lambda model, batch: model(batch["x"]).mean(), float)
-        with pytest.raises(LossError, match=r"shape \(\) for 2 samples; it must return one row for each sample"):
+        with pytest.raises(LossError, match=r"shape \(\) for 2 samples. It must return one row"):
             engine.evaluate([vectors(5)], averaged)
         with pytest.raises(LossError, match="nothing to evaluate"):
             engine.evaluate([], OverWholeSet(ranked, area))

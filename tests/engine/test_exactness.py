@@ -1,4 +1,4 @@
-"""The promise: the gradient of the un-split batch, however it is cut, on any number of ranks."""
+"""The promise: the gradient equals the unsplit batch's, for any cut and number of ranks."""
 
 import traceback
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Errors = dict[tuple[str, str, str], float | str]
 
 
 def gradient_errors(cases: Sequence[str]) -> Errors:
-    """Run on every rank: return the relative error of each (case, split, strategy), or how it failed."""
+    """Run on every rank: return the relative error, or the traceback, of each (case, split, strategy)."""
     world = ab.World.from_environment()
     errors: Errors = {}
     for case_name in cases:
@@ -39,7 +39,7 @@ def gradient_errors(cases: Sequence[str]) -> Errors:
                 with engine_for(case, SPLITS[split], STRATEGIES[strategy](), world, check_loss=False) as engine:
                     found = engine.gradients(arrive(batch, SPLITS[split], world))
                 errors[case_name, split, strategy] = relative_error(found, expected)
-            except Exception:  # noqa: BLE001 (told by the test that looks at this combination)
+            except Exception:  # noqa: BLE001 (the test of this combination reports it)
                 errors[case_name, split, strategy] = traceback.format_exc()
     return errors
 
@@ -58,7 +58,7 @@ def naive_errors(cases: Sequence[str], micro_batch_sizes: Sequence[int | None]) 
 
 @pytest.fixture(scope="module")
 def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
-    """Return the errors of all combinations, as every rank found them."""
+    """Return the errors of all combinations, rank by rank."""
     found: list[Errors] = ranks.run(gradient_errors, selected(request, "case"))
     return found
 
@@ -103,7 +103,7 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 )
 @sees(
     "a count that came late is not divided by",
-    "src/anybatch/engine/accumulation/sums.py",
+    "src/anybatch/engine/accumulation/accumulate.py",
     "torch.reciprocal(count, out=self._factor).mul_(self._guess)",
     "self._factor.fill_(1.0)",
     cases=["1-rank-loss sum, undeclared", "1-rank-one loss per target, undeclared"],
@@ -118,7 +118,7 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 @sees(
     "DDP's average is not undone",
     "src/anybatch/parallel/ddp.py",
-    "return flat  # it was summed in place",
+    "return flat  # summed in place",
     "return flat / dist.get_world_size()",
     cases=["2-ranks-even"],
 )
@@ -141,9 +141,9 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
-    """On every rank, for every cut and strategy, the gradient is that of one backward over the whole batch.
+    """On every rank, for every cut and strategy, the gradient equals one backward over the whole batch.
 
-    Unused parameters included: there a gradient of None must stay None.
+    Gradients of unused parameters stay None.
     """
     found = [item for rank in errors for item in rank.items() if item[0][0] == case]
     wrong = [f"{key[1:]}: {error}" for key, error in found if isinstance(error, str) or not error <= TOLERANCE]
@@ -153,7 +153,7 @@ def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) 
 
 
 def test_plain_loop_is_right_where_all_sizes_are_equal(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Dividing by the number of micro-batches is right too where nothing is uneven: the yardstick is fair."""
+    """With equal sizes, dividing by the number of micro-batches is right too, so the comparison is fair."""
     for pool in (one_rank, two_ranks):
         found = pool.run(naive_errors, ["even"], [3, 7, None])[0]["even"]
         assert max(found) <= TOLERANCE
@@ -163,13 +163,13 @@ def test_plain_loop_is_right_where_all_sizes_are_equal(one_rank: Ranks, two_rank
     "case", ["ragged", "masked tokens", "class weights", "two terms", "micro-batches whose mean is NaN"]
 )
 def test_plain_loop_is_wrong_elsewhere(case: str, two_ranks: Ranks) -> None:
-    """The counter-example: on uneven work dividing by the number of micro-batches is off by far more than rounding."""
+    """The counter-example: on uneven work, dividing by the number of micro-batches is off by far more than rounding."""
     found = two_ranks.run(naive_errors, [case], [3])[0][case]
     assert not found[0] < 1e-3  # also true of NaN
 
 
 def test_sentences_are_as_described() -> None:
-    """The masked batch of the cases has 46% masked targets, and lengths with a long tail."""
+    """The masked test batch has 46% masked targets, and lengths with a long tail."""
     labels = sentences()["labels"]
     lengths = (labels != -100).sum(1).double()
 

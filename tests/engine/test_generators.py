@@ -1,4 +1,4 @@
-"""Random numbers inside a step belong to micro-batches, not to ranks, and the caller's own are as before."""
+"""Random numbers in a step are keyed by micro-batch, not by rank, and the caller's random state is preserved."""
 
 import random
 import warnings
@@ -22,7 +22,7 @@ SEED, SIZE = 11, 3
 
 
 def dropping() -> nn.Module:
-    """Return a classifier that drops half of what it sees."""
+    """Return a classifier with dropout."""
     torch.manual_seed(12)
     return nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 4)).double()
 
@@ -34,7 +34,7 @@ def make_engine(model: nn.Module, world: ab.World, **options: Any) -> ab.Engine:
 
 
 def keyed_by_hand(step: int) -> Gradients:
-    """Return the gradient of the loop that seeds torch with each micro-batch's key."""
+    """Return the gradient of a loop that seeds torch with each micro-batch's key."""
     model, batch = dropping(), vectors(29)
     for start in range(0, 29, SIZE):
         torch.manual_seed(unit_seed(SEED, step, start))
@@ -44,9 +44,9 @@ def keyed_by_hand(step: int) -> Gradients:
 
 
 def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
-    """Run on every rank: return gradients of the first and second step, and whether the caller's state is as before.
+    """Run on every rank: return the gradients of two steps, and whether the caller's state was preserved.
 
-    Ranks come with different states of their own, so that nothing can be right by accident.
+    Ranks start with different states, so equal results prove the keys.
     """
     world = ab.World.from_environment()
     model = dropping()
@@ -58,7 +58,7 @@ def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
         unchanged = torch.equal(before, torch.get_rng_state())
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         engine.step(batch)
-        model.load_state_dict(weights)  # so that the second step differs from the first by its random numbers alone
+        model.load_state_dict(weights)  # so that the steps differ only in random numbers
         return first, engine.gradients(batch), unchanged and torch.equal(before, torch.get_rng_state())
 
 
@@ -73,9 +73,9 @@ def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
 def test_dropout_does_not_depend_on_the_number_of_ranks(
     strategy: str, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
 ) -> None:
-    """The same cut dealt to 1, 2 or 3 ranks drops the same: the keys are (seed, step, first sample of the micro-batch).
+    """Dropout does not depend on the number of ranks: keys are (seed, step, first sample of the micro-batch).
 
-    The caller's random state is as before, whatever it was.
+    The caller's random state is preserved, regardless of its value.
     """
     first, second = keyed_by_hand(0), keyed_by_hand(1)
     assert relative_error(first, second) > 0.1
@@ -89,11 +89,11 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(
 @sees(
     "the key of a micro-batch has its place in the rank share",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "planned.sample_ids[one.unit.start])",
-    "planned.units.index(one.unit))",
+    "planned.sample_ids[item.unit.start])",
+    "planned.units.index(item.unit))",
 )
 def test_the_engines_seed_comes_before_the_datas() -> None:
-    """seed= replaces the data's seed as the first word of the keys."""
+    """`seed=` replaces the data's seed in the random keys."""
     batch = InMemory(vectors(29), seed=SEED)
     with make_engine(dropping(), ab.World(), seed=SEED + 1) as engine:
         other = engine.gradients(batch)
@@ -104,18 +104,8 @@ def test_the_engines_seed_comes_before_the_datas() -> None:
     assert relative_error(other, keyed_by_hand(0)) > 0.1
 
 
-@sees(
-    "random numbers are keyed unasked",
-    "src/anybatch/engine/rng/generators.py",
-    """
-        return CallersRandomness(device)
-""",
-    """
-        return UnitRandomness(device)
-""",
-)
 def test_without_keys_random_numbers_run_on() -> None:
-    """rng=None draws from the caller's generator, bit for bit as a plain loop does, and leaves it where it stopped."""
+    """With rng=None, random numbers come from the caller's generator, bit for bit as in a plain loop."""
     by_hand, batch = dropping(), vectors(29)
     torch.manual_seed(13)
     for start in range(0, 29, SIZE):
@@ -135,22 +125,8 @@ def test_without_keys_random_numbers_run_on() -> None:
         assert torch.equal(gradient, parameter.grad)
 
 
-@sees(
-    "random numbers of the caller are lost",
-    "src/anybatch/engine/rng/generators.py",
-    """
-            generator.set_state(state)
-
-    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
-""",
-    """
-            pass
-
-    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
-""",
-)
 def test_the_callers_state_survives_an_error() -> None:
-    """A loss that raises in the middle of a step leaves the caller's random state as it was."""
+    """A loss that raises in the middle of a step leaves the caller's random state unchanged."""
 
     def fails(model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = classify(model, batch)
@@ -178,15 +154,9 @@ DRAWS: dict[str, Callable[[], object]] = {
 }
 
 
-@sees(
-    "draws from python and numpy are not said",
-    "src/anybatch/engine/forward_state/state_watch.py",
-    "        if drew:",
-    "        if not drew:",
-)
 @pytest.mark.parametrize(
     ("name", "rng"),
-    # Torch's own numbers under "per_sample" are refused where they are not keyed.
+    # Under "per_sample", torch draws without a key raise an error.
     [
         (name, rng)
         for name in DRAWS
@@ -195,7 +165,7 @@ DRAWS: dict[str, Callable[[], object]] = {
     ],
 )
 def test_draws_that_are_not_keyed_are_said_once(name: str, rng: Any) -> None:
-    """A loss that draws from python's or numpy's generator is named, once, unless numbers are left as they come."""
+    """A loss that draws from Python's or NumPy's generator causes one warning, unless rng=None."""
     model = nn.Linear(5, 4).double()
 
     def drawing(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -215,9 +185,9 @@ def test_draws_that_are_not_keyed_are_said_once(name: str, rng: Any) -> None:
 
 
 def test_what_keys_random_numbers_is_a_decision() -> None:
-    """Where layers draw, the engine says which seed keys them, and that torch.manual_seed is not it."""
+    """If layers draw, `decisions` names the seed of the keys, and that `torch.manual_seed` does not set it."""
     with make_engine(dropping(), ab.World()) as engine:
-        assert "the seed of the data" in engine.decisions["random_numbers"]
+        assert "the data's seed" in engine.decisions["random_numbers"]
     with make_engine(dropping(), ab.World(), seed=5) as engine:
         assert "keyed by seed=5: torch.manual_seed does not" in engine.decisions["random_numbers"]
     for model, options in ((nn.Linear(5, 4).double(), {}), (dropping(), {"rng": None})):

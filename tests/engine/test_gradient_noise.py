@@ -1,4 +1,4 @@
-"""The noise of gradients as a run measures it, against plain torch: micro-batch by micro-batch, on any ranks."""
+"""Gradient noise measured in a run equals plain torch, micro-batch by micro-batch, on any number of ranks."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +22,6 @@ from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.zero1 import Zero1
 from anybatch.testing import out_of_memory_at
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, vectors
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, SIZE = 23, 5
@@ -49,7 +48,7 @@ def by_hand(
     loss: Callable[[Any, Batch], torch.Tensor] = classify,
     scale: Mapping[str, torch.Tensor] | None = None,
 ) -> Parts:
-    """Return squared norm and variance of one sample by layer, from each micro-batch's own gradient in plain torch."""
+    """Return squared norm and per-sample variance by layer, from each micro-batch's gradient in plain torch."""
     model, batch, start, found = network(), vectors(NUM_SAMPLES), 0, []
     for size in sizes:
         piece = cut(batch, start, start + size)
@@ -94,34 +93,22 @@ def measured(strategy: str) -> Parts:
 
 
 def assert_equal(found: Parts, expected: Parts) -> None:
-    """Compare row by row, to rounding of float64."""
+    """Compare row by row, up to float64 rounding."""
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
 
 
-@sees(
-    "the first parameters of a layer alone",
-    "src/anybatch/engine/gradient_noise.py",
-    "values.view(-1), out=cell",
-    "torch.ones_like(values.view(-1)), out=cell",
-)
 @pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp", "zero1", "fsdp", "data_parallel"])
 def test_one_rank(strategy: str, one_rank: Ranks) -> None:
-    """Under every strategy the parts of a ragged step are those of plain torch: 5, 5, 5, 4 and 4 samples."""
+    """Under every strategy, the noise measured in a ragged step equals plain torch."""
     found = one_rank.run(measured, strategy)[0] if strategy not in ("single", "data_parallel") else measured(strategy)
 
     assert_equal(found, by_hand([5, 5, 5, 5, 3]))
 
 
-@sees(
-    "squares of counts of one rank alone",
-    "src/anybatch/engine/gradient_noise.py",
-    "found += torch.as_tensor(count).to(found) ** 2",
-    "found.fill_(25.0)",
-)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
 def test_two_ranks(strategy: str, two_ranks: Ranks) -> None:
-    """Micro-batches of both ranks count as parts; both report the same numbers, to the bit."""
+    """On two ranks, the micro-batches of both are measured, and both ranks report bitwise equal numbers."""
     first, second = two_ranks.run(measured, strategy)
 
     assert first == second
@@ -129,7 +116,7 @@ def test_two_ranks(strategy: str, two_ranks: Ranks) -> None:
 
 
 class Forked(nn.Module):
-    """A layer for every micro-batch, and one for some of them."""
+    """A layer for all micro-batches, and one for some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,14 +128,8 @@ class Forked(nn.Module):
         return found + self.rare(x) if x[0, 0] > 0 else found
 
 
-@sees(
-    "a norm that is counted again in a micro-batch without a gradient",
-    "src/anybatch/engine/gradient_noise.py",
-    "            cells.zero_()\n",
-    "",
-)
 def test_parameters_that_a_micro_batch_leaves_out() -> None:
-    """A layer that some micro-batches do not run has the norm 0 in these."""
+    """A layer that a micro-batch skips has norm 0 there."""
     batch, model = vectors(NUM_SAMPLES), Forked()
     starts = range(0, NUM_SAMPLES, SIZE)
     shares = [min(SIZE, NUM_SAMPLES - start) / NUM_SAMPLES for start in starts]
@@ -178,23 +159,17 @@ def masked_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def masked(batch: Batch) -> torch.Tensor:
-    """Return labels of which those of class 0 are masked."""
+    """Return labels with all of class 0 masked."""
     return batch["y"].where(batch["y"] > 0, -100)
 
 
 def num_unmasked(batch: Batch) -> float:
-    """Return the number of samples that count."""
+    """Return the number of unmasked samples."""
     return float((masked(batch) != -100).sum())
 
 
-@sees(
-    "shares by samples where tokens count",
-    "src/anybatch/engine/gradient_noise.py",
-    "seen.counts.append(factor.count",
-    "seen.counts.append(micro_batch.unit.num_samples",
-)
 def test_parts_count_what_the_loss_counts() -> None:
-    """A micro-batch's share is that of its unmasked targets; the estimate says how many there are in a sample."""
+    """Micro-batches are weighted by unmasked targets, and the estimate includes targets per sample."""
     loss = ab.mean_over_tokens(masked_loss, labels=masked, shift=False)
     noise = make_engine(loss=loss).step(InMemory(vectors(NUM_SAMPLES))).noise
 
@@ -204,14 +179,8 @@ def test_parts_count_what_the_loss_counts() -> None:
     assert float(noise.items_per_sample) == num_unmasked(vectors(NUM_SAMPLES)) / NUM_SAMPLES
 
 
-@sees(
-    "a late count that norms never see",
-    "src/anybatch/engine/gradient_noise.py",
-    "numbers[1:] * (guess / count) ** 2",
-    "numbers[1:]",
-)
 def test_counts_that_come_with_the_loss() -> None:
-    """A bare function that returns sum and count is measured as one that was declared."""
+    """An undeclared loss that returns sum and count is measured like a declared one."""
 
     def late(model: Any, batch: Batch) -> ab.LossSum:
         total = F.cross_entropy(model(batch["x"]), masked(batch), reduction="sum")
@@ -223,14 +192,8 @@ def test_counts_that_come_with_the_loss() -> None:
     assert_equal((noise.squared_norms, noise.variances), by_hand([5, 5, 5, 5, 3], count=num_unmasked, loss=masked_loss))
 
 
-@sees(
-    "the second moment without its correction",
-    "src/anybatch/engine/gradient_noise.py",
-    "divisor.copy_(second_moment).div_(correction)",
-    "divisor.copy_(second_moment)",
-)
 def test_preconditioned() -> None:
-    """Gradients are divided by Adam's own denominator; before its first step nothing is measured."""
+    """Preconditioned noise divides gradients by Adam's denominator; before Adam's first step nothing is measured."""
     engine = make_engine(
         optimizer=lambda named: torch.optim.Adam(named, lr=0.0, eps=1e-3),
         noise=GradientNoise(every=1, by="layer", preconditioned=True),
@@ -238,7 +201,7 @@ def test_preconditioned() -> None:
     batch = InMemory(vectors(NUM_SAMPLES))
     first, second = engine.step(batch).noise, engine.step(batch).noise
     whole = gradient_of(network(), vectors(NUM_SAMPLES), classify)
-    scale = {name: gradient.abs() + 1e-3 for name, gradient in whole.items()}  # v after one step, corrected, is g^2
+    scale = {name: gradient.abs() + 1e-3 for name, gradient in whole.items()}  # after one step, corrected v is g^2
 
     assert first is not None
     assert second is not None
@@ -246,25 +209,12 @@ def test_preconditioned() -> None:
     assert_equal((second.squared_norms, second.variances), by_hand([5, 5, 5, 5, 3], scale=scale))
 
 
-@sees(
-    "the noise of a step is worked out where it may not run out of memory",
-    "src/anybatch/engine/gradient_noise.py",
-    "        self._square_sum(gradients, seen)\n",
-    "        self._square_sum(gradients, seen)\n        self._with_total(seen.of_sum)\n",
-)
-@sees(
-    "a gradient is preconditioned in new memory",
-    "src/anybatch/engine/gradient_noise.py",
-    "return torch.div(gradient, divisor, out=divisor)",
-    "return torch.div(gradient, divisor)",
-    cases=["False-True"],
-)
 @pytest.mark.parametrize("preconditioned", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 def test_behind_the_agreement_of_ranks_nothing_is_allocated(
     *, preconditioned: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where any allocation fails once ranks have agreed on a step, it is measured all the same, and alike."""
+    """Once ranks have agreed on a step, measuring its noise allocates nothing, so it works without free memory."""
 
     def summed(model: Any, batch: Batch) -> ab.LossSum:
         return ab.LossSum(F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
@@ -300,19 +250,15 @@ def weights_after(noise: GradientNoise | None, steps: int = 4) -> list[torch.Ten
 
 
 def test_measuring_changes_nothing() -> None:
-    """Weights are the same to the bit, measured or not."""
+    """Measuring noise does not change the weights, bit for bit."""
     assert all(map(torch.equal, weights_after(GradientNoise(every=2)), weights_after(None)))
 
 
-@sees(
-    "hooks that stay", "src/anybatch/engine/gradient_noise.py", "                hook.remove()", "                pass"
-)
-@sees("every step is measured", "src/anybatch/engine/gradient_noise.py", "if step % self._noise.every or ", "if ")
 def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps between measurements have no report of it and run no hook; neither has one of a single micro-batch."""
+    """Steps between measurements run no hooks; they and steps of one micro-batch report no noise."""
     engine, plain, num_norms = make_engine(noise=GradientNoise(every=3)), torch.dot, 0
     assert isinstance(engine.model, nn.Module)
-    # Kept, as DDP keeps them: of nodes that nobody holds, hooks are gone with the graph.
+    # Kept alive, as DDP does: hooks on nodes without references are freed with the graph.
     nodes = [get_gradient_edge(parameter).node for parameter in engine.model.parameters()]
 
     def counting(*args: Any, **options: Any) -> torch.Tensor:
@@ -328,14 +274,14 @@ def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((report.noise is not None, num_norms))
     small = [engine.step(InMemory(vectors(SIZE))).noise for _ in range(2)]
 
-    num_norms = 4 * (5 + 1)  # of every parameter, in every micro-batch and in the sum
+    num_norms = 4 * (5 + 1)  # for each parameter: one per micro-batch and one for the sum
     assert seen == [(True, num_norms), (False, 0), (False, 0), (True, num_norms), (False, 0)]
     assert small == [None, None]
     assert len(nodes) == 4
 
 
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
-    """Averages are in checkpoints: a resumed run ends with the same ones, to the bit; others may begin to measure."""
+    """Averages are saved: a resumed run continues them bit for bit, and a run without them can begin to measure."""
 
     def moments(engine: ab.Engine, seeds: range) -> torch.Tensor:
         noise: NoiseEstimate | None = None
@@ -360,7 +306,7 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_observer_is_told() -> None:
-    """A record with every row comes just before that of its step."""
+    """An observer gets a noise record with every row before the record of the step."""
     records: list[Record] = []
 
     class Keep:
@@ -386,7 +332,7 @@ class Normed(nn.Sequential):
 
 
 def test_refused() -> None:
-    """What has no independent parts is refused with its reason, and frozen BatchNorm is not."""
+    """Measuring noise raises an error if micro-batches are not independent; frozen BatchNorm is accepted."""
 
     def engine(model: nn.Module, loss: Any, **options: Any) -> ab.Engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -396,11 +342,11 @@ def test_refused() -> None:
     with pytest.raises(CompositionError, match=r"module '1' is in train mode.*norms='freeze'"):
         engine(Normed(), mean)
     engine(Normed(), mean, norms="freeze").close()
-    with pytest.raises(CompositionError, match="no independent parts"):
+    with pytest.raises(CompositionError, match="not independent"):
         engine(network(), ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.square().mean()))
     with pytest.raises(CompositionError, match="means over different items"):
         engine(network(), ab.sum_of(classify, one=ab.samples(), other=ab.counted(lambda batch: batch["y"].sum())))
-    with pytest.raises(CompositionError, match="no random parts"):
+    with pytest.raises(CompositionError, match="not random parts"):
         engine(network(), mean, micro_batch_size=ab.token_budget(64))
     with pytest.raises(CompositionError, match="Declare a mean"):
         engine(network(), ab.sum_over_samples(classify))

@@ -1,4 +1,4 @@
-"""The second promise: seed, data and effective batch size define the run, whatever number of ranks it is on."""
+"""The second promise: seed, data and effective batch size determine the run, on any number of ranks."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ NUM_SAMPLES, SIZE, NUM_STEPS = 47, 20, 12
 
 
 class Noisy(torch.utils.data.Dataset[Batch]):
-    """Labelled vectors, to which each access adds noise from torch's global generator."""
+    """Labelled vectors with noise from torch's global generator, drawn at each access."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -30,14 +30,14 @@ class Noisy(torch.utils.data.Dataset[Batch]):
 
 
 class Run(NamedTuple):
-    """What a run saw, and how it went."""
+    """The sample ids and losses of a run."""
 
     sample_ids: list[tuple[int, ...]]
     losses: list[float]
 
 
 def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Run:
-    """Run on every rank: some steps over several epochs, with a last batch of each that is smaller."""
+    """Run on every rank: make some steps over several epochs, each with a smaller last batch."""
     torch.manual_seed(1)
     layers = nn.Linear(5, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)
     model = nn.Sequential(*layers).to(dtype)
@@ -64,7 +64,7 @@ def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Run:
 def test_a_run_does_not_depend_on_the_ranks(
     dtype: torch.dtype, tolerance: float, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
 ) -> None:
-    """On 1, 2 and 3 ranks every step sees the same samples and has the same loss, with augmentation and dropout on."""
+    """On 1, 2 and 3 ranks each step has the same samples and loss, with augmentation and dropout."""
     plain = train(dtype, 3, 0.3)
     assert len(plain.losses) == NUM_STEPS
     for ranks in (one_rank, two_ranks, three_ranks):
@@ -74,7 +74,7 @@ def test_a_run_does_not_depend_on_the_ranks(
 
 
 def test_a_run_without_dropout_does_not_depend_on_the_cut(two_ranks: Ranks) -> None:
-    """Micro-batches of 3 and of 7 give the same run where nothing but the data draws random numbers."""
+    """Without dropout, micro-batches of 3 and of 7 give the same run."""
     plain = train(torch.float64, 3, 0.0)
     for found in two_ranks.run(train, torch.float64, 7, 0.0):
         assert found.sample_ids == plain.sample_ids
@@ -82,7 +82,7 @@ def test_a_run_without_dropout_does_not_depend_on_the_cut(two_ranks: Ranks) -> N
 
 
 def test_dropout_depends_on_the_cut() -> None:
-    """The counter-example: with dropout on, another cut draws other numbers, as the keys belong to micro-batches."""
+    """The counter-example: with dropout, another cut draws other numbers, because keys belong to micro-batches."""
     one, other = train(torch.float64, 3, 0.3), train(torch.float64, 7, 0.3)
     assert one.sample_ids == other.sample_ids
     assert one.losses != pytest.approx(other.losses, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Batches of many forms, losses over pairs, and later batches: checked, or a warning."""
+"""The loss check on batches of many forms, losses over pairs, and later batches: a verdict, or a warning."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,6 @@ from anybatch.data import AnyRows
 from anybatch.errors import AnyBatchWarning, LossError
 from tests.engine.cases import Batch, cut, share_bounds
 from tests.engine.loss_declarations import HOLDS
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -39,13 +38,13 @@ def engine_of(loss: Any, *, model: nn.Module | None = None, **options: Any) -> a
 
 
 def of_halves(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a preference loss: the first half of the rows was chosen, the second one rejected."""
+    """Return a preference loss: the first half of the rows is chosen, the second rejected."""
     chosen, rejected = model(batch["x"])[:, 0].split(len(batch["x"]) // 2)
     return -F.logsigmoid(chosen - rejected).mean()
 
 
 def of_neighbours(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a preference loss in which each row stands beside its partner."""
+    """Return a preference loss in which each row is next to its partner."""
     scores = model(batch["x"])[:, 0]
     if len(scores) % 2:
         message = "rows come in pairs"
@@ -54,7 +53,7 @@ def of_neighbours(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def of_spread(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a loss that is not defined on one sample, nor on a few."""
+    """Return a loss that fails on fewer than six samples."""
     scores = model(batch["x"])
     if len(scores) < 6:
         message = "too few"
@@ -64,12 +63,12 @@ def of_spread(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def one_by_one(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a sum over samples, each in a call of its own."""
+    """Return a sum over samples, with a separate call for each."""
     return torch.stack([model(x[None]).square().mean() for x in batch["x"]]).sum()
 
 
 def one_by_one_averaged(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples, each in a call of its own."""
+    """Return a mean over samples, with a separate call for each."""
     return one_by_one(model, batch) / len(batch["x"])
 
 
@@ -77,16 +76,9 @@ WRONG: dict[str, Callable[..., torch.Tensor]] = {"halves": of_halves, "spread": 
 RIGHT: dict[str, Callable[..., torch.Tensor]] = {"neighbours": of_neighbours, "one by one": one_by_one_averaged}
 
 
-@sees(
-    "declaration: real micro-batches are not compared",
-    "src/anybatch/engine/loss_check/sample_choice.py",
-    "    if len(source.real_units) > 1:\n",
-    "    if False:\n",
-    cases=["spread"],
-)
 @pytest.mark.parametrize("name", WRONG)
 def test_losses_that_pieces_cannot_tell_are_caught_by_real_micro_batches(name: str) -> None:
-    """Rows in pairs that are cut apart, and a loss that fails on few samples, are refused before the update."""
+    """Wrong losses that small pieces cannot reveal are found with real micro-batches, before the update."""
     model = network()
     before = [one.detach().clone() for one in model.parameters()]
     engine = engine_of(ab.mean_over_samples(WRONG[name]), model=model)
@@ -99,7 +91,7 @@ def test_losses_that_pieces_cannot_tell_are_caught_by_real_micro_batches(name: s
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_losses_that_pieces_cannot_tell_hold_in_real_micro_batches(name: str) -> None:
-    """Pairs that no cut takes apart are found to be right, without a word."""
+    """Right losses that small pieces cannot confirm pass with real micro-batches."""
     engine = engine_of(ab.mean_over_samples(RIGHT[name]))
     engine.step(rows())
     assert HOLDS in engine.decisions["loss"]
@@ -107,7 +99,7 @@ def test_losses_that_pieces_cannot_tell_hold_in_real_micro_batches(name: str) ->
 
 
 class Routed(nn.Module):
-    """Experts of which each sample gets one; how even they are used is kept for the loss function, in two ways."""
+    """Experts, one per sample; the balance of their use is kept for the loss, in an attribute or a list."""
 
     def __init__(self, keeps: str) -> None:
         super().__init__()
@@ -129,7 +121,7 @@ class Routed(nn.Module):
 
 
 def of_routed(model: Any, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples and the balance that the model has kept, which looks across samples."""
+    """Return a mean over samples plus the balance that the model has kept, which depends on all samples."""
     outputs = model(batch["x"])
     balance = model.balance if model.keeps == "attribute" else sum(model.balance)
     loss: torch.Tensor = F.cross_entropy(outputs, batch["y"]) + 0.1 * balance
@@ -138,7 +130,7 @@ def of_routed(model: Any, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("keeps", ["attribute", "list"])
 def test_what_a_module_keeps_for_the_loss_is_not_taken_for_a_constant(keeps: str) -> None:
-    """A router's balance that the loss reads from the model is compared by real micro-batches, and refused."""
+    """A balance across samples that the loss reads from the model is found, and raises an error."""
     torch.manual_seed(0)
     engine = engine_of(ab.mean_over_samples(of_routed), model=Routed(keeps).double())
     with pytest.raises(LossError) as caught:
@@ -160,7 +152,7 @@ class Images(Dataset[tuple[torch.Tensor, dict[str, torch.Tensor]]]):
 
 
 def in_lists(samples: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[list[Any], list[Any]]:
-    """Return images and targets as detection has them: lists with one entry for each sample."""
+    """Return images and targets as lists with one entry per sample, as in detection."""
     return [image for image, _ in samples], [target for _, target in samples]
 
 
@@ -173,7 +165,7 @@ def of_boxes(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Augmented(Dataset[dict[str, torch.Tensor]]):
-    """Adds noise from a private generator, so that a sample is another one each time it is read."""
+    """Draws from a private generator, so that a sample differs each time it is read."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -186,14 +178,8 @@ class Augmented(Dataset[dict[str, torch.Tensor]]):
         return {"x": x, "y": torch.tensor(number % 3)}
 
 
-@sees(
-    "declaration: a data set is expected to return the same again",
-    "src/anybatch/engine/loss_check/sample_choice.py",
-    "        if not self.reads_again:\n",
-    "        if True:\n",
-)
 def test_a_data_set_that_changes_is_read_once() -> None:
-    """Samples that differ each time they are read are compared in memory, and a right loss holds."""
+    """Samples that differ on each access are compared in memory, so a right loss passes."""
     engine = engine_of(ab.mean_over_samples(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])))
     (batch,) = ab.batches(Augmented(), effective_batch_size=24, shuffle=False)
     engine.step(batch)
@@ -213,7 +199,7 @@ class Sentences(Dataset[torch.Tensor]):
 
 
 def behind_each_other(samples: Sequence[torch.Tensor]) -> Batch:
-    """Return sequences without padding, as one row."""
+    """Return sequences concatenated into one row, without padding."""
     return {"x": torch.cat(list(samples))[None], "lengths": torch.tensor([len(one) for one in samples])[None]}
 
 
@@ -232,7 +218,7 @@ ROWS_OF_THEIR_OWN: dict[str, tuple[Any, Any, Any, Any]] = {
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("name", ROWS_OF_THEIR_OWN)
 def test_batches_without_one_row_for_each_sample(name: str, right: bool) -> None:
-    """Boxes in lists and sequences behind each other: over what they count they hold, over samples they are refused."""
+    """For boxes in lists and concatenated sequences, a mean over items passes; declared over samples, it raises."""
     data, collate, loss, count = ROWS_OF_THEIR_OWN[name]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -249,7 +235,7 @@ def test_batches_without_one_row_for_each_sample(name: str, right: bool) -> None
 
 
 class Graphs(Dataset[tuple[torch.Tensor, int]]):
-    """Graphs of different sizes: vectors of their nodes."""
+    """Graphs of different sizes, as vectors of their nodes."""
 
     def __len__(self) -> int:
         return 24
@@ -260,7 +246,7 @@ class Graphs(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Flat:
-    """A batch of graphs without an axis of samples: all nodes behind each other."""
+    """A batch of graphs with all nodes concatenated, without an axis of samples."""
 
     def __init__(self, graphs: Sequence[tuple[torch.Tensor, int]]) -> None:
         self.x = torch.cat([nodes for nodes, _ in graphs])
@@ -281,7 +267,7 @@ def of_nodes(model: nn.Module, batch: Flat) -> torch.Tensor:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_batches_that_cannot_be_cut_are_put_together_by_their_own_collate_function(right: bool) -> None:
-    """Graphs: a mean over them holds, and a mean over their nodes that was declared over graphs is refused."""
+    """For graphs that only `collate` can join, a mean over graphs passes; a mean over nodes raises an error."""
     batches = ab.batches(Graphs(), effective_batch_size=24, collate=Flat, shuffle=False)
     engine = engine_of(ab.mean_over_samples(of_graphs if right else of_nodes))
     for batch in batches:
@@ -296,19 +282,13 @@ def test_batches_that_cannot_be_cut_are_put_together_by_their_own_collate_functi
 
 
 def with_numpy(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return a mean over samples that are mixed with others, which numpy chooses."""
+    """Return a mean over samples that are mixed with others chosen by NumPy."""
     other = torch.from_numpy(np.random.permutation(len(batch["x"])))
     return F.cross_entropy(model(0.6 * batch["x"] + 0.4 * batch["x"][other]), batch["y"])
 
 
-@sees(
-    "declaration: what could not be checked is said to nobody",
-    "src/anybatch/engine/loss_check/check.py",
-    "            self._undecided = reason\n",
-    "            pass\n",
-)
 def test_what_could_not_be_checked_is_a_warning_once() -> None:
-    """The warning names the reason; a batch in one piece gives none."""
+    """A loss that cannot be checked causes one warning with the reason; an uncut batch causes none."""
     options: dict[str, Any] = {"rng": None, "model": nn.Linear(5, 3).double()}
     engine = engine_of(ab.mean_over_samples(with_numpy), **options)
     with pytest.warns(AnyBatchWarning, match=r"numpy.*ab\.check"):
@@ -322,7 +302,7 @@ def test_what_could_not_be_checked_is_a_warning_once() -> None:
 
 
 def raised_on_ranks(strategy: str, right: bool) -> str:
-    """Run on every rank: make a step; return the error, or what was decided."""
+    """Run on every rank: make a step; return the error, or the decision."""
     world = ab.World.from_environment()
     start, stop = share_bounds(24, [1] * world.size)[world.rank]
     engine = engine_of(
@@ -340,7 +320,7 @@ def raised_on_ranks(strategy: str, right: bool) -> str:
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_ranks_agree_on_real_micro_batches(strategy: str, right: bool, two_ranks: Ranks) -> None:
-    """All ranks come to one verdict, in lockstep too."""
+    """All ranks reach the same verdict."""
     one, other = two_ranks.run(raised_on_ranks, strategy, right)
     assert one == other
     assert (HOLDS if right else "joint") in one
@@ -349,14 +329,8 @@ def test_ranks_agree_on_real_micro_batches(strategy: str, right: bool, two_ranks
 # Later batches
 
 
-@sees(
-    "declaration: later batches are not looked at",
-    "src/anybatch/engine/loss_check/check.py",
-    "_AGAIN = frozenset({3, 7, 15})",
-    "_AGAIN = frozenset({3, 7})",
-)
 def test_what_shows_in_later_batches_only_is_found_there() -> None:
-    """A mask that does not vary in the first batches says nothing; the check looks again in steps 4, 8 and 16."""
+    """A mistake that the first batches do not show is found by a later check, in steps 4, 8 and 16."""
 
     def masked(model: nn.Module, batch: Batch) -> torch.Tensor:
         each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -369,21 +343,14 @@ def test_what_shows_in_later_batches_only_is_found_there() -> None:
         engine.step({**rows(), "mask": torch.ones(24, dtype=torch.float64)})
     for _ in range(6):
         engine.step({**rows(), "mask": varies})
-    with pytest.raises(LossError):  # in the sixteenth step
+    with pytest.raises(LossError):  # in step 16
         engine.step({**rows(), "mask": varies})
     engine.close()
 
 
-@sees(
-    "a count on the CPU is not compared because it is a tensor",
-    "src/anybatch/core/loss.py",
-    'count.device.type == "cpu"',
-    'count.device.type == "none"',
-    cases=["False"],
-)
 @pytest.mark.parametrize("check_loss", [True, False])
 def test_a_count_that_is_a_tensor_is_compared_too(check_loss: bool) -> None:
-    """`LossSum` with a tensor that contradicts the declaration is refused, like a number, also without the check."""
+    """A `LossSum` with a tensor count that contradicts the declaration raises an error, with and without the check."""
 
     def contradicting(model: nn.Module, batch: Batch) -> ab.LossSum:
         each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -404,14 +371,8 @@ def alike(_model: nn.Module, outputs: Batch) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(near @ near.T, (outputs["y"][:, None] == outputs["y"]).double())
 
 
-@sees(
-    "rows of encode may depend on each other",
-    "src/anybatch/engine/loss_check/runs.py",
-    "return self._run(pieces, self._joint_value)[0]",
-    "return self._run(pieces[:1], self._joint_value)[0]",
-)
 def test_an_encoder_that_looks_across_samples_is_refused() -> None:
-    """`encode` has to work on each sample by itself; dropout and layers like BatchNorm are no matter of it."""
+    """An `encode` that combines samples raises an error; dropout, noise and BatchNorm do not matter."""
 
     def centred(model: nn.Module, batch: Batch) -> Batch:
         z = model(batch["x"])

@@ -1,6 +1,6 @@
-"""Losses that models of transformers compute themselves, inside their forward: looked at like any other.
+"""The loss check on losses that transformers models compute in their forward.
 
-The classes are transformers' own, small and with random weights; nothing is downloaded.
+The models are small, with random weights; nothing is downloaded.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ def older_language_model() -> Any:
 
 
 def encoder(model: str, **options: Any) -> Any:
-    """Return an encoder with that head."""
+    """Return a BERT encoder with this head."""
     config = transformers.BertConfig(**SMALL, hidden_size=16, max_position_embeddings=16, **options)
     return getattr(transformers, model)(config)
 
@@ -141,7 +141,7 @@ WRONG: Mapping[str, tuple[Case, str]] = {
 
 
 def step(case: Case, precision: Any) -> str:
-    """Make a step; return what was decided about the loss."""
+    """Make a step; return the decision on the loss."""
     torch.manual_seed(0)
     model, batch, loss = case
     with ab.Engine(
@@ -161,15 +161,15 @@ def step(case: Case, precision: Any) -> str:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_declarations_hold(name: str, precision: str) -> None:
-    """Each head's own loss, declared as what it is, is found to hold."""
-    assert step(RIGHT[name], precision).endswith(("it holds", "it is one"))
+    """Each model's own loss passes the check under its right declaration."""
+    assert step(RIGHT[name], precision).endswith(("confirmed by the check of the first step", "it is one"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.slow
 def test_wrong_declarations_are_caught(name: str, precision: str) -> None:
-    """Each head's own loss, declared as something else, is refused with its right declaration."""
+    """Each model's own loss, declared wrongly, raises an error with the right declaration."""
     case, declaration = WRONG[name]
     with pytest.raises(LossError) as caught:
         step(case, precision)

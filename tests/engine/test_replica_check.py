@@ -1,4 +1,4 @@
-"""Replicas are compared with all of their weights, in little memory."""
+"""The replica check compares all weights with little extra memory."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.ranks_fixture import Ranks
 
 
 class WithTeacher(nn.Module):
-    """A model whose forward also moves a frozen copy of its weights."""
+    """A model whose forward also changes a frozen copy of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class WithTeacher(nn.Module):
 
 
 def names_that_differ(strategy: str) -> tuple[str, ...]:
-    """Run on every rank: train with a teacher that each rank moves by its own samples; return the names that differ."""
+    """Run on every rank: train with a teacher that depends on the rank's samples; return the names that differ."""
     model, world = WithTeacher(), ab.World.from_environment()
     with ab.Engine(
         model,
@@ -54,7 +54,7 @@ def names_that_differ(strategy: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
 def test_frozen_weights_that_drift_apart_are_found(strategy: str, two_ranks: Ranks) -> None:
-    """Frozen weights are compared as trained ones are, named, and repaired by `align_replicas`."""
+    """Frozen weights are compared like trained ones, reported by name, and repaired by `align_replicas`."""
     expected = tuple(f"teacher.{name}" for name, _ in perceptron().named_parameters())
     assert two_ranks.run(names_that_differ, strategy) == [expected] * 2
 
@@ -62,7 +62,7 @@ def test_frozen_weights_that_drift_apart_are_found(strategy: str, two_ranks: Ran
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_checksums_do_not_depend_on_strides(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channels-last weight is copied in pieces, and has the checksum of the contiguous one."""
+    """A channels-last weight is copied in pieces and has the checksum of the contiguous one."""
     monkeypatch.setattr(replica_check, "_PIECE_BYTES", 64)
     weight = torch.randint(0, 100, (rows, 3, 2, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
     other = weight.contiguous(memory_format=torch.channels_last)
@@ -70,7 +70,7 @@ def test_checksums_do_not_depend_on_strides(dtype: torch.dtype, rows: int, monke
 
 
 def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error of anybatch, which says where memory ran out."""
+    """Running out of memory in the comparison raises an error of anybatch with the location."""
 
     def fails(_: Any) -> torch.Tensor:
         message = "CUDA out of memory"
@@ -79,7 +79,7 @@ def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatc
     check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
     monkeypatch.setattr(check, "_enabled", True)
     monkeypatch.setattr(replica_check, "checksums", fails)
-    with pytest.raises(DoesNotFitError, match="while the weights of the ranks were compared"):
+    with pytest.raises(DoesNotFitError, match="while comparing the weights"):
         check.digests(100)
     with pytest.raises(DoesNotFitError, match="before step 7"):
         check.compare(7)

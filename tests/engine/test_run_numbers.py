@@ -1,4 +1,4 @@
-"""Short runs under every strategy give the numbers that were recorded before the code was changed."""
+"""Short runs under every strategy reproduce recorded numbers."""
 
 import json
 
@@ -8,13 +8,13 @@ from tests.engine.run_numbers import RECORDED, STRATEGIES, numbers_of_rank
 from tests.ranks_fixture import Ranks
 
 TOLERANCES = {"bf16": 3e-2, "float32": 1e-4}
-"""Relative, by the first word of a run's name; float64 runs are equal up to rounding."""
+"""Relative tolerance by the first word of a run's name; float64 runs are equal up to rounding."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_numbers_are_those_recorded(ranks: Ranks, strategy: str) -> None:
-    """Losses, gradient norms and parameters after five steps equal the recorded ones, run by run."""
+    """Losses, gradient norms and parameters after five steps equal the recorded ones."""
     if strategy == "single" and ranks.world_size > 1:
         pytest.skip("strategy='single' is for one rank")
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Batches whose samples are entries of lists, or of a class of their own, through the whole engine."""
+"""Batches whose samples are list entries, or elements of a custom class, in the engine."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from anybatch.testing import relative_error
 
 
 class Listener(nn.Module):
-    """Sums each recording's squares through a layer."""
+    """Returns the mean square of a layer's output for each recording."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_recordings_are_samples(alike: bool) -> None:
-    """A list of 7 recordings in micro-batches of 3 has the gradient of the whole list, of one length or of several."""
+    """A list of 7 recordings in micro-batches of 3 has the full-batch gradient, for equal and different lengths."""
     torch.manual_seed(1)
     waves = [torch.randn(50 if alike else 20 + k, 2, dtype=torch.float64) for k in range(7)]
     batch = {"waves": SampleList(waves) if alike else waves, "y": torch.randn(7, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""An engine of a spec is the engine of the same arguments, and its decisions are only ever added to."""
+"""Engines built from a spec, and the append-only record of decisions."""
 
 import dataclasses
 import gc
@@ -14,7 +14,6 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.errors import UserError
 from tests.engine.cases import CASES, InMemory
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -32,7 +31,7 @@ def spec_of(model: torch.nn.Module, **changes: Any) -> TrainSpec:
 
 
 def test_a_spec_makes_the_engine_of_its_fields() -> None:
-    """Two steps of both give bit for bit the same parameters, averages and reports."""
+    """Two steps of an engine from a spec and one from arguments are bitwise equal."""
     ends = []
     for made_of_spec in (False, True):
         model, batch = CASES["ragged"].model(), CASES["ragged"].batch()
@@ -51,7 +50,7 @@ def test_a_spec_makes_the_engine_of_its_fields() -> None:
 
 
 def test_the_engine_takes_every_field_of_both_values() -> None:
-    """What a spec or the hardware can say, an argument of the engine can say too."""
+    """Every field of a spec or the hardware is an argument of the engine, and the reverse."""
     arguments = set(inspect.signature(ab.Engine.__init__).parameters) - {"self", "observer"}
     fields = {field.name for value in (TrainSpec, Hardware) for field in dataclasses.fields(value)}
 
@@ -60,7 +59,7 @@ def test_the_engine_takes_every_field_of_both_values() -> None:
 
 
 def test_a_scheduler_is_made_for_the_optimizer_that_the_engine_makes() -> None:
-    """A function gets the engine's optimizer, and is stepped once per update as an instance is."""
+    """A scheduler function gets the engine's optimizer and is stepped once per update, like an instance."""
     model = CASES["ragged"].model()
     spec = spec_of(model, scheduler=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5))
     with ab.Engine.from_spec(spec, Hardware(micro_batch_size=3)) as engine:
@@ -69,14 +68,14 @@ def test_a_scheduler_is_made_for_the_optimizer_that_the_engine_makes() -> None:
 
 
 def test_what_is_no_scheduler_is_refused() -> None:
-    """A function that returns something without a step is an error that says what to pass."""
+    """A scheduler function that returns an object without `step` is refused."""
     model = CASES["ragged"].model()
     with pytest.raises(UserError, match="has no method step"):
         ab.Engine.from_spec(spec_of(model, scheduler=lambda _: 0.1))
 
 
 def test_a_dropped_engine_is_freed_without_the_garbage_collector() -> None:
-    """No part refers back to the engine, so that two engines in a row need the memory of one."""
+    """No part of an engine references it, so two engines in a row need the memory of one."""
     model = CASES["ragged"].model()
     engine = ab.Engine.from_spec(spec_of(model), Hardware(micro_batch_size=3))
     engine.step(InMemory(CASES["ragged"].batch()))
@@ -90,7 +89,7 @@ def test_a_dropped_engine_is_freed_without_the_garbage_collector() -> None:
 
 
 def freed_models(strategy: str) -> list[bool]:
-    """Run on every rank: step engines, drop them unclosed, and return whether models and process groups are gone."""
+    """Run on every rank: step and drop engines without closing; return whether models and groups are freed."""
     gone = []
     for _ in range(2):
         model = CASES["ragged"].model()
@@ -104,21 +103,14 @@ def freed_models(strategy: str) -> list[bool]:
     return gone
 
 
-@sees(
-    "DDP keeps the process group of a world that was dropped",
-    "src/anybatch/parallel/ddp.py",
-    "_Reductions(weakly(on_reduction), world.roll_call, world.group, self._compression)",
-    "_Reductions(lambda kept=world: _weakly(on_reduction)(), world.roll_call, world.group)",
-    cases=["ddp"],
-)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_a_dropped_engine_lets_its_model_go(strategy: str, two_ranks: Ranks) -> None:
-    """Nothing outside of Python, such as DDP's reducer, keeps the model or the world of an engine that was dropped."""
+    """DDP's reducer and other native objects do not keep the model or world of a dropped engine alive."""
     assert two_ranks.run(freed_models, strategy) == [[True, True], [True, True]]
 
 
 def test_decisions_are_only_added_to() -> None:
-    """A mapping of the newest text by name; older ones stay in the history, and nothing can be set or taken out."""
+    """Decisions map names to the newest text and keep the history; items cannot be set."""
     decisions = Decisions()
     for text in ("16, as named", "", "8, because 16 ran out of memory"):
         decisions.add("micro_batch_size", text)

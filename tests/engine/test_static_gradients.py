@@ -1,4 +1,4 @@
-"""Gradients in static buffers, as captured graphs return them: accumulated like any others."""
+"""Gradients in static buffers, as captured graphs return them, accumulate correctly."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ _BUFFERS: dict[torch.Size, Tensor] = {}
 
 
 class StaticProduct(torch.autograd.Function):
-    """A matrix product whose backward writes the weight's gradient into one buffer, and returns that."""
+    """A matrix product whose backward writes the weight gradient into a static buffer and returns it."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class StaticProduct(torch.autograd.Function):
 
 
 class Network(nn.Module):
-    """Two layers; `late` reaches only samples whose first feature is positive, so perhaps no early micro-batch."""
+    """Two layers; `late` is used only by samples with a positive first feature, so maybe not in early micro-batches."""
 
     def __init__(self, *, static: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 def samples() -> dict[str, Tensor]:
-    """Return 24 samples; only the last 18 reach `late`."""
+    """Return 24 samples; only the last 18 use `late`."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(24, 8, generator=generator, dtype=torch.float64)
     x[:, 0] = torch.where(torch.arange(24) < 6, -1.0, 1.0)
@@ -75,7 +75,7 @@ def contrast(_: nn.Module, outputs: Tensor) -> Tensor:
 
 
 def expected_gradients(kind: str) -> dict[str, Tensor | None]:
-    """Return the gradient of the unsplit batch, without static buffers."""
+    """Return the full-batch gradient, without static buffers."""
     model = Network(static=False)
     value = mean_loss(model, samples()) if kind == "mean" else contrast(model, encode(model, samples()))
     value.backward()
@@ -103,7 +103,7 @@ def static_error(strategy: str, kind: str) -> float:
 
 
 def whole(gradient: Tensor) -> Tensor:
-    """Return a gradient that may be sharded as one tensor."""
+    """Return a gradient, sharded or not, as a full tensor."""
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
@@ -115,12 +115,12 @@ def whole(gradient: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize(("strategy", "kind"), [("single", "mean"), ("single", "joint"), ("data_parallel", "mean")])
 def test_one_process_accumulates_gradients_in_static_buffers_exactly(strategy: str, kind: str) -> None:
-    """A buffer that the next backward overwrites does not change what has been accumulated."""
+    """A buffer that the next backward overwrites does not change the accumulated gradient."""
     assert static_error(strategy, kind) <= TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_two_ranks_accumulate_gradients_in_static_buffers_exactly(two_ranks: Ranks, strategy: str, kind: str) -> None:
-    """The same on two ranks, in every strategy."""
+    """The same holds on two ranks under every strategy."""
     assert max(two_ranks.run(static_error, strategy, kind)) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""Each step tells what the rank's device holds, to whoever observes; and it says once that the headroom is used up."""
+"""Each step reports the memory of the rank's device to observers, and warns once when the headroom is used up."""
 
 import gc
 import sys
@@ -12,10 +12,9 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, MemoryRecord, Observer, Record, StepRecord
 from anybatch.engine.telemetry import step_memory
-from anybatch.engine.update.resident_tensors import num_bytes_of
+from anybatch.engine.telemetry.step_memory import num_bytes_of
 from anybatch.memory.device_memory import MemoryInUse
 from tests.engine.cases import InMemory, vectors
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
@@ -25,7 +24,7 @@ NUM_WEIGHTS = 5 * 6 + 6 + 6 * 4 + 4
 
 
 class Notebook:
-    """Keeps what it is told."""
+    """Keeps all records."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -45,7 +44,7 @@ class Notebook:
 
 
 class Gauge:
-    """Stands in for a device that holds as much as a test says."""
+    """Simulates a device with given memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, peaks: Iterator[int]) -> None:
         self.happened: list[str] = []
@@ -61,7 +60,7 @@ class Gauge:
 
 
 def make_engine(observer: Observer | None, dtype: torch.dtype = torch.float64, **choices: object) -> ab.Engine:
-    """Return an engine over 94 weights."""
+    """Return an engine over a model with 64 weights."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).to(dtype)
     return ab.Engine(
@@ -77,7 +76,7 @@ def make_engine(observer: Observer | None, dtype: torch.dtype = torch.float64, *
 
 
 def test_each_step_tells_it_once() -> None:
-    """One memory record comes with each step, just before the step's own, and says what the process holds."""
+    """Each step sends one memory record with the live memory of the process, just before the step record."""
     notebook = Notebook()
     with make_engine(notebook) as engine:
         for _ in range(3):
@@ -93,14 +92,8 @@ def test_each_step_tells_it_once() -> None:
         assert (record.reserved_bytes, record.limit_bytes) == (None, None)
 
 
-@sees(
-    "memory report: the device is asked although nobody observes",
-    "src/anybatch/engine/telemetry/notifier.py",
-    "if self._observer is not None and self._memory is not None:",
-    "if self._memory is not None:",
-)
 def test_nobody_is_asked_unless_somebody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an observer nothing is asked, and torch's peak counters are left to the user."""
+    """Without an observer, memory is not measured, and torch's peak counters are left to the user."""
     gauge = Gauge(monkeypatch, iter([]))
     with make_engine(None) as engine:
         engine.step(InMemory(vectors(11)))
@@ -108,14 +101,8 @@ def test_nobody_is_asked_unless_somebody_observes(monkeypatch: pytest.MonkeyPatc
     assert gauge.happened == []
 
 
-@sees(
-    "memory report: the peak goes on from the step before",
-    "src/anybatch/engine/telemetry/notifier.py",
-    "            self._memory.begin()",
-    "            pass",
-)
 def test_the_peak_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's peak begins anew in each step and is read at its end, so each record has its own step's."""
+    """The device peak is reset in each step and read at its end, so each record has its own step's peak."""
     gauge, notebook = Gauge(monkeypatch, iter([70 * GIB, 50 * GIB])), Notebook()
     with make_engine(notebook) as engine:
         for _ in range(2):
@@ -126,7 +113,7 @@ def test_the_peak_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_categories_are_sums_of_sizes() -> None:
-    """Weights, gradients and the optimizer's moments are known from their sizes: AdamW holds two of each weight."""
+    """Memory of weights, gradients and optimizer state follows from tensor sizes; AdamW holds two moments."""
     notebook = Notebook()
     with make_engine(notebook) as engine:
         engine.step(InMemory(vectors(11)))
@@ -145,14 +132,8 @@ def test_categories_are_sums_of_sizes() -> None:
     )
 
 
-@sees(
-    "memory report: master weights are forgotten",
-    "src/anybatch/engine/update/resident_tensors.py",
-    '"optimizer": (*beside, ',
-    '"optimizer": (',
-)
 def test_master_weights_and_averages_are_the_optimizers() -> None:
-    """Under bf16 the optimizer holds a master weight, two moments and the average in float32, beside bf16 weights."""
+    """With bf16, optimizer memory is master weight, two moments and average in float32, next to bf16 weights."""
     notebook = Notebook()
     with make_engine(notebook, torch.bfloat16, average_decay=0.9) as engine:
         engine.step(InMemory(vectors(11)))
@@ -164,14 +145,8 @@ def test_master_weights_and_averages_are_the_optimizers() -> None:
     assert sizes["optimizer"] == 16 * NUM_WEIGHTS + steps
 
 
-@sees(
-    "memory report: memory that two tensors share counts twice",
-    "src/anybatch/engine/update/resident_tensors.py",
-    "sizes[storage_key(storage)] = storage.nbytes()",
-    "sizes[id(tensor)] = storage.nbytes()",
-)
 def test_shared_memory_counts_once() -> None:
-    """Views of one tensor are its memory, a sparse tensor is its indices and values, and an empty one is nothing."""
+    """Views of one tensor count once, a sparse tensor counts indices and values, an empty tensor counts 0."""
     whole = torch.zeros(10, dtype=torch.float64)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), check_invariants=True)
 
@@ -180,14 +155,8 @@ def test_shared_memory_counts_once() -> None:
     assert num_bytes_of([torch.empty(0)]) == 0
 
 
-@sees(
-    "memory report: the warning about headroom comes in every step",
-    "src/anybatch/engine/telemetry/step_memory.py",
-    "            self._has_warned = True",
-    "            self._has_warned = False",
-)
 def test_used_up_headroom_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first peak above 85% of the limit is a warning with both values; later ones are not told again."""
+    """The first peak above 85% of the limit is a warning with both values; later ones cause none."""
     Gauge(monkeypatch, iter([85 * GIB, 86 * GIB, 99 * GIB]))
     notebook = Notebook()
     with make_engine(notebook) as engine:
@@ -200,18 +169,8 @@ def test_used_up_headroom_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "micro_batch_size" in str(warning.remedy)
 
 
-@sees(
-    "memory report: who looked in for a block goes on looking in",
-    "src/anybatch/engine/telemetry/notifier.py",
-    "self._observer, self._on_batch = before",
-    "self._on_batch = before[1]",
-    also=[
-        "tests/engine/test_step_memory.py::test_an_observer_that_raises_has_gone_too",
-        "tests/diagnostics/test_memory_report.py::test_a_step_that_fails_is_let_go",
-    ],
-)
 def test_an_observer_may_come_later_and_go() -> None:
-    """Who looks in for a block is told beside the engine's own observer, and not after it."""
+    """A temporary observer gets records together with the engine's own, and none after its block."""
     own, guest = Notebook(), Notebook()
     seen: list[dict[str, torch.Tensor]] = []
     with make_engine(own) as engine:
@@ -227,14 +186,14 @@ def test_an_observer_may_come_later_and_go() -> None:
 
 
 def step_and_fail(engine: ab.Engine, guest: Observer) -> None:
-    """Let somebody look in for a step, and end that in an error."""
+    """Add an observer for a step, then raise."""
     with engine.observed_by(guest):
         engine.step(InMemory(vectors(11)))
         raise ZeroDivisionError
 
 
 def test_an_observer_that_raises_has_gone_too() -> None:
-    """After a block that ended in an error the engine is observed by its own observer alone, or by nobody."""
+    """A temporary observer is removed even if its block raises."""
     guest = Notebook()
     with make_engine(None) as engine:
         with pytest.raises(ZeroDivisionError):
@@ -246,19 +205,8 @@ def test_an_observer_that_raises_has_gone_too() -> None:
     assert len(guest.records) == told
 
 
-@sees(
-    "memory report: the engine keeps itself",
-    "src/anybatch/engine/engine.py",
-    """
-        self._parts = build(spec, hardware, observer)
-""",
-    """
-        self._parts = build(spec, hardware, observer)
-        self._kept = self.step
-""",
-)
 def test_an_engine_goes_when_it_is_let_go() -> None:
-    """What tells memory does not keep the engine: no cycle holds its memory until the collector comes."""
+    """Memory reporting does not keep the engine in a reference cycle."""
     engine = make_engine(Notebook())
     engine.step(InMemory(vectors(11)))
     engine.close()
@@ -272,7 +220,7 @@ def test_an_engine_goes_when_it_is_let_go() -> None:
 
 
 def gradient_bytes_held() -> tuple[int, int]:
-    """Run on a rank: return the bytes of gradient buffers before the first step, and what a step tells of them."""
+    """Run on a rank: return the bytes of gradient buffers before the first step, and as reported by a step."""
     notebook = Notebook()
     world = ab.World.from_environment(device="cpu")
     with make_engine(notebook, world=world, strategy="all_reduce") as engine:
@@ -281,13 +229,7 @@ def gradient_bytes_held() -> tuple[int, int]:
     return before, notebook.memory()[0].category_bytes["gradients"]
 
 
-@sees(
-    "memory report: buckets are no gradients",
-    "src/anybatch/engine/update/resident_tensors.py",
-    '"gradients": (*prepared.gradient_buffers, *gradients)',
-    '"gradients": (*gradients,)',
-)
 def test_buffers_that_are_reduced_are_gradients(two_ranks: Ranks) -> None:
-    """Under all_reduce the gradients' memory is there from the beginning, and is counted once, in the buckets."""
+    """Under all_reduce, gradient buckets exist from the start and are counted once."""
     for before, told in two_ranks.run(gradient_bytes_held):
         assert before == told == 8 * NUM_WEIGHTS

@@ -1,4 +1,4 @@
-"""`strategy="auto"` goes by the memory of the smallest device, here a pretended one; all ranks take the same."""
+"""`strategy="auto"` depends on the memory of the smallest device (simulated here), alike on all ranks."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,17 +11,16 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.headroom import HEADROOM
 from anybatch.engine.strategy_choice import replica_bytes
-from anybatch.engine.update.resident_tensors import num_bytes_of
+from anybatch.engine.telemetry.step_memory import num_bytes_of
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 Named = Iterable[tuple[str, nn.Parameter]]
 NUMBERS = 4 * (32 * 32 + 32) + 32 * 2 + 2
-"""Parameters of the tower."""
+"""Number of parameters of the tower."""
 
 
 def tower() -> nn.Module:
@@ -37,19 +36,19 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def adamw(named: Named) -> torch.optim.Optimizer:
-    """Return an optimizer that keeps two copies, and takes one more in its step."""
+    """Return an optimizer with two moments that needs one more copy in its step."""
     return torch.optim.AdamW(named, lr=0.01, foreach=True)
 
 
 def reads_numbers(named: Named) -> torch.optim.Optimizer:
-    """Return an optimizer that cannot be made of parameters without data."""
+    """Return an optimizer that cannot be built on the meta device."""
     held = list(named)
     assert all(parameter.abs().sum().item() >= 0 for _, parameter in held)
     return adamw(held)
 
 
 class Foreign(torch.optim.AdamW):
-    """An optimizer of which it is not known that it updates each parameter by itself."""
+    """An optimizer not known to update each parameter separately."""
 
 
 OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
@@ -61,12 +60,12 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
 
 
 def limit(copies: float) -> int:
-    """Return the memory of a device that has room for so many copies of the parameters, beside its headroom."""
+    """Return the memory of a device with room for this many copies of the parameters, plus headroom."""
     return int(4 * NUMBERS * copies / (1.0 - HEADROOM)) + 500
 
 
 def engine(kind: str, device_bytes: int | None, **options: Any) -> ab.Engine:
-    """Return an engine under "auto" on a device of so many bytes."""
+    """Return an engine with "auto" on a device with this much memory."""
     model = tower()
     made = OPTIMIZERS[kind.removesuffix(", made")]
     optimizer: Any = made(list(model.named_parameters())) if kind.endswith(", made") else made
@@ -77,7 +76,7 @@ def engine(kind: str, device_bytes: int | None, **options: Any) -> ab.Engine:
 
 
 def chosen(kind: str, device_bytes: int | None, **options: Any) -> str:
-    """Run on every rank: return the decision, or what was refused."""
+    """Run on every rank: return the decision, or the error."""
     try:
         with engine(kind, device_bytes, **options) as made:
             return made.decisions["strategy"]
@@ -104,7 +103,7 @@ ASKED: list[tuple[str, float | None, dict[str, Any], str]] = [
 
 
 def decisions() -> list[str]:
-    """Run on every rank: return what is decided in each case."""
+    """Run on every rank: return the decision in each case."""
     found = [chosen(kind, None if copies is None else limit(copies), **o) for kind, copies, o, _ in ASKED]
     # Rank 1 has the smaller device.
     found.append(chosen("function", limit(5) if ab.World.from_environment().rank == 0 else limit(3)))
@@ -112,23 +111,11 @@ def decisions() -> list[str]:
 
 
 @pytest.mark.slow
-@sees(
-    "each rank goes by its own device",
-    "src/anybatch/engine/strategy_choice.py",
-    "min(row[0] for row in world.gather_numbers([float(own)]))",
-    "own",
-)
-@sees(
-    "an optimizer that looks at all parameters is shared out",
-    "src/anybatch/engine/strategy_choice.py",
-    'type(made).__module__.startswith("torch.optim")',
-    "True",
-)
 def test_replicas_while_they_fit(two_ranks: Ranks) -> None:
-    """Replicas where their weights, gradients and update fit, else a shared-out update, else shards; told on all ranks.
+    """With "auto", replicas are used if they fit, else a sharded update, else sharded parameters, alike on all ranks.
 
-    With an optimizer that is made already there are no shards: it is refused where nothing else can fit, which names
-    the cure, and otherwise goes on with the best there is, which is said.
+    An optimizer instance rules out sharded parameters: then the best remaining strategy is used and reported, or an
+    error gives the fix if none fits.
     """
     first, second = two_ranks.run(decisions)
     assert first == second
@@ -143,7 +130,7 @@ def test_replicas_while_they_fit(two_ranks: Ranks) -> None:
 
 
 def weights_after(device_bytes: int | None) -> tuple[str, dict[str, torch.Tensor]]:
-    """Run on every rank: return the strategy that was taken, and what two steps made of the weights."""
+    """Run on every rank: return the chosen strategy, and the weights after two steps."""
     torch.manual_seed(0)
     batch = InMemory({"x": torch.randn(6, 32), "y": torch.randint(2, (6,))})
     torch.manual_seed(ab.World.from_environment().rank)
@@ -156,7 +143,7 @@ def weights_after(device_bytes: int | None) -> tuple[str, dict[str, torch.Tensor
 
 
 def distances() -> list[tuple[str, float]]:
-    """Run on every rank: return each choice, and how far its weights are from those of replicas."""
+    """Run on every rank: return each choice, and the distance of its weights from replicas."""
     _, replicas = weights_after(None)
     found = []
     for copies in (4.9, 3.0):
@@ -167,7 +154,7 @@ def distances() -> list[tuple[str, float]]:
 
 @pytest.mark.slow
 def test_the_choice_changes_no_weights(two_ranks: Ranks) -> None:
-    """Whatever fits makes the same weights as replicas do, up to rounding in float32."""
+    """Every chosen strategy gives the weights of replicas, up to float32 rounding."""
     for found in two_ranks.run(distances):
         assert [name for name, _ in found] == ["zero1", "fsdp"]
         assert max(error for _, error in found) <= 1e-5
@@ -178,7 +165,7 @@ def test_the_choice_changes_no_weights(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_the_arithmetic_is_that_of_a_step(kind: str, dtype: torch.dtype, made: bool) -> None:
-    """What is counted is what an engine's tensors hold between steps, with one copy of the gradients."""
+    """The estimate equals the memory of an engine's tensors between steps, with one copy of the gradients."""
 
     def make(named: Named) -> torch.optim.Optimizer:
         return adamw(named) if kind == "AdamW" else torch.optim.SGD(named, lr=0.01)
@@ -191,13 +178,12 @@ def test_the_arithmetic_is_that_of_a_step(kind: str, dtype: torch.dtype, made: b
     running.step(batch)
     held = {category: num_bytes_of(tensors) for category, tensors in running.resident_tensors().items()}
     running.close()
-    # Where gradients add up in buffers of their own these are there between steps.
     assert counted.weights + counted.update.state == held["weights"] + held["buffers"] + held["optimizer"]
     assert counted.gradients == 4 * NUMBERS
 
 
 def test_what_is_counted_is_no_more_than_a_step_holds() -> None:
-    """The bytes of a replica are a lower bound of the peak of its step."""
+    """The estimated bytes of a replica are a lower bound of its step's peak."""
     model = tower()
     optimizer = adamw(list(model.named_parameters()))
     counted = replica_bytes(optimizer, model, most=0).on_each(1)
@@ -216,6 +202,6 @@ def test_what_is_counted_is_no_more_than_a_step_holds() -> None:
 
 
 def test_one_rank_and_a_cpu_are_not_asked() -> None:
-    """A single rank is "single" however small its device is, and a CPU's memory limits nobody."""
+    """A single rank uses "single" however small its device, and CPU memory is not considered."""
     assert chosen("function", 1000) == "single, because there is 1 rank"
     assert chosen("function", None) == "single, because there is 1 rank"

@@ -1,4 +1,4 @@
-"""What is handed to collectives in a step: the gradient's bytes, once, however many micro-batches are accumulated."""
+"""The collectives of a step carry the gradient's bytes once, for any number of accumulated micro-batches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record every call of a collective through torch.distributed, and every message of a control group."""
+    """Record all collective calls through torch.distributed, and all messages of control groups."""
     calls: list[Call] = []
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
     start_sum, gather = ControlGroup.start_sum, ControlGroup.gather
@@ -71,7 +71,7 @@ def recorded() -> Iterator[list[Call]]:
 
 @contextmanager
 def replaced(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Put functions in the place of those of torch.distributed, or of a class."""
+    """Replace functions of torch.distributed or of a class."""
     plain = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():
         setattr(owner, name, function)
@@ -83,7 +83,7 @@ def replaced(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iter
 
 
 def make_engine(strategy: str, world: ab.World) -> ab.Engine:
-    """Return an engine over a float32 model, whose gradients can be told from the float64 numbers of a report."""
+    """Return an engine over a float32 model, whose gradients differ in dtype from a report's float64 numbers."""
     torch.manual_seed(14)
     model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 4))
 
@@ -101,7 +101,7 @@ def make_engine(strategy: str, world: ab.World) -> ab.Engine:
 
 
 def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
-    """Run on every rank: return what the third step of a float32 model calls; in those before the loss is looked at."""
+    """Run on every rank: return the calls of the third step; earlier steps check the loss."""
     world = ab.World.from_environment()
     with make_engine(strategy, world) as engine:
         batch = InMemory(vectors(2 * num_micro_batches * world.size))
@@ -140,10 +140,10 @@ def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
 def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
-    """At 1, 4 and 16 accumulation steps the gradient collectives of a step carry the gradient's bytes, exactly once.
+    """With 1, 4 and 16 accumulation steps, a step's gradient collectives carry the gradient's bytes exactly once.
 
-    In the control group travels one small message beside them: the numbers of the report, in float64, flags, and
-    digests of what the rank means by the step, each with its square.
+    The control group also sends one small message: float64 numbers of the report, flags, and digests of the rank's
+    settings for the step, each with its square.
     """
     found = {number: two_ranks.run(calls_of_a_step, strategy, number) for number in (1, 4, 16)}
     for ranks in found.values():
@@ -158,14 +158,14 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
 
 
 def test_several_buckets_are_reduced_one_by_one(two_ranks: Ranks) -> None:
-    """With small buckets there are several reductions; together they still carry the gradient once."""
+    """With small buckets there are several reductions, which together carry the gradient once."""
     calls = two_ranks.run(calls_of_a_step, "all_reduce", 4)[0]
     assert sum(call.dtype == torch.float32 for call in calls) > 1
     assert sum(call.dtype == torch.float32 for call in two_ranks.run(calls_of_a_step, "all_reduce, after", 4)[0]) == 1
 
 
 class Waited:
-    """A reduction that was started, and how often it was waited for."""
+    """A started reduction that counts how often it is waited for."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -174,16 +174,16 @@ class Waited:
     def wait(self, *timeout: timedelta) -> object:
         """Wait as usual."""
         done = self.work.wait(*timeout)
-        self.times += 1  # not where it has been waited for in vain for a while
+        self.times += 1  # not after a wait that timed out
         return done
 
     def is_completed(self) -> bool:
-        """Whether it has come."""
+        """Return whether the reduction is complete."""
         return bool(self.work.is_completed())
 
 
 def waits_of_a_step(strategy: str) -> list[int]:
-    """Run on every rank: return how often each reduction that a step starts is waited for, and its last message."""
+    """Run on every rank: return how often each reduction and the last message of a step are waited for."""
     started: list[Waited] = []
 
     def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ def waits_of_a_step(strategy: str) -> list[int]:
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after"])
 def test_all_that_was_started_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
-    """No bucket is read before it has arrived: each reduction that is started is waited for, once."""
+    """Each started reduction is waited for exactly once, so no bucket is read early."""
     for times in two_ranks.run(waits_of_a_step, strategy):
         assert len(times) > (2 if strategy == "all_reduce" else 1)
         assert set(times) == {1}

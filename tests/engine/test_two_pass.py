@@ -1,15 +1,18 @@
-"""Losses that look across samples: the gradient of the un-split batch, with one micro-batch's activations at a time."""
+"""Cross-sample losses: the full-batch gradient with the activations of one micro-batch at a time."""
 
 import copy
 import dataclasses
+import functools
+import random
 import traceback
 import warnings
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.randomness import joint_seed
 from anybatch.core.records import MicroBatchRecord, ReductionRecord
-from anybatch.errors import CompositionError, LossError
+from anybatch.errors import AnyBatchWarning, CompositionError, LossError
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.dtensors import gather
 from anybatch.parallel.fsdp import FSDP
@@ -50,7 +53,7 @@ Errors = dict[tuple[str, str, str], "tuple[float, float] | str"]
 
 
 def joint_errors(cases: list[str]) -> Errors:
-    """Run on every rank: return errors of gradient and loss of each (case, split, strategy), or how it failed."""
+    """Run on every rank: return errors of gradient and loss for each (case, split, strategy), or its traceback."""
     world = ab.World.from_environment()
     errors: Errors = {}
     for case_name in cases:
@@ -75,27 +78,27 @@ def joint_errors(cases: list[str]) -> Errors:
                     relative_error(found, expected),
                     abs(report.loss / float(loss) - 1),
                 )
-            except Exception:  # noqa: BLE001 (told by the test that looks at this combination)
+            except Exception:  # noqa: BLE001 (reported by the test of this combination)
                 errors[case_name, split_name, strategy] = traceback.format_exc()
     return errors
 
 
 @pytest.fixture(scope="module")
 def errors(ranks: Ranks) -> list[Errors]:
-    """Return the errors of all combinations, as every rank found them."""
+    """Return the errors of all combinations on every rank."""
     found: list[Errors] = ranks.run(joint_errors, list(JOINT_CASES))
     return found
 
 
 @sees(
     "joint: parameters of the loss count on every rank",
-    "src/anybatch/engine/accumulation/two_pass.py",
+    "src/anybatch/engine/two_pass.py",
     "gradient if exchange.reports_loss else torch.zeros_like(gradient)",
     "gradient",
 )
 @sees(
     "joint: every rank tells the loss",
-    "src/anybatch/engine/accumulation/two_pass.py",
+    "src/anybatch/engine/two_pass.py",
     """
     if exchange.reports_loss:
 """,
@@ -105,7 +108,7 @@ def errors(ranks: Ranks) -> list[Errors]:
 )
 @pytest.mark.parametrize("case", JOINT_CASES)
 def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
-    """On every rank, for every cut and strategy, gradient and loss are those of one graph over all samples."""
+    """On every rank, for every cut and strategy, gradient and loss equal one graph over all samples."""
     found = [item for rank in errors for item in rank.items() if item[0][0] == case]
     wrong = [f"{key[1:]}: {error}" for key, error in found if isinstance(error, str) or not max(error) <= TOLERANCE]
 
@@ -115,7 +118,7 @@ def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) 
 
 @pytest.mark.parametrize("case", [name for name, case in JOINT_CASES.items() if not case.draws])
 def test_the_loss_of_each_micro_batch_is_another_loss(case: str) -> None:
-    """The counter-example: the mean of the micro-batches' own losses is off by far more than rounding."""
+    """Counter-example: the mean of the losses of single micro-batches is off by far more than rounding."""
     model, function = JOINT_CASES[case].model(), JOINT_CASES[case].loss()
     expected = plain_gradients(
         all_modules(model, function), plain_loss(JOINT_CASES[case], model, function, pairs(), [])
@@ -124,7 +127,7 @@ def test_the_loss_of_each_micro_batch_is_another_loss(case: str) -> None:
 
 
 class Counting(nn.Module):
-    """A layer, and a buffer that counts samples, is a new tensor every time, and has a say in what comes out."""
+    """A layer with a buffer that counts samples, is replaced in each forward, and affects the result."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class Counted(Encoders):
 
 @sees(
     "joint: buffers see samples twice",
-    "src/anybatch/engine/accumulation/two_pass.py",
+    "src/anybatch/engine/two_pass.py",
     """
         after.restore()
 """,
@@ -158,7 +161,7 @@ class Counted(Encoders):
 )
 @sees(
     "joint: the second pass is recorded, too",
-    "src/anybatch/engine/executors.py",
+    "src/anybatch/engine/step_runner.py",
     """
 counted.replay, exchange, record=record
 """,
@@ -168,7 +171,7 @@ counted.replay, exchange
 )
 @pytest.mark.parametrize("size", [5, 10, 29])
 def test_buffers_are_as_after_one_pass(size: int) -> None:
-    """Counters see a sample once in a step, as do running statistics, which are those of one forward of all."""
+    """Buffers count each sample once per step, and running statistics equal one forward of all samples."""
     case = JointCase(model=Counted, encode=both, loss=lambda: clip)
     with engine_of(case, micro_batch_size=size) as engine:
         found = engine.gradients(pairs())
@@ -189,7 +192,7 @@ def test_buffers_are_as_after_one_pass(size: int) -> None:
 
 
 def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
-    """Run on every rank: what is encoded in a step of three micro-batches: three outputs, and the first two again."""
+    """Run on every rank: return the outputs of a step: three micro-batches, then the first two again."""
     model: Any = Encoders(0.5)
     encode_image = torch.compile(model.image, backend="aot_eager") if kind == "compiled" else model.image
     seen: list[torch.Tensor] = []
@@ -213,22 +216,58 @@ def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
 
 @sees(
     "joint: the second pass draws other numbers",
-    "src/anybatch/engine/accumulation/two_pass.py",
+    "src/anybatch/engine/two_pass.py",
     "        with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(turn):",
     "        with context.strategy.micro_batch(turn):",
 )
 @pytest.mark.parametrize("kind", ["eager", "asks", "compiled"])
 def test_both_passes_draw_the_same_numbers(kind: str, one_rank: Ranks) -> None:
-    """With dropout the second pass encodes to the very same numbers, also compiled, or if it asks for gradients."""
-    (seen,) = one_rank.run(outputs_of_both_passes, kind)  # in a process of its own: compiling leaves much behind
+    """With dropout the second pass gives bitwise the same outputs, also compiled or if `encode` checks grad mode."""
+    (seen,) = one_rank.run(outputs_of_both_passes, kind)  # in a subprocess, because compiling leaves state
 
     assert [len(one) for one in seen] == [10, 10, 9, 10, 10]
     assert torch.equal(seen[0], seen[3])
     assert torch.equal(seen[1], seen[4])
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: float(np.random.rand()), lambda: float(torch.rand(()))],
+    ids=["random", "np", "torch"],
+)
+def test_both_passes_scale_by_the_same_draw(draw: Callable[[], float]) -> None:
+    """A number that `encode` draws from a global generator is the same in both passes; then the generators continue.
+
+    The second pass runs the first micro-batch only: the graph of the last one is kept.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    drawn: list[float] = []
+
+    def encode(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        drawn.append(draw())
+        return cast("torch.Tensor", module(batch) * drawn[-1])
+
+    def loss(_: nn.Module, z: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(z, z).square().mean() + (z @ z.T).logsumexp(1).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)  # these draws depend on the split
+        make = functools.partial(torch.optim.SGD, lr=0.1)
+        with ab.Engine(model, make, ab.joint(encode, loss), micro_batch_size=4, check_loss=False) as engine:
+            found = engine.gradients(x)
+    first, last, again = drawn
+    z = torch.cat([model(x[:4]) * first, model(x[4:]) * last])
+    expected = torch.autograd.grad(loss(model, z), list(model.parameters()))
+    assert again == first
+    assert draw() not in drawn
+    for (name, _), one in zip(model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(found[name], one, rtol=1e-12, atol=0)
+
+
 def peak_of_saved(run: Callable[[], object]) -> int:
-    """Return the most bytes that were kept for a backward at once."""
+    """Return the peak of bytes saved for backward."""
     alive, peak = 0, 0
 
     class Kept:
@@ -248,7 +287,7 @@ def peak_of_saved(run: Callable[[], object]) -> int:
 
 
 def wide_network() -> nn.Module:
-    """Return a network whose activations outweigh its parameters and outputs."""
+    """Return a network whose activations are larger than its parameters and outputs."""
     torch.manual_seed(23)
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
     return nn.Sequential(nn.Linear(5, 32), *layers, nn.Linear(32, 2)).double()
@@ -261,29 +300,19 @@ def encode_wide(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def spread(_model: nn.Module, vectors: torch.Tensor) -> torch.Tensor:
-    """Return a loss of the variances and the covariance."""
+    """Return a loss of the covariance matrix."""
     return (vectors.T.cov() - torch.eye(vectors.shape[1], dtype=vectors.dtype)).square().sum()
 
 
 def peak_of_step(num_samples: int, size: int | None) -> int:
-    """Return the most bytes kept for a backward in a step."""
+    """Return the peak of bytes saved for backward in a step."""
     case = JointCase(model=wide_network, encode=encode_wide, loss=lambda: spread)
     with engine_of(case, micro_batch_size=size) as engine:
         return peak_of_saved(lambda: engine.step(pairs(num_samples)))
 
 
-@sees(
-    "joint: every graph is kept",
-    "src/anybatch/engine/accumulation/two_pass.py",
-    """
-        outputs.graph = []  # the graph of the one before goes first
-""",
-    """
-        loss.function.kept = [*getattr(loss.function, "kept", ()), outputs.graph]
-""",
-)
 def test_activations_of_one_micro_batch_at_a_time() -> None:
-    """What is kept for backwards in a step of many micro-batches is what one of them keeps, and the outputs' part."""
+    """A step of many micro-batches saves the activations of one, plus the outputs."""
     one, many = peak_of_step(16, None), peak_of_step(256, 16)
     outputs_bytes = 256 * 2 * 8
 
@@ -293,7 +322,7 @@ def test_activations_of_one_micro_batch_at_a_time() -> None:
 
 @pytest.mark.parametrize("size", [None, 3, 10])
 def test_parameters_in_encoder_and_loss(size: int | None) -> None:
-    """A parameter that both use gets both gradients; a head inside the loss is trained on the whole batch."""
+    """A parameter used by encoder and loss gets both gradients; a head inside the loss trains on the full batch."""
 
     def encode(model: Encoders, batch: Any) -> Any:
         return {"vector": model.image(batch["image"]), "label": batch["label"]}
@@ -314,14 +343,14 @@ def test_parameters_in_encoder_and_loss(size: int | None) -> None:
 
 @sees(
     "joint: what the loss itself draws is not keyed",
-    "src/anybatch/engine/accumulation/two_pass.py",
+    "src/anybatch/engine/two_pass.py",
     """
     context.randomness.whole(seed)
 """,
     "",
 )
 def test_what_the_loss_draws_is_keyed() -> None:
-    """Dropout inside the loss function draws the same numbers in every step of that number, whatever the cut."""
+    """Dropout inside the loss function depends on seed and step, not on the cut."""
     case = JointCase(
         model=Encoders,
         encode=both,
@@ -339,7 +368,7 @@ def test_what_the_loss_draws_is_keyed() -> None:
 
 
 def sparse_gradients(size: int) -> tuple[Any, Any]:
-    """Return gradients of an embedding with sparse gradients that encoder and loss use, and the plain ones."""
+    """Return sparse gradients of an embedding used by encoder and loss, and the plain ones."""
 
     def words() -> nn.Module:
         torch.manual_seed(24)
@@ -360,7 +389,7 @@ def sparse_gradients(size: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("size", [3, 29])
 def test_sparse_gradients(size: int) -> None:
-    """On one rank gradients may be sparse, in the encoder and in the loss."""
+    """On one rank gradients may be sparse in the encoder and in the loss."""
     found, expected = sparse_gradients(size)
     assert relative_error(found, expected) <= TOLERANCE
 
@@ -378,7 +407,7 @@ class Encode(nn.Module):
 
 
 def test_encode_may_be_a_module() -> None:
-    """The parameters of an encode function that is a module are trained with the model's."""
+    """Parameters of an encode function that is a module are trained with the model's."""
     encode, model = Encode(), Encoders()
     with ab.Engine(model, sgd, ab.joint(encode, clip), micro_batch_size=10, world=ab.World()) as engine:
         found = engine.gradients(pairs())
@@ -390,7 +419,7 @@ def test_encode_may_be_a_module() -> None:
 
 
 def autocast_errors() -> list[float]:
-    """Run on every rank: errors of bf16 autocast against one graph under it, per cut; float32 is the other end."""
+    """Run on every rank: return errors under bf16 autocast against one graph under autocast, for several cuts."""
     world = ab.World.from_environment()
     batch = {name: value.float() if value.is_floating_point() else value for name, value in pairs().items()}
     found = []
@@ -406,13 +435,13 @@ def autocast_errors() -> list[float]:
 
 
 def test_autocast(two_ranks: Ranks) -> None:
-    """Under bf16 autocast both passes round alike, and the gradient is the un-split one up to bf16's rounding."""
+    """With bf16 autocast both passes round alike, and the gradient is the full-batch one up to bf16 rounding."""
     for found in two_ranks.run(autocast_errors):
         assert max(found) < 6 * 2.0**-9
 
 
 def sharded_errors(sizes: list[int]) -> list[float]:
-    """Run on every rank: errors under FSDP2, where ranks run in lockstep, per number of samples."""
+    """Run on every rank: return errors under FSDP2, where ranks run in lockstep, for numbers of samples."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     world = ab.World.from_environment()
     found = []
@@ -420,7 +449,7 @@ def sharded_errors(sizes: list[int]) -> list[float]:
         for size in (3, None):
             model = nn.Sequential(encoder(5, 0.0)).double()
             case = JointCase(
-                model=lambda: copy.deepcopy(model),  # noqa: B023 (called in this turn of the loop)
+                model=lambda: copy.deepcopy(model),  # noqa: B023 (called in the same iteration)
                 encode=lambda model, batch: torch.tanh(model(batch["image"])),
                 loss=lambda: lambda _, vectors: (vectors @ vectors.T).square().mean(),
             )
@@ -434,13 +463,13 @@ def sharded_errors(sizes: list[int]) -> list[float]:
 
 
 def test_under_lockstep(two_ranks: Ranks) -> None:
-    """FSDP2 gathers in every forward, in both passes: ranks with fewer micro-batches, or none, run along."""
+    """Under FSDP2, which gathers in both passes, ranks with fewer or no micro-batches run extra ones."""
     for found in two_ranks.run(sharded_errors, [29, 7, 1]):
         assert max(found) <= TOLERANCE
 
 
 def evaluated(size: int | None, strategy: str) -> float:
-    """Run on every rank: the loss of two batches, the second one smaller than there are ranks."""
+    """Run on every rank: return the loss of two batches, the second one smaller than the number of ranks."""
     world = ab.World.from_environment()
     case = JOINT_CASES["clip, dropout"]
     with engine_of(case, world=world, micro_batch_size=size, strategy=STRATEGIES[strategy]()) as engine:
@@ -449,7 +478,7 @@ def evaluated(size: int | None, strategy: str) -> float:
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_evaluation_looks_at_whole_batches(strategy: str, ranks: Ranks) -> None:
-    """A loss across samples is evaluated over each effective batch as a whole, at any micro-batch and world size."""
+    """A cross-sample loss is evaluated over each full effective batch, for any micro-batch and world size."""
     model = Encoders()
     losses = [float(clip(model, both(model, pairs(number))).detach()) for number in (29, 2)]
     for size in (3, None):
@@ -458,7 +487,7 @@ def test_evaluation_looks_at_whole_batches(strategy: str, ranks: Ranks) -> None:
 
 
 def ddp_without_search() -> float:
-    """Run on every rank: the error under a DDP that waits for every parameter in every backward."""
+    """Run on every rank: return the error under DDP without a search for unused parameters."""
     world = ab.World.from_environment()
     case = JOINT_CASES["clip"]
     errors = []
@@ -478,12 +507,12 @@ def ddp_without_search() -> float:
 
 
 def test_ddp_that_does_not_search(two_ranks: Ranks) -> None:
-    """Every rank's backward reaches the loss's own parameters, as DDP wants without its search for unused ones."""
+    """DDP without its search for unused parameters works: every rank's backward reaches the loss's parameters."""
     assert max(two_ranks.run(ddp_without_search)) <= TOLERANCE
 
 
 def traffic(num_samples: int) -> tuple[list[Call], list[Any]]:
-    """Run on every rank: return the collectives of a step, and what an observer is told of them."""
+    """Run on every rank: return the collectives of a step, and an observer's records of them."""
     log: list[Any] = []
     observer = SimpleNamespace(observe=log.append)
     case = JOINT_CASES["clip"]
@@ -498,13 +527,13 @@ def traffic(num_samples: int) -> tuple[list[Call], list[Any]]:
 
 @pytest.mark.parametrize("num_samples", [4, 7, 32])
 def test_gradients_travel_once_and_outputs_once(num_samples: int, two_ranks: Ranks) -> None:
-    """A step reduces the gradient's bytes once, and gathers each rank's outputs once, told as such."""
+    """A step reduces the gradient once, gathers each rank's outputs once, and reports both."""
     gradient_bytes = 8 * sum(parameter.numel() for parameter in Encoders().parameters())
     share = (num_samples + 1) // 2
     for calls, records in two_ranks.run(traffic, num_samples):
         names = [call.name for call in calls if call.in_data_group]
         assert names.count("all_gather") == 1
-        assert names.count("all_reduce") == 1  # one bucket; the numbers of the report go with the control messages
+        assert names.count("all_reduce") == 1  # one bucket; numbers of the report are in the control messages
         reductions = [record for record in records if isinstance(record, ReductionRecord) and record.event == "begin"]
         told = {record.payload: (record.collective, record.num_bytes) for record in reductions}
         assert told == {"gradients": ("all_reduce", gradient_bytes), "other": ("all_gather", share * 2 * WIDTH * 8)}
@@ -514,8 +543,8 @@ def test_gradients_travel_once_and_outputs_once(num_samples: int, two_ranks: Ran
 
 
 def test_search_for_a_size() -> None:
-    """The search for a micro-batch size runs both passes, with a loss of the whole batch, and changes nothing."""
-    asked = array("q")  # which trials do not put back
+    """The search for a micro-batch size runs both passes with the full-batch loss, and changes nothing."""
+    asked = array("q")  # trials do not restore it
 
     def loss(model: Encoders, views: Pair) -> torch.Tensor:
         asked.append(len(views.one))
@@ -564,7 +593,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]]
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_functions_are_refused(name: str) -> None:
-    """What encode and the loss function must not return is refused with what it was and what to do."""
+    """Invalid results of encode and the loss function are refused with the result and the fix."""
     encode, function, words = WRONG[name]
     case = JointCase(model=Encoders, encode=encode, loss=lambda: function)
     with engine_of(case, micro_batch_size=10) as engine, pytest.raises(LossError) as caught:
@@ -573,7 +602,7 @@ def test_wrong_functions_are_refused(name: str) -> None:
 
 
 def refused_between_ranks() -> str:
-    """Run on every rank: encode to another length on each, and return what is said."""
+    """Run on every rank: encode to a different length on each, and return the error."""
     world = ab.World.from_environment()
     encode = lambda model, batch: model.image(batch["image"])[:, : 1 + world.rank]  # noqa: E731
     with engine_of(JointCase(model=Encoders, encode=encode, loss=lambda: clip), world=world) as engine:
@@ -585,7 +614,7 @@ def refused_between_ranks() -> str:
 
 
 def test_ranks_that_encode_differently_are_refused(two_ranks: Ranks) -> None:
-    """Outputs of another shape on another rank are refused on both."""
+    """Outputs with a different shape on another rank are refused on both."""
     for message in two_ranks.run(refused_between_ranks):
         assert (
             "('samples', 1) of torch.float64 and ('samples', 2) of torch.float64 on one rank and on another" in message
@@ -593,13 +622,13 @@ def test_ranks_that_encode_differently_are_refused(two_ranks: Ranks) -> None:
 
 
 def test_two_passes_need_keyed_numbers() -> None:
-    """rng=None is refused before anything is changed, also where no dropout can be seen."""
+    """rng=None is refused before anything changes, even without visible dropout."""
     with pytest.raises(CompositionError, match="have to draw the same random numbers"):
         engine_of(JOINT_CASES["clip"], rng=None)
 
 
 class Scaled(Clip):
-    """The same with a temperature that is sharded."""
+    """The same loss with a temperature that can be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -607,7 +636,7 @@ class Scaled(Clip):
 
 
 def errors_of_sharded_losses() -> list[float]:
-    """Run on every rank: return the errors of losses with parameters, of the model and their own, under FSDP2."""
+    """Run on every rank: return the errors under FSDP2 of losses that use parameters of the model or their own."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     world, errors = ab.World.from_environment(), []
     modules = JOINT_CASES["clip, a module"]
@@ -626,14 +655,14 @@ def errors_of_sharded_losses() -> list[float]:
 
 
 def test_parameters_of_a_sharded_loss(two_ranks: Ranks) -> None:
-    """Under FSDP2 too, a temperature in the loss has the gradient of the un-split batch."""
+    """Under FSDP2, a temperature in the loss has the full-batch gradient."""
     for errors in two_ranks.run(errors_of_sharded_losses):
         assert max(errors) <= TOLERANCE
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a model may return: a dataclass, with something in it that is no tensor."""
+    """Output of a model: a dataclass with a non-tensor field."""
 
     vector: torch.Tensor
     label: torch.Tensor
@@ -641,7 +670,7 @@ class Encoded:
 
 
 def test_structures_come_back_as_they_were() -> None:
-    """A dataclass reaches the loss function as a dataclass, with all rows and with what belongs to all of them."""
+    """A dataclass reaches the loss function as a dataclass, with all rows and its non-tensor fields."""
     seen = []
 
     def encode(model: Encoders, batch: Any) -> Encoded:

@@ -1,6 +1,6 @@
 """Every way of leaving an unfinished step restores the same state, under every strategy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,24 @@ from tests.ranks_fixture import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore:the forward updates state")
 IN_ONE_PROCESS = ("single", "data_parallel")
 AFTER_AGREEMENT = ("refused batch", "parameter hook", "out of memory while clipping")
-"""Planning that every rank refuses alike, and hooks that run once the ranks have agreed on the update."""
+"""Plans that every rank refuses alike, and hooks that run after ranks have agreed on the update."""
 OVERFLOWS = ("NaN loss", "NaN gradient")
-"""What fp16 skips instead of raising."""
+"""Faults that fp16 skips instead of raising."""
+SHARED = ("all_reduce", "ddp", "zero1", "fsdp", "data_parallel")
+
+
+def spread(values: Sequence[str], ways: Iterable[str], every: int) -> list[tuple[str, str]]:
+    """Return pairs that give each way one in `every` of the values, evenly spread over the values."""
+    return [
+        (value, way)
+        for row, way in enumerate(ways)
+        for column, value in enumerate(values)
+        if (row + column) % every == 0
+    ]
 
 
 def is_restored(outcomes: list[Outcome]) -> bool:
-    """Whether a step raised on every rank, changed nothing there and left no trace in the next one."""
+    """Return whether a step raised on every rank, changed nothing and left no trace in the next step."""
     return all(error is not None and changed == later == [] for error, changed, later in outcomes)
 
 
@@ -46,11 +57,22 @@ def is_restored(outcomes: list[Outcome]) -> bool:
         self.state.release()
 """,
 )
+@sees(
+    "a failed step leaves its gradients",
+    "src/anybatch/engine/update/updater.py",
+    """
+        self._clear_gradients()
+        self.scaler.forget_gradients()
+""",
+    """
+        self.scaler.forget_gradients()
+""",
+    cases=["single-NaN loss", "single-NaN gradient"],
+)
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp", "zero1", "fsdp", "data_parallel"])
+@pytest.mark.parametrize(("strategy", "way"), [*(("single", way) for way in WAYS), *spread(SHARED, WAYS, 2)])
 def test_every_rank_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
-    """State before == state after on every rank, and the next step equals that of an engine that has not failed."""
+    """The state is unchanged on every rank, and the next step equals one of an engine that has not failed."""
     is_alone = strategy in IN_ONE_PROCESS
     outcomes = [leave(strategy, way)] if is_alone else two_ranks.run(leave, strategy, way)
 
@@ -58,20 +80,23 @@ def test_every_rank_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in AFTER_AGREEMENT])
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("strategy", "way"), spread(("all_reduce", "ddp", "zero1"), [way for way in WAYS if way not in AFTER_AGREEMENT], 2)
+)
 def test_one_of_two_ranks_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
-    """The rank that fails and its peer both restore their state, and make the next step as if nothing had happened."""
+    """The failing rank and its peer both restore their state, and the next step works as usual."""
     outcomes = two_ranks.run(leave, strategy, way, "plain", "last rank")
 
     assert is_restored(outcomes), outcomes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [*spread([name for name in OPTIONS if name not in ("plain", "fp16")], WAYS, 3), *(("fp16", way) for way in WAYS)],
+)
 def test_options(options: str, way: str) -> None:
-    """The same for policies about BatchNorm, random numbers, pooled buffers, joint losses and precisions."""
+    """The same holds for norm policies, rng settings, pooled buffers, joint losses and precisions."""
     outcome = leave("single", way, options)
 
     if options == "fp16" and way in OVERFLOWS:
@@ -81,18 +106,9 @@ def test_options(options: str, way: str) -> None:
         assert is_restored([outcome]), outcome
 
 
-@sees(
-    "a skipped step keeps its buffers",
-    "src/anybatch/engine/update/updater.py",
-    """
-            self.state.skip()
-            return Updated""",
-    """
-            return Updated""",
-)
 @pytest.mark.filterwarnings("ignore:the loss of step 1 is not finite")
 def test_a_watch_skips_a_step() -> None:
-    """A step that a spike watch skips is counted, and changes neither parameters, buffers nor optimizer."""
+    """A step skipped by a spike watch is counted, but changes no parameters, buffers or optimizer state."""
     trial = Trial("single", {"spikes": "roll_back"}, ab.World())
     trial.engine.step(InMemory(samples(0)))
     before = trial.state()
@@ -103,16 +119,8 @@ def test_a_watch_skips_a_step() -> None:
     assert differing(before, trial.state()) == ["steps"]
 
 
-@sees(
-    "a gradient keeps its buffers",
-    "src/anybatch/engine/parts.py",
-    """
-        self.updater.state.skip()
-""",
-    "",
-)
 def test_gradients_change_nothing() -> None:
-    """`Engine.gradients` leaves buffers as they are, too."""
+    """`Engine.gradients` leaves buffers unchanged, too."""
     trial = Trial("single", {}, ab.World())
     trial.engine.step(InMemory(samples(0)))
     before = trial.state()
@@ -154,11 +162,11 @@ def test_between_steps(call: str, tmp_path: Path) -> None:
 @sees(
     "an update that is not counted is forgotten",
     "src/anybatch/engine/update/updater.py",
-    "self._broken_off = _INTERRUPTED",
+    "self.broken_off = _INTERRUPTED",
     "pass",
 )
 def test_interrupted_before_the_step_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ctrl-C after the update and before it is counted allows no further step until a checkpoint is loaded."""
+    """After Ctrl-C between update and step count, steps are refused until a checkpoint is loaded."""
 
     def interrupt(**_: object) -> None:
         raise UserInterrupt
@@ -176,7 +184,7 @@ def test_interrupted_before_the_step_is_counted(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_state_that_cannot_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first error is raised, and a note says that restoring failed too."""
+    """If restoring fails, the first error is raised, with a note about the second."""
 
     def fail(_: object) -> None:
         raise RuntimeError

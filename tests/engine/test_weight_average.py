@@ -1,4 +1,4 @@
-"""The moving average of weights follows them at full precision."""
+"""The moving average of weights has full precision."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ NUM_STEPS, DECAY, RATE = 24, 0.9, 2.0**-11
 
 
 class Line(nn.Module):
-    """A weight in bf16 whose gradient is the mean of the samples, at any value of the weight."""
+    """A bf16 weight whose gradient is the mean of the samples, independent of the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class Line(nn.Module):
 
 
 def samples() -> torch.Tensor:
-    """Return eight samples: bf16 has every number of them, and every sum and mean."""
+    """Return eight samples that are exact in bf16, also their sums and means."""
     return torch.tensor([1.0, 2.0, 0.5, 1.5, 0.75, 0.25, 1.0, 1.0])[:, None].expand(8, 8).bfloat16()
 
 
 def plain() -> dict[str, Any]:
-    """Return the average of float32 weights, updated one step at a time."""
+    """Return the average of float32 weights, updated step by step."""
     weight = torch.linspace(1.0, 2.0, 8, dtype=torch.bfloat16).float()
     average = weight.clone()
     for _ in range(NUM_STEPS):
@@ -42,7 +42,7 @@ def plain() -> dict[str, Any]:
 
 
 def movement_missed(strategy: str, way: Any) -> float:
-    """Run on every rank: return how much of the average's movement is missed."""
+    """Run on every rank: return the relative error of the average's movement."""
     model = Line()
     with ab.Engine(
         model,
@@ -65,7 +65,7 @@ def movement_missed(strategy: str, way: Any) -> float:
 
 @pytest.mark.parametrize("way", ["copied", "split"])
 def test_average_follows_float32_weights(way: str) -> None:
-    """The average of bf16 weights follows their float32 form: updates too small for bf16 count."""
+    """The average of bf16 weights follows their float32 form, including updates too small for bf16."""
     assert movement_missed("single", way) <= 1e-6
 
 
@@ -74,5 +74,5 @@ def test_average_follows_float32_weights(way: str) -> None:
     [("all_reduce", "copied"), ("all_reduce", "split"), ("zero1", "copied"), ("data_parallel", "copied")],
 )
 def test_average_follows_float32_weights_on_ranks(strategy: str, way: str, two_ranks: Ranks) -> None:
-    """The same under every strategy that takes bf16 weights."""
+    """The same holds under every strategy that supports bf16 weights."""
     assert max(two_ranks.run(movement_missed, strategy, way)) <= 1e-6

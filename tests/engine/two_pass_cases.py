@@ -1,4 +1,4 @@
-"""Losses across samples, the models they train, and the gradient of the un-split batch in plain torch."""
+"""Losses across samples, the models they train, and the gradient of the unsplit batch in plain torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 
 
 class Encoders(nn.Module):
-    """An image and a text encoder, with a temperature beside them."""
+    """An image and a text encoder, and a temperature."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def encoder(num_features: int, dropout: float) -> nn.Module:
 
 
 def pairs(number: int = NUM_SAMPLES) -> Batch:
-    """Return images with their texts, and a class of each."""
+    """Return images with their texts, and a class for each."""
     generator = torch.Generator().manual_seed(22)
     label = torch.arange(number) % 5
     image = torch.randn(number, 5, generator=generator, dtype=torch.float64) + label[:, None]
@@ -50,7 +50,7 @@ def pairs(number: int = NUM_SAMPLES) -> Batch:
     return {"image": image, "text": text, "label": label}
 
 
-# What is encoded: in a tuple, a dict, with labels
+# Encoded outputs: in a tuple, a dict, with labels
 
 
 def both(model: Any, batch: Batch) -> Pair:
@@ -74,7 +74,7 @@ def labelled(model: Encoders, batch: Batch) -> Batch:
 
 
 def raw_pairs(model: Encoders, batch: Batch) -> Pair:
-    """Return the two encodings as they are."""
+    """Return the two encodings unchanged."""
     return Pair(model.image(batch["image"]), model.text(batch["text"]))
 
 
@@ -93,7 +93,7 @@ def clip(model: Encoders, views: Pair) -> torch.Tensor:
 
 
 class Clip(nn.Module):
-    """The loss of CLIP with a temperature of its own."""
+    """The loss of CLIP with its own temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ class JointCase:
 
     Attributes:
         model: builds the model, the same one each time.
-        encode: what is kept of each sample.
-        loss: builds the function of all of it.
+        encode: returns the outputs of each sample.
+        loss: builds the loss over all outputs.
         draws: the model draws random numbers, which belong to micro-batches.
     """
 
@@ -178,7 +178,7 @@ JOINT_CASES: Mapping[str, JointCase] = {
 
 
 def all_modules(model: Any, function: Any) -> nn.Module:
-    """Return one module with everything that trains, named as the engine names it."""
+    """Return one module with everything that trains, with the engine's names."""
     named = dict(model) if isinstance(model, Mapping) else {"model": model}
     if isinstance(function, nn.Module):
         named["loss"] = function
@@ -186,7 +186,7 @@ def all_modules(model: Any, function: Any) -> nn.Module:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of all samples from those of micro-batches."""
+    """Return the outputs of all samples from the micro-batches' outputs."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(outputs))
@@ -198,10 +198,10 @@ def joined(outputs: Sequence[Any]) -> Any:
 def plain_loss(
     case: JointCase, model: Any, function: Callable[[Any, Any], torch.Tensor], batch: Batch, units: Sequence[Unit]
 ) -> torch.Tensor:
-    """Return the loss of the un-split batch, in one graph.
+    """Return the loss of the unsplit batch, in one graph.
 
-    Where the model draws random numbers it is still one graph, but the samples of a unit are encoded together, under
-    the unit's own seed: the same draws cannot be had otherwise.
+    If the model draws random numbers, the samples of a unit are encoded together under its seed, so that the draws
+    are the same.
     """
     if not case.draws:
         return function(model, case.encode(model, batch))
@@ -214,7 +214,7 @@ def plain_loss(
 
 
 def naive_gradients(case: JointCase, batch: Batch, size: int) -> Gradients:
-    """Return the gradient of the loop as it is often written: the loss of each micro-batch by itself, over K."""
+    """Return the gradient of the usual hand-written loop: the loss of each micro-batch, divided by K."""
     model, function = case.model(), case.loss()
     modules = all_modules(model, function)
     starts = range(0, NUM_SAMPLES, size)

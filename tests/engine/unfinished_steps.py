@@ -1,4 +1,4 @@
-"""Ways of leaving an unfinished step, and the state that each of them must restore."""
+"""Ways to leave a step unfinished, and the state that the engine must restore after each."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ NUM_SAMPLES = 16
 
 
 class FaultError(Exception):
-    """A failure in the user's code."""
+    """An error in user code."""
 
 
 class UserInterrupt(KeyboardInterrupt):
-    """Ctrl-C; pytest ends at the plain one."""
+    """Ctrl-C; the plain exception would end pytest."""
 
 
 class StopRequested(StoppedOnRequest):
-    """A request of the recipe to stop."""
+    """A stop request from a recipe."""
 
 
 WAYS: Mapping[str, type[BaseException]] = {
@@ -41,7 +41,7 @@ WAYS: Mapping[str, type[BaseException]] = {
     "parameter hook": FaultError,
     "observer": FaultError,
     "loading": FaultError,
-    "refused batch": AnyBatchError,  # before the first micro-batch, so the copy of the step before must not return
+    "refused batch": AnyBatchError,  # before the first micro-batch, so the previous step's copy must not be restored
     "NaN loss": NonFiniteError,
     "NaN gradient": NonFiniteError,
     "Ctrl-C": UserInterrupt,
@@ -49,7 +49,7 @@ WAYS: Mapping[str, type[BaseException]] = {
     "out of memory": AnyBatchError,  # DoesNotFitError, or CannotRedoError where the strategy cannot retry
     "out of memory while clipping": DoesNotFitError,
 }
-"""How a step fails, and what the engine raises."""
+"""How a step fails, and the error that the engine raises."""
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -127,12 +127,12 @@ class Trial:
         )
 
     def on_forward(self, *_: object) -> None:
-        """Fail in a hook of a module, after the buffers have changed."""
+        """Fail in a module's forward hook, after the buffers have changed."""
         if self.way == "forward hook":
             raise FaultError
 
     def observe(self, record: Record) -> None:
-        """Fail as an observer does."""
+        """Fail in the observer."""
         if self.way == "observer" and isinstance(record, MicroBatchRecord):
             raise FaultError
 
@@ -149,7 +149,7 @@ class Trial:
         return self.fail_in_loss(F.cross_entropy(model(batch["x"].to(self.dtype)).float(), batch["y"]))
 
     def fail_in_loss(self, value: torch.Tensor) -> torch.Tensor:
-        """Raise or spoil a value in the way that is set."""
+        """Raise, or spoil the value, as `way` demands."""
         if self.way in ("loss", "Ctrl-C", "stop request"):
             raise WAYS[self.way]
         if self.way == "out of memory":
@@ -161,7 +161,7 @@ class Trial:
         return value
 
     def on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Fail in a backward, or in the hook of a parameter."""
+        """Fail in the backward, or in a parameter's hook."""
         if self.way == "out of memory while clipping":
             raise torch.OutOfMemoryError
         if self.way in ("backward", "parameter hook"):
@@ -169,7 +169,7 @@ class Trial:
         return gradient * torch.nan
 
     def fail(self, way: str) -> BaseException | ab.StepReport:
-        """Run a step that fails, and return what it raises, or the report of a skipped step."""
+        """Run a step that fails, and return its error, or the report of a skipped step."""
         self.way = way
         hooks = []
         if way in ("parameter hook", "out of memory while clipping"):
@@ -184,7 +184,7 @@ class Trial:
                 hook.remove()
 
     def state(self) -> State:
-        """Return a copy of all that a step changes."""
+        """Return a copy of everything that a step changes."""
         engine, model = self.engine, self.model
         found: State = {f"model: {name}": value for name, value in model.state_dict().items()}
         found |= {f"gradient of {name}": _gradient(parameter) for name, parameter in model.named_parameters()}
@@ -200,7 +200,7 @@ class Trial:
         found["modes"] = [module.training for module in model.modules()]
         found["momentum"] = model[2].momentum
         found["steps"], found["position"] = engine.num_steps, engine.position
-        scaler = engine._parts.updater.scaler  # noqa: SLF001 (its state shows in checkpoints alone)
+        scaler = engine._parts.updater.scaler  # noqa: SLF001 (its state is only in checkpoints)
         found |= _flat("scaler", scaler.scaler.state_dict()) if scaler.enabled else {}
         if engine.average is not None:
             found |= {f"average {number}": value for number, value in enumerate(engine.average.weights)}
@@ -224,7 +224,7 @@ BATCHES: Mapping[str, Callable[[Batch], InMemory]] = {
 
 
 def _flat(name: str, value: Any) -> State:
-    """Return the leaves of a state by their paths."""
+    """Return the leaves of a state by path."""
     if isinstance(value, Mapping):
         return {k: v for key, one in value.items() for k, v in _flat(f"{name}.{key}", one).items()}
     if isinstance(value, (list, tuple)):
@@ -237,7 +237,7 @@ def _local(value: Any) -> Any:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient; zeros are none."""
+    """Return a gradient, or None if all of it is zero."""
     gradient = None if parameter.grad is None else local_part(parameter.grad)
     return gradient if gradient is not None and gradient.any() else None
 
@@ -255,12 +255,12 @@ def _same(first: Any, second: Any) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What a step that fails leaves on one rank.
+    """The results of a failing step on one rank.
 
     Attributes:
-        error: class that was raised; None for a skipped step.
-        changed: names in the state that differ from before the step.
-        later: names in the state that differ, after one more step, from an engine that has not failed.
+        error: class of the error; None for a skipped step.
+        changed: names of the state that the failed step changed.
+        later: names of the state that differ, after one more step, from an engine that never failed.
     """
 
     error: str | None
@@ -269,7 +269,7 @@ class Outcome(NamedTuple):
 
 
 def leave(strategy: str, way: str, options: str = "plain", fails_on: str = "every rank") -> Outcome:
-    """Run on every rank: two steps, one that fails on every rank or on the last, and one more."""
+    """Run on every rank: make two steps, one that fails on every rank or on the last, and one more."""
     world = ab.World.from_environment()
     try:
         return _leave(

@@ -1,4 +1,4 @@
-"""Records as a run makes them, with everything that a test does not care about filled in."""
+"""Records of a run, with defaults for every field."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ GEOMETRY = "64 samples = 2 ranks x 2 micro-batches x 16"
 
 
 class Clock:
-    """A clock that a test moves by hand."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -57,7 +57,7 @@ def start(first_step: int = 0, **changes: Any) -> StartRecord:
 def micro_batch(
     step: int, position: int, event: SpanEvent = "end", num_micro_batches: int = 4, **changes: Any
 ) -> MicroBatchRecord:
-    """Return an end of a micro-batch."""
+    """Return the begin or end of a micro-batch."""
     record = MicroBatchRecord(
         rank=0,
         event=event,
@@ -95,12 +95,12 @@ def step(number: int, loss: Scalar = 0.5, **changes: Any) -> StepRecord:
 
 
 def evaluation(after: int, **metrics: Scalar) -> EvaluateRecord:
-    """Return an evaluation after so many steps."""
+    """Return an evaluation after this many steps."""
     return EvaluateRecord(rank=0, step=after, num_samples=1_000, metrics=metrics)
 
 
 def checkpoint(after: int) -> CheckpointRecord:
-    """Return a checkpoint that was saved."""
+    """Return a saved checkpoint."""
     return CheckpointRecord(rank=0, event="saved", step=after, path="run/step", num_bytes=3 * 2**20, message=None)
 
 
@@ -144,7 +144,7 @@ def end(num_steps: int, **changes: Any) -> EndRecord:
 
 
 def whole_run(num_steps: int) -> Iterator[Record]:
-    """Yield a run in which nothing happens but steps."""
+    """Yield the records of a run with steps only."""
     yield start()
     for number in range(num_steps):
         yield step(number, 2.0 / (1 + number))

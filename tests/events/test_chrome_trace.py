@@ -1,4 +1,4 @@
-"""`anybatch trace`: the spans of a log as events that Perfetto reads, at the times that the log has."""
+"""`anybatch trace` writes the spans of a log as Chrome trace events for Perfetto."""
 
 import json
 import os
@@ -14,11 +14,10 @@ from anybatch.errors import UserError
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 from anybatch.events.jsonl import JsonlLog
 from anybatch.events.log_spans import clock_shifts
-from tests.faults import sees
 
 
 def log(path: Path, rank: int, *, zero: float = 100.0, steps: int = 3) -> None:
-    """Write the log of a rank: in each second a step, whose phase and reduction overlap."""
+    """Write the log of a rank with one step a second, whose phase and reduction overlap."""
     times = iter(
         [zero] + [zero + step + part for step in range(steps) for part in (0.1, 0.2, 0.5, 0.6, 0.9)] + [zero + steps]
     )
@@ -62,7 +61,7 @@ def log(path: Path, rank: int, *, zero: float = 100.0, steps: int = 3) -> None:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a trace, read by a parser that takes no constants that JSON lacks."""
+    """Return the events of a trace, parsed as strict JSON."""
 
     def refuse(word: str) -> float:
         raise AssertionError(word)
@@ -70,14 +69,8 @@ def events(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)["traceEvents"])
 
 
-@sees(
-    "trace: seconds are written as milliseconds",
-    "src/anybatch/events/chrome_trace.py",
-    "round(seconds * 1e6, 3)",
-    "round(seconds * 1e3, 3)",
-)
 def test_spans_stand_where_the_log_has_them(tmp_path: Path) -> None:
-    """Each phase is one slice, each reduction one asynchronous pair, in microseconds from the first line of the log."""
+    """Each phase is a slice and each reduction an asynchronous pair, in microseconds from the start of the log."""
     log(tmp_path / "events.jsonl", 0)
     log(tmp_path / "events-rank-1.jsonl", 1)
     report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
@@ -98,14 +91,8 @@ def test_spans_stand_where_the_log_has_them(tmp_path: Path) -> None:
     assert min(one["ts"] for one in found if "ts" in one) == 0
 
 
-@sees(
-    "trace: clocks of other machines stand",
-    "src/anybatch/events/log_spans.py",
-    "shifts.append(shift if abs(shift) > longest else 0.0)",
-    "shifts.append(0.0)",
-)
 def test_ranks_of_other_machines_stand_beside_each_other(tmp_path: Path) -> None:
-    """A rank whose clock has another zero is shifted so that its steps end where rank 0's do, and this is told."""
+    """A rank with another clock origin is shifted so that its steps align with rank 0's, and reported."""
     log(tmp_path / "events.jsonl", 0)
     log(tmp_path / "events-rank-1.jsonl", 1, zero=77_000.0)
     report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
@@ -119,13 +106,13 @@ def test_ranks_of_other_machines_stand_beside_each_other(tmp_path: Path) -> None
 
 
 def test_ranks_of_one_machine_keep_their_times() -> None:
-    """Ends that differ by less than a step takes are of one clock, and are left as they are."""
+    """Step ends that differ by less than a step come from the same clock and are not shifted."""
     assert clock_shifts([{0: 1.0, 1: 2.0}, {0: 1.2, 1: 2.3}]) == [0.0, 0.0]
     assert clock_shifts([{0: 1.0, 1: 2.0}, {0: 51.0, 1: 52.0}, {}]) == [0.0, -50.0, 0.0]
 
 
 def test_some_steps(tmp_path: Path) -> None:
-    """Only what belongs to the wanted steps is written, from the first of them on."""
+    """Only the requested steps are written, starting at time 0."""
     log(tmp_path / "events.jsonl", 0, steps=9)
     report = write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json", first_step=3, last_step=4)
     found = [one for one in events(tmp_path / "trace.json") if one["ph"] == "X"]
@@ -135,7 +122,7 @@ def test_some_steps(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_on_after_a_restart_of_its_machine(tmp_path: Path) -> None:
-    """After a start on a clock that stands further back, time goes on from where it was."""
+    """If a resumed run's clock restarts lower, its time continues from the last event."""
     for zero in (5_000.0, 10.0):
         log(tmp_path / "events.jsonl", 0, zero=zero)
     write_chrome_trace(rank_logs(tmp_path), tmp_path / "trace.json")
@@ -146,7 +133,7 @@ def test_a_run_that_went_on_after_a_restart_of_its_machine(tmp_path: Path) -> No
 
 
 def test_hostile_lines_are_left_out(tmp_path: Path) -> None:
-    """Lines without a time, with numbers that JSON lacks, or that are none, are counted; the trace is JSON."""
+    """Invalid lines and lines without a finite time are counted and skipped; the trace is valid JSON."""
     path = tmp_path / "events.jsonl"
     log(path, 0)
     with path.open("ab") as file:
@@ -160,7 +147,7 @@ def test_hostile_lines_are_left_out(tmp_path: Path) -> None:
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`anybatch trace RUN` writes the trace beside the log, and says what is in it; without a step it says so."""
+    """`anybatch trace RUN` writes the trace next to the log and prints its size; without a step it raises."""
     log(tmp_path / "events.jsonl", 0)
     assert main(["trace", str(tmp_path)]) == Status.DONE
     assert (
@@ -174,7 +161,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
-    """A target that is no regular file is written to; replacing it would remove a device of the system."""
+    """A target that is not a regular file is written to, not replaced, which would remove a device file."""
     log(tmp_path / "events.jsonl", 0)
     target = tmp_path / "null"
     target.symlink_to(os.devnull)

@@ -1,4 +1,4 @@
-"""The console of a run: a bar on a terminal, lines elsewhere, the same numbers in both."""
+"""The console shows a progress bar on a terminal and lines elsewhere, with the same numbers."""
 
 import io
 import re
@@ -29,13 +29,12 @@ from tests.events.recorded_run import (
     step,
     whole_run,
 )
-from tests.faults import sees
 
 WIDTHS = (60, 80, 100, 120, 160, 200)
 
 
 class RecordingScreen:
-    """A screen that keeps what it is given."""
+    """A screen that records its calls."""
 
     seconds_per_step = 0.25
     seconds_per_micro_batch = 0.25
@@ -63,15 +62,15 @@ class RecordingScreen:
 
 
 class TerminalStream(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
-        super().isatty()  # which refuses to answer when it is closed
+        super().isatty()  # raises if closed
         return True
 
 
 class CountingTensor(torch.Tensor):
-    """A tensor that counts how often a program has waited for its number."""
+    """A tensor that counts its reads."""
 
     num_read = 0
 
@@ -81,7 +80,7 @@ class CountingTensor(torch.Tensor):
 
 
 def plain(records: Sequence[Record], *, total_steps: int | None = None, seconds: float = 1.0) -> list[str]:
-    """Return the lines of a run whose records come so many seconds apart."""
+    """Return the printed lines of a run whose records are `seconds` apart."""
     stream, clock = io.StringIO(), Clock()
     console = Console(total_steps, stream=stream, clock=clock)
     for record in records:
@@ -91,7 +90,7 @@ def plain(records: Sequence[Record], *, total_steps: int | None = None, seconds:
 
 
 def watched(records: Sequence[Record], *, total_steps: int | None = None, seconds: float = 1.0) -> RecordingScreen:
-    """Return what a screen was given of such a run."""
+    """Return the recorded screen of such a run."""
     screen, clock = RecordingScreen(), Clock()
     console = Console(total_steps, screen=screen, clock=clock)
     for record in records:
@@ -101,7 +100,7 @@ def watched(records: Sequence[Record], *, total_steps: int | None = None, second
 
 
 def drawn(moment: ScreenContents, width: int) -> list[str]:
-    """Return a moment as a terminal of some width shows it, without colours."""
+    """Return screen contents as a terminal of some width shows them, without colors."""
     terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with terminal.capture() as capture:
         terminal.print(Frame(moment))
@@ -109,7 +108,7 @@ def drawn(moment: ScreenContents, width: int) -> list[str]:
 
 
 def long_run() -> list[Record]:
-    """Return a run in which everything that is shown is at its widest."""
+    """Return a run whose displayed values all have their maximum width."""
     names = ("a_term_with_a_name_that_is_far_too_long", "b")
     wide = step(
         12_344,
@@ -126,7 +125,7 @@ def long_run() -> list[Record]:
 
 
 def test_lines_of_a_run() -> None:
-    """Without a terminal: what the run is, the first step, one line every five seconds, the last step, the end."""
+    """Without a terminal, lines show the run, the first step, a step every five seconds, the last step and the end."""
     lines = plain(list(whole_run(12)), total_steps=12)
 
     assert lines[:3] == [
@@ -139,12 +138,12 @@ def test_lines_of_a_run() -> None:
 
 
 def test_the_last_step_is_known_beforehand() -> None:
-    """Where the number of steps is known, the last one has its line at once, without waiting for the end."""
+    """If the number of steps is known, the last step is printed immediately, before the end."""
     assert [line[:11] for line in plain([step(0), step(1), step(2)], total_steps=3)] == ["step 1 of 3", "step 3 of 3"]
 
 
 def test_lines_have_the_numbers_of_the_step() -> None:
-    """A line holds the step's own loss, norm and rate, samples per second over all ranks, and the time that is left."""
+    """A line has the step's loss, gradient norm and rate, samples per second over all ranks, and the time left."""
     (line,) = [line for line in plain(list(whole_run(12)), total_steps=12) if line.startswith("step  6")]
 
     assert re.sub(" +", " ", line) == (
@@ -153,7 +152,7 @@ def test_lines_have_the_numbers_of_the_step() -> None:
 
 
 def test_lines_are_aligned() -> None:
-    """Every number stands in the same column, however large it is."""
+    """Columns are aligned regardless of the values."""
     records: list[Record] = [start(), *(step(number, 10.0**-number, num_samples=4**number) for number in range(8))]
     lines = [line for line in plain(records, total_steps=8, seconds=6.0) if line.startswith("step")]
 
@@ -162,7 +161,7 @@ def test_lines_are_aligned() -> None:
 
 
 def test_a_run_of_unknown_length() -> None:
-    """Without a total there is no time left and no bar, and the last step is shown when the run ends."""
+    """Without a total, time left and bar are not shown, and the last step is printed at the end."""
     lines = plain(list(whole_run(4)))
     assert [line.split("   loss")[0] for line in lines if line.startswith("step")] == ["step       1", "step       4"]
     assert not any("left" in line for line in lines)
@@ -172,7 +171,7 @@ def test_a_run_of_unknown_length() -> None:
 
 
 def test_a_long_step_is_heard_of() -> None:
-    """Without a terminal, a step of many minutes says every half minute how far it is."""
+    """Without a terminal, a step of many minutes prints its progress every half minute."""
     records: list[Record] = [start(), step(0, num_micro_batches=100)]
     records += [micro_batch(1, position, num_micro_batches=100) for position in range(100)]
     lines = [line for line in plain(records, total_steps=2) if "micro-batch" in line]
@@ -198,14 +197,14 @@ def test_a_long_step_is_heard_of() -> None:
         (checkpoint(40), "step  40 of 100   checkpoint saved: run/step (3.00 MiB)", "plain"),
         (
             replace(checkpoint(40), event="fell_back", message="a file\nis shorter"),
-            "step  40 of 100   warning: passed over checkpoint run/step: a file is shorter",
+            "step  40 of 100   warning: skipped checkpoint run/step: a file is shorter",
             "warning",
         ),
         (
             out_of_memory(39),
             (
                 "step  40 of 100   warning: out of memory in forward and backward: "
-                "micro-batch 16 -> 8 samples, and the step is repeated"
+                "micro-batch 16 -> 8 samples, repeating the step"
             ),
             "warning",
         ),
@@ -227,12 +226,12 @@ def test_a_long_step_is_heard_of() -> None:
     ],
 )
 def test_happenings_are_said(record: Record, line: str, level: Level) -> None:
-    """Each thing that happens is one sentence, in which steps count those that were made, from 1 on."""
+    """Each event is one sentence, with steps counted from 1."""
     assert watched([record], total_steps=100).lines == [(line, level)]
 
 
 def test_skipped_steps_are_said_once() -> None:
-    """Steps whose update was left out are named, together if they are read together, flags on the device too."""
+    """Skipped steps are listed in one warning, also if their flags are tensors on a device."""
     flags = (False, True, torch.tensor(True), torch.tensor(False), torch.tensor(True))
     screen = watched([start(), *(step(n, skipped=flag) for n, flag in enumerate(flags)), end(5)], seconds=0.01)
 
@@ -243,38 +242,32 @@ def test_skipped_steps_are_said_once() -> None:
 
 
 def test_many_skipped_steps_fit_a_line() -> None:
-    """Of many skipped steps the first five are named, and the others counted."""
+    """With many skipped steps, the first five are listed and the rest counted."""
     screen = watched([start(), *(step(n, skipped=n > 0) for n in range(9)), end(9)], seconds=0.01)
 
     assert screen.lines[-2][0].endswith("in 8 steps: 2, 3, 4, 5, 6 and 3 more")
 
 
 def test_what_was_decided_is_said() -> None:
-    """The start names every decision, and where a resumed run goes on."""
+    """The start prints every decision, and the step that a run resumes from."""
     lines = plain([start(500, decisions={"micro_batch_size": "16, by a\nsearch"})])
 
-    assert lines[-2:] == ["decided: micro batch size: 16, by a search", "going on after step 500"]
+    assert lines[-2:] == ["micro batch size: 16, by a search", "resuming after step 500"]
 
 
-@sees(
-    'console: what "auto" has found is said twice',
-    "src/anybatch/events/console.py",
-    'case DiagnosisRecord(code="micro_batch_size"):',
-    'case DiagnosisRecord(code=""):',
-)
 def test_a_size_that_was_found_is_said_once() -> None:
-    """The size found by "auto" is a record at once, and a person reads it once, among the decisions."""
+    """The size found by "auto" is recorded immediately, but printed only once, with the decisions."""
     words = "16, the fastest of 8 and 16"
     found = DiagnosisRecord(
         rank=0, step=0, code="micro_batch_size", level="info", message=f"micro_batch_size: {words}", remedy=None
     )
     lines = plain([found, start(decisions={"micro_batch_size": words})])
 
-    assert [line for line in lines if words in line] == [f"decided: micro batch size: {words}"]
+    assert [line for line in lines if words in line] == [f"micro batch size: {words}"]
 
 
 def test_a_resumed_session_begins_its_own_pace() -> None:
-    """After a second start, pace and time are those of the second session, and its first step is shown."""
+    """After a second start, pace and time are the second session's, and its first step is shown."""
     first = [replace(one, num_samples=6_400) if isinstance(one, StepRecord) else one for one in whole_run(3)]
     screen = watched([*first, start(2), step(2), step(3)], total_steps=10, seconds=2.0)
 
@@ -288,7 +281,7 @@ def test_a_resumed_session_begins_its_own_pace() -> None:
 
 
 def test_rate_and_time_left() -> None:
-    """Samples per second are those of steps alone; the time left counts evaluations in."""
+    """Samples per second exclude evaluations; the time left includes them."""
     records: list[Record] = [start(), step(0), step(1), step(2), evaluation(3), step(3)]
     screen = watched(records, total_steps=13, seconds=2.0)
 
@@ -297,7 +290,7 @@ def test_rate_and_time_left() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    """A loss that is NaN is called so, and a number that its device does not give any more is a dash."""
+    """A NaN loss is shown as NaN, and a number whose device is lost as a dash."""
     lost = torch.tensor(0.0, device="meta")
     screen = watched([start(), step(0, torch.tensor(float("nan")), gradient_norm=lost, skipped=lost)])
 
@@ -305,7 +298,7 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_terms_and_rates() -> None:
-    """Several terms are shown beside their sum, under names that fit; several learning rates as a range."""
+    """Several loss terms are shown with their sum, under shortened names; several learning rates as a range."""
     terms = {"reconstruction_of_the_image": 2.0, "kl": 0.5}
     screen = watched([start(), step(0, 2.5, losses=terms, learning_rates=(0.1, torch.tensor(0.01), 0.1))])
 
@@ -315,14 +308,14 @@ def test_terms_and_rates() -> None:
 
 
 def test_numbers_not_measured_are_not_shown() -> None:
-    """Without a gradient norm, learning rates and memory there are no cells for them."""
+    """A gradient norm, learning rate or memory that was not measured has no cell."""
     screen = watched([start(), step(0, gradient_norm=None, learning_rates=())])
 
     assert list(screen.last) == ["loss", "samples/s", "epoch", "time"]
 
 
 def test_memory_comes_from_records() -> None:
-    """The peak of the last memory record is shown, with the limit if there is one; a new start forgets it."""
+    """The last recorded memory peak is shown, with its limit if there is one; a new start resets it."""
     no_limit = memory(0, peak_bytes=2**20)
     limited = memory(1, peak_bytes=2**30, limit_bytes=2**33)
 
@@ -333,18 +326,18 @@ def test_memory_comes_from_records() -> None:
 
 
 def test_the_loop_does_not_wait() -> None:
-    """Numbers are read when they are shown, and not for the steps between."""
+    """Tensors are read only for steps that are shown."""
     CountingTensor.num_read = 0
     loss = torch.tensor(0.5).as_subclass(CountingTensor)
     steps = [step(number, loss) for number in range(100)]
-    screen = watched([start(), *steps, end(100)], seconds=0.05)  # 100 steps in 5 s, shown every quarter of a second
+    screen = watched([start(), *steps, end(100)], seconds=0.05)  # 100 steps in 5 s, shown every 0.25 s
 
     assert len(screen.moments) <= 5 / 0.25 + 3
     assert CountingTensor.num_read == len(screen.moments) - 1  # the moment before the first step has no loss
 
 
 def test_progress_within_a_step() -> None:
-    """Micro-batches move the bar within a step; the count starts again with the next step."""
+    """Micro-batches move the bar within a step, and their count restarts with the next step."""
     records: list[Record] = [start(), *(micro_batch(0, half // 2, ("begin", "end")[half % 2]) for half in range(8))]
     screen = watched([*records, step(0, num_micro_batches=4)], total_steps=2)
 
@@ -353,7 +346,7 @@ def test_progress_within_a_step() -> None:
 
 
 def test_epochs_are_counted_from_one() -> None:
-    """A step belongs to the epoch its samples came from, also the last one of an epoch."""
+    """A step counts to the epoch of its samples, also the last step of an epoch."""
     epochs = []
     for epoch, offset in ((0, 64), (1, 0), (1, 64)):
         epochs.append(watched([start(), step(0, epoch=epoch, sample_offset=offset)]).last["epoch"])
@@ -362,7 +355,7 @@ def test_epochs_are_counted_from_one() -> None:
 
 
 def test_only_rank_0_speaks() -> None:
-    """Records of other ranks, and kinds that are not known, show nothing."""
+    """Records of other ranks, and of unknown kinds, show nothing."""
     unknown: Any = type("Unknown", (), {"rank": 0, "kind": "unknown"})()
     phase = PhaseRecord(rank=0, event="begin", step=0, name="clip", position=None)
     screen = watched([start(rank=1), step(0, rank=1), end(1, rank=1), phase, unknown])
@@ -376,7 +369,7 @@ def test_only_rank_0_speaks() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("records", [list(whole_run(3)), long_run()], ids=["short", "long"])
 def test_every_width_fits(records: list[Record], width: int) -> None:
-    """From 60 to 200 columns nothing is cut off or broken, and the numbers stand in columns that end together."""
+    """From 60 to 200 columns nothing is cut off or wrapped, and numbers are right-aligned in columns."""
     moment = watched(records, total_steps=20_000).moments[-1]
     bar, *rows = drawn(moment, width)
 
@@ -391,7 +384,7 @@ def test_every_width_fits(records: list[Record], width: int) -> None:
 
 
 def test_the_height_stays() -> None:
-    """The same cells take as many lines whatever their values are, so that nothing jumps."""
+    """The same cells take the same lines for all values, so the display does not jump."""
     small = watched([start(), step(0, 1.0)], total_steps=9).moments[-1]
     large = watched([start(), step(0, -1e-100, gradient_norm=float("nan"))], total_steps=9).moments[-1]
 
@@ -399,7 +392,7 @@ def test_the_height_stays() -> None:
 
 
 def test_a_narrow_terminal_drops_what_it_must() -> None:
-    """Where there is no room, the percentage goes first, then the time left, then the bar; the step stays."""
+    """If space is short, the percentage is dropped first, then the time left, then the bar; the step stays."""
     moment = watched(list(whole_run(3)), total_steps=4).moments[-1]
     shown = {width: drawn(moment, width) for width in (60, 50, 40, 20, 8)}
     lines = {width: first for width, (first, *_) in shown.items()}
@@ -416,14 +409,14 @@ def test_a_narrow_terminal_drops_what_it_must() -> None:
 
 
 def test_a_terminal_that_is_resized() -> None:
-    """The next drawing has the new width."""
+    """The next drawing uses the new width."""
     terminal = Terminal(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
     clock = Clock()
     with Console(3, screen=TerminalScreen(terminal), clock=clock) as console:
         widths = []
         for width, record in zip((100, 70, 140), whole_run(2), strict=False):
             terminal.width = width
-            before = len(terminal.file.getvalue())  # type: ignore[attr-defined]  # (it is the StringIO above)
+            before = len(terminal.file.getvalue())  # type: ignore[attr-defined]  # (the StringIO above)
             console.observe(record)
             text = terminal.file.getvalue()[before:]  # type: ignore[attr-defined]
             widths += [len(line) for line in re.split(r"\n|\r|\x1b\[\S+?[A-Zhl]", text) if line.endswith("left")]
@@ -433,7 +426,7 @@ def test_a_terminal_that_is_resized() -> None:
 
 
 def test_a_terminal_is_given_back() -> None:
-    """The cursor is hidden while the bar is there, and shown again at the end, on close, and when it is forgotten."""
+    """The cursor is hidden while the bar is shown, and restored at the end, on close and on garbage collection."""
     ends: list[Any] = [
         lambda consoles: consoles[0].observe(end(1)),
         lambda consoles: consoles[0].close(),
@@ -451,7 +444,7 @@ def test_a_terminal_is_given_back() -> None:
 
 
 def test_lines_stand_above_the_bar() -> None:
-    """A line that is said while the bar is there is printed before the bar is drawn again, and bars do not pile up."""
+    """A line printed while the bar is shown appears above it, and the bar is not duplicated."""
     stream = io.StringIO()
     terminal = Terminal(file=stream, width=80, height=40, force_terminal=True, color_system=None)
     with Console(2, screen=TerminalScreen(terminal), clock=Clock()) as console:
@@ -465,7 +458,7 @@ def test_lines_stand_above_the_bar() -> None:
 
 
 def screen_after(text: str) -> list[str]:
-    """Return the lines of a screen after a text with the few control codes that are used here."""
+    """Return the screen lines after text with the few control codes used here."""
     lines, row = [""], 0
     for piece in re.findall(r"\x1b\[(?:\?\d+|\d*)[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
         if piece == "\n":
@@ -481,7 +474,7 @@ def screen_after(text: str) -> list[str]:
 
 
 def test_colours_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NO_COLOR takes every colour away, and the words still say what is a warning."""
+    """NO_COLOR removes all colors, and the text still marks warnings."""
     texts = []
     monkeypatch.setenv("TERM", "xterm-256color")
     for no_colour in (False, True):
@@ -500,7 +493,7 @@ def test_colours_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_markup_is_not_read() -> None:
-    """Square brackets and colons in names and messages are shown as they are, on a terminal too."""
+    """Square brackets and colons in names and messages are not interpreted as markup."""
     stream = io.StringIO()
     screen = TerminalScreen(Terminal(file=stream, width=80, force_terminal=True, color_system=None))
     screen.say("[red]:smile: a[0]", "plain")
@@ -509,7 +502,7 @@ def test_markup_is_not_read() -> None:
 
 
 def test_a_path_is_not_broken() -> None:
-    """Long lines break between words and go on indented; a word that is too long stays whole."""
+    """Long lines wrap between words with an indent; a long word is not broken."""
     stream = io.StringIO()
     screen = TerminalScreen(Terminal(file=stream, width=30, force_terminal=True, color_system=None))
     path = "/a-very-long-path/with-dashes/that-is/longer-than-thirty"
@@ -534,7 +527,7 @@ def test_what_suits_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Results go to the standard output, and what a person watches to the standard error."""
+    """The console writes to standard error by default."""
     Console(1).observe(step(0))
 
     out, err = capsys.readouterr()
@@ -546,7 +539,7 @@ def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.Capture
 
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError, ValueError])
 def test_a_lost_stream_does_not_end_the_run(error: type[Exception]) -> None:
-    """When its stream is gone, the console falls silent, and the run goes on."""
+    """If its stream fails, the console stops printing, and the run continues."""
 
     class Lost(io.StringIO):
         num_tried = 0
@@ -563,7 +556,7 @@ def test_a_lost_stream_does_not_end_the_run(error: type[Exception]) -> None:
 
 
 def test_a_stream_that_fails_late() -> None:
-    """An error that shows itself only when the text is brought to its reader is treated the same."""
+    """An error that appears only on flush is handled the same."""
 
     class Full(io.StringIO):
         def flush(self) -> None:
@@ -577,7 +570,7 @@ def test_a_stream_that_fails_late() -> None:
 
 
 def test_letters_that_an_encoding_lacks() -> None:
-    """A metric with a Greek name is shown by codes on an ASCII terminal, where the bar is drawn in ASCII too."""
+    """Characters outside of the terminal's encoding are escaped, and the bar is drawn in ASCII."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
     terminal = Terminal(file=SafeStream(stream), width=80, force_terminal=True, color_system="standard")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A log holds what was observed, line by line, whatever happens to the run."""
+"""A log has one line per record, complete even if the run fails."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
 
 def ticking() -> Callable[[], float]:
-    """Return a clock that goes forward by a quarter of a second per look."""
+    """Return a clock that advances 0.25 seconds per call."""
     ticks = itertools.count()
     return lambda: next(ticks) / 4
 
@@ -47,7 +47,7 @@ def micro_batch(step: int = 0, loss_sum: Scalar = 1.5) -> MicroBatchRecord:
 
 
 def step(number: int = 0, loss: Scalar = 0.5) -> StepRecord:
-    """Return a step some of whose numbers are tensors."""
+    """Return a step with some tensor fields."""
     rates = (torch.tensor(0.5), 0.25)
     return recorded_run.step(number, loss, gradient_norm=None, clipped=torch.tensor(True), learning_rates=rates)
 
@@ -58,12 +58,12 @@ def end(num_steps: int = 1) -> EndRecord:
 
 
 def phase(rank: int = 0) -> PhaseRecord:
-    """Return the beginning of a phase: a record that is kept until a step."""
+    """Return the beginning of a phase: a record that is buffered until a step."""
     return PhaseRecord(rank=rank, event="begin", step=0, name="clip", position=None)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, each of which must be JSON in the strict sense."""
+    """Return the lines of a log, parsed as strict JSON."""
 
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is not JSON")
@@ -72,7 +72,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Return a strategy for the values of a record field of type `hint`, tensors on the CPU and the meta device."""
+    """Return a strategy for values of type `hint`, with tensors on the CPU and the meta device."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return st.sampled_from(arguments)
@@ -93,7 +93,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def records() -> st.SearchStrategy[Record]:
-    """Return a strategy for records of every kind, with whatever their types allow."""
+    """Return a strategy for records of every kind, with all values that their types allow."""
     kinds = []
     for kind in get_args(Record):
         hints = get_type_hints(kind)
@@ -105,7 +105,7 @@ def records() -> st.SearchStrategy[Record]:
 @given(observed=st.lists(records(), max_size=6), num_steps_per_flush=st.integers(1, 3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_line_fits_the_schema(tmp_path: Path, observed: list[Record], num_steps_per_flush: int) -> None:
-    """Whatever is observed, the log has one valid line for it, in order, with its sequence and time."""
+    """The log has one valid line for every record, in order, with its sequence number and time."""
     path = tmp_path / "log.jsonl"
     path.unlink(missing_ok=True)
     with JsonlLog(path, clock=ticking(), num_steps_per_flush=num_steps_per_flush) as log:
@@ -121,7 +121,7 @@ def test_every_line_fits_the_schema(tmp_path: Path, observed: list[Record], num_
 
 
 def test_a_line_is_the_record(tmp_path: Path) -> None:
-    """A line holds the envelope and then every field of the record, tensors as the numbers they hold."""
+    """A line has the envelope and then every field of the record, tensors as numbers."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path, clock=ticking()) as log:
         log.observe(step(3, loss=torch.tensor(0.5, requires_grad=True) * 2))
@@ -134,7 +134,7 @@ def test_a_line_is_the_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [float, lambda text: torch.tensor(float(text))])
 def test_numbers_json_lacks_are_strings(tmp_path: Path, make: Callable[[str], Scalar]) -> None:
-    """NaN and the infinities are written as strings that float reads back, whether from the host or a device."""
+    """NaN and infinities are written as strings that `float` can read, from the host or a device."""
     path = tmp_path / "log.jsonl"
     written = ["NaN", "Infinity", "-Infinity"]
     with JsonlLog(path) as log:
@@ -145,7 +145,7 @@ def test_numbers_json_lacks_are_strings(tmp_path: Path, make: Callable[[str], Sc
 
 
 def test_a_number_that_cannot_be_read_is_null(tmp_path: Path) -> None:
-    """A tensor without data, as after a failure of its device, costs its number and not the log."""
+    """A tensor that cannot be read, as after a device failure, is logged as null."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
         log.observe(step(loss=torch.ones((), device="meta")))
@@ -157,22 +157,22 @@ def test_a_number_that_cannot_be_read_is_null(tmp_path: Path) -> None:
 
 
 class CountingTensor(torch.Tensor):
-    """A tensor that counts how often it is read."""
+    """A tensor that counts its reads."""
 
     reads: list[int]
 
     def detach(self) -> "CountingTensor":
-        """Return itself, so that reads are seen."""
+        """Return itself, so that reads are counted."""
         return self
 
     def item(self) -> float:
-        """Count, and return the number."""
+        """Count, and return the value."""
         self.reads.append(1)
         return float(self.as_subclass(torch.Tensor).detach().item())
 
 
 def counting(value: float) -> CountingTensor:
-    """Return a counting tensor that was never read."""
+    """Return a counting tensor without reads."""
     tensor = torch.tensor(value).as_subclass(CountingTensor)
     tensor.reads = []
     return tensor
@@ -180,7 +180,7 @@ def counting(value: float) -> CountingTensor:
 
 @pytest.mark.parametrize("num_steps_per_flush", [1, 3])
 def test_devices_are_read_with_the_flush(tmp_path: Path, num_steps_per_flush: int) -> None:
-    """No number is read before the step that ends the flush, and then each is read once."""
+    """No tensor is read before the flush, and then each is read once."""
     tensor = counting(2.0)
     with JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=num_steps_per_flush) as log:
         for number in range(num_steps_per_flush):
@@ -192,7 +192,7 @@ def test_devices_are_read_with_the_flush(tmp_path: Path, num_steps_per_flush: in
 
 
 def test_a_record_keeps_no_graph_alive(tmp_path: Path) -> None:
-    """A loss that is kept until the flush does not hold what its backward would need."""
+    """A buffered loss does not keep its autograd graph alive."""
     inputs = torch.ones(3, requires_grad=True)
     freed: list[int] = []
 
@@ -216,7 +216,7 @@ def test_a_record_keeps_no_graph_alive(tmp_path: Path) -> None:
 
 
 def test_records_are_taken_as_they_were(tmp_path: Path) -> None:
-    """A mapping that its owner uses again after the record is written as it was when it was observed."""
+    """A mapping that is modified after it was observed is logged with its original values."""
     counts: dict[str, Scalar] = {"loss": 4.0}
     record = micro_batch()
     record = MicroBatchRecord(**{name: getattr(record, name) for name in record.__slots__} | {"counts": counts})
@@ -227,7 +227,7 @@ def test_records_are_taken_as_they_were(tmp_path: Path) -> None:
 
 
 def test_frequent_records_wait_for_the_step(tmp_path: Path) -> None:
-    """A micro-batch or phase is written with its step; a step, checkpoint or end is written at once."""
+    """Micro-batches and phases are written with their step; steps, checkpoints and the end immediately."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
         log.observe(micro_batch())
@@ -243,7 +243,7 @@ def test_frequent_records_wait_for_the_step(tmp_path: Path) -> None:
 
 
 def test_the_end_is_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a run, and closing, ask for the disk itself; a step does not. Nothing but the call can show that."""
+    """The end of a run, and closing, call fsync; a step does not."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     log = JsonlLog(tmp_path / "log.jsonl")
@@ -257,14 +257,14 @@ def test_the_end_is_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not Path("/dev/null").is_char_device(), reason="needs /dev/null")
 def test_a_device_without_a_disk_is_a_path() -> None:
-    """A log may be thrown away: that there is no disk to bring it to is no error."""
+    """A log can be written to /dev/null, where fsync fails."""
     with JsonlLog("/dev/null") as log:
         log.observe(step())
         log.observe(end())
 
 
 def test_steps_between_flushes_are_not_lost(tmp_path: Path) -> None:
-    """With several steps per flush, any other event and closing write what is left."""
+    """With several steps per flush, any other event and closing also flush."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path, num_steps_per_flush=2) as log:
         log.observe(step(0))
@@ -280,7 +280,7 @@ def test_steps_between_flushes_are_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_leaves_its_lines(tmp_path: Path) -> None:
-    """Leaving the `with` by an error writes what was observed and lets the error through; closing again is allowed."""
+    """Leaving the `with` block by an error writes the buffered records and propagates it; closing again is allowed."""
     path = tmp_path / "log.jsonl"
 
     def run(log: JsonlLog) -> None:
@@ -297,8 +297,8 @@ def test_a_run_that_fails_leaves_its_lines(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
-    """Opening an existing log appends to it, and the sequence goes on without a gap."""
-    path = tmp_path / "runs" / "a" / "log.jsonl"  # directories are made
+    """Opening an existing log appends to it, and the sequence continues without a gap."""
+    path = tmp_path / "runs" / "a" / "log.jsonl"  # directories are created
     for number in range(3):
         with JsonlLog(path) as log:
             log.observe(step(number))
@@ -309,7 +309,7 @@ def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_lines", [0, 1, 2, 40])
 @pytest.mark.slow
 def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path, num_lines: int) -> None:
-    """However many bytes of the last line a kill left, they are removed, and the sequence has neither gap nor twin."""
+    """A partial last line is removed, at any length, and the sequence continues without a gap or duplicate."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path, clock=ticking()) as log:
         for number in range(num_lines + 1):
@@ -326,7 +326,7 @@ def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path, num_lines: int) -> No
 
 
 def test_lines_longer_than_a_block_are_found(tmp_path: Path) -> None:
-    """The last full line is found also if it, and the unfinished one after it, are longer than one read."""
+    """The last complete line is found even if lines are longer than one read."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
         log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={"x" * 100_000: 1.0}))
@@ -341,7 +341,7 @@ def test_lines_longer_than_a_block_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"import torch\n", b"no newline", b'{"other": 1}\n', b'{"verdict": 1}\n', b"\n\n"])
 def test_foreign_files_are_not_touched(tmp_path: Path, content: bytes) -> None:
-    """A file that is no log is refused and left as it was, also its unfinished last line."""
+    """A file that is not a log raises and is unchanged, including its unfinished last line."""
     path = tmp_path / "train.py"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"train.py exists and is not a log of anybatch"):
@@ -350,7 +350,7 @@ def test_foreign_files_are_not_touched(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_log_with_a_foreign_last_line_is_refused(tmp_path: Path) -> None:
-    """If the last line says no sequence, it is not guessed."""
+    """A last line without a sequence number raises."""
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"version":1,"sequence":0}\nsomething else\n')
     with pytest.raises(UserError, match=r"last line of .* is not a line of a log"):
@@ -358,20 +358,20 @@ def test_a_log_with_a_foreign_last_line_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    """A path that is a directory is answered with a path that would do."""
+    """A directory raises an error that suggests a file."""
     with pytest.raises(UserError, match=r"is a directory. Name a file in it, such as .*events.jsonl"):
         JsonlLog(tmp_path)
 
 
 def test_no_steps_per_flush_is_refused(tmp_path: Path) -> None:
-    """A flush holds at least one step; nothing is created before that is checked."""
+    """A flush needs at least one step; invalid values raise before anything is created."""
     with pytest.raises(UserError, match="num_steps_per_flush=0 must be a whole number of at least 1"):
         JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=0)
     assert not (tmp_path / "log.jsonl").exists()
 
 
 def test_values_a_log_cannot_hold_are_named(tmp_path: Path) -> None:
-    """A value that is no number or text is refused when it is observed; the log goes on after it."""
+    """A value that is not a number or text raises when observed; the log continues afterwards."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
         with pytest.raises(TypeError, match=r"a record holds set \{1\}"):
@@ -382,7 +382,7 @@ def test_values_a_log_cannot_hold_are_named(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond `num_bytes` in the meantime: what a full disk looks like."""
+    """Limit the file size of this process to `num_bytes`, to simulate a full disk."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
@@ -393,7 +393,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path) -> None:
-    """The error names the path, half a line is taken back, and once there is room again the log goes on."""
+    """On a full disk the error has the path, the partial line is removed, and logging can continue later."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
         log.observe(step(0))
@@ -407,7 +407,7 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path) -> None:
 
 
 def test_threads_share_a_log(tmp_path: Path) -> None:
-    """Records that come from several threads at once each get a line and a sequence of their own."""
+    """Records from several threads each get one line and a unique sequence number."""
     path = tmp_path / "log.jsonl"
     ready = threading.Barrier(4)
     interval = sys.getswitchinterval()
@@ -419,7 +419,7 @@ def test_threads_share_a_log(tmp_path: Path) -> None:
 
     with JsonlLog(path, clock=lambda: sum(range(1000))) as log:
         threads = [threading.Thread(target=write, args=(log, rank)) for rank in range(4)]
-        sys.setswitchinterval(1e-6)  # so that threads get in each other's way, were they not kept apart
+        sys.setswitchinterval(1e-6)  # provoke thread switches
         try:
             for thread in threads:
                 thread.start()
@@ -431,7 +431,7 @@ def test_threads_share_a_log(tmp_path: Path) -> None:
 
 
 def test_reading_skips_and_counts_what_it_does_not_know(tmp_path: Path) -> None:
-    """Lines of other versions and lines that are none are left out and counted; unknown kinds and fields come."""
+    """Lines of other versions and invalid lines are counted and skipped; unknown kinds and fields are returned."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
         log.observe(end())
@@ -447,7 +447,7 @@ def test_reading_skips_and_counts_what_it_does_not_know(tmp_path: Path) -> None:
 
 
 def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    """Each pass sees the lines that are complete by then."""
+    """Each pass over a log that is still being written returns the complete lines."""
     path = tmp_path / "log.jsonl"
     lines = read_jsonl(path)
     with JsonlLog(path) as log:
@@ -459,6 +459,6 @@ def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_reading_a_missing_log_raises(tmp_path: Path) -> None:
-    """A log that is not there is an error, not an empty log."""
+    """Reading a missing log raises."""
     with pytest.raises(FileNotFoundError):
         list(read_jsonl(tmp_path / "none.jsonl"))

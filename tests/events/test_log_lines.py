@@ -1,4 +1,4 @@
-"""The lines of a log as they come: each once, whole, and none that is too long."""
+"""Reading a growing log returns each complete line once, without overlong ones."""
 
 import random
 from pathlib import Path
@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 
 from anybatch.events.log_lines import MOST_LINE_BYTES, LogTail, decoded_line
-from tests.faults import sees
 
 
 def appended(path: Path, content: bytes) -> None:
-    """Write on at the end of a file."""
+    """Append to a file."""
     with path.open("ab") as file:
         file.write(content)
 
 
 def test_lines_come_once_and_whole(tmp_path: Path) -> None:
-    """Whatever pieces a file grows by, the lines that come are those of the file, in order, each once."""
+    """If a file grows in arbitrary pieces, its lines are returned in order, once each."""
     rng, path, tail = random.Random(0), tmp_path / "log", LogTail(tmp_path / "log")
     lines = [bytes(rng.choices(b"abc", k=rng.randint(0, 40))) for _ in range(200)]
     content, at, found = b"".join(line + b"\n" for line in lines) + b"unfinished", 0, []
@@ -28,18 +27,12 @@ def test_lines_come_once_and_whole(tmp_path: Path) -> None:
 
     assert found == lines
     assert tail.offset == len(content) - len(b"unfinished")
-    assert tail.is_behind
+    assert tail.has_unread_bytes
     assert tail.read(MOST_LINE_BYTES) == []
 
 
-@sees(
-    "tail: the rest of a long line is a line",
-    "src/anybatch/events/log_lines.py",
-    "            self._inside_too_long = False\n            del lines[0]\n",
-    "            self._inside_too_long = False\n",
-)
 def test_a_line_that_is_too_long_is_left_out(tmp_path: Path) -> None:
-    """A line beyond the limit is counted once and never held, also when it comes in pieces; its neighbours stay."""
+    """An overlong line is counted once and never buffered, also if it arrives in pieces; other lines are kept."""
     path, tail, found = tmp_path / "log", LogTail(tmp_path / "log"), []
     path.write_bytes(b"before\n")
     for _ in range(5):
@@ -54,14 +47,8 @@ def test_a_line_that_is_too_long_is_left_out(tmp_path: Path) -> None:
     assert tail.num_too_long == 2
 
 
-@sees(
-    "tail: a file that was replaced is read on",
-    "src/anybatch/events/log_lines.py",
-    "if self.size < self.offset or not head.startswith(self._head):",
-    "if self.size < self.offset:",
-)
 def test_another_file_is_read_from_its_beginning(tmp_path: Path) -> None:
-    """A file that is shorter, or begins otherwise, is another one; an unfinished end that is removed makes none."""
+    """A file that is shorter or starts differently is read again; removing an unfinished end changes nothing."""
     path, tail = tmp_path / "log", LogTail(tmp_path / "log")
     path.write_bytes(b"one\ntwo\nthr")
     assert tail.read(MOST_LINE_BYTES) == [b"one", b"two"]
@@ -76,12 +63,12 @@ def test_another_file_is_read_from_its_beginning(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_has_no_lines(tmp_path: Path) -> None:
-    """A file that is not there yet, and a folder, have no lines."""
+    """A missing file and a folder have no lines."""
     assert LogTail(tmp_path / "none").read(MOST_LINE_BYTES) == []
     assert LogTail(tmp_path).read(MOST_LINE_BYTES) == []
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff", b'{"version":2}', b"[" * 100_000, b"9" * 5000])
 def test_what_is_no_line(text: bytes) -> None:
-    """What is no object of a known version is no line."""
+    """Text that is not an object of a known version is not a line."""
     assert decoded_line(text) is None

@@ -1,4 +1,4 @@
-"""A picture of a run shows what its log says, and leaves out what a resume has undone."""
+"""The plot of a run shows its log, without steps that a resume discarded."""
 
 import importlib
 import itertools
@@ -48,7 +48,7 @@ def figure_of(log: Path, records: Iterable[Record]) -> Figure:
 
 
 def line(panel: Axes, label: str) -> tuple[list[float], list[float]]:
-    """Return the points of the one line of a panel that the legend calls by a name."""
+    """Return the points of a panel's only line with this label."""
     (found,) = [line for line in panel.lines if line.get_label() == label]
     return points(found)
 
@@ -60,7 +60,7 @@ def points(drawn: Any) -> tuple[list[float], list[float]]:
 
 
 def legend(figure: Figure) -> list[str]:
-    """Return what a figure's legend names."""
+    """Return the labels of a figure's legend."""
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
@@ -73,7 +73,7 @@ def drawn_curves(log: Path, records: Iterable[Record]) -> Curves:
 
 
 def test_curves_are_the_records(log: Path) -> None:
-    """A step stands at the number of steps made with it, an evaluation at the number made before it."""
+    """A step is plotted at the number of steps including it, an evaluation at the number before it."""
     records: list[Record] = [
         start(),
         step(0, 2.0),
@@ -89,7 +89,7 @@ def test_curves_are_the_records(log: Path) -> None:
 
 
 def test_undone_steps_are_left_out(log: Path) -> None:
-    """After a resume only the first steps of the earlier session count; what was evaluated before them stays."""
+    """After a resume, only the earlier session's steps before it count, with their evaluations."""
     first: list[Record] = [start(), *(step(number, 1.0, skipped=number == 5) for number in range(6))]
     first += [evaluation(4, x=0.1), evaluation(6, x=0.2), out_of_memory(5)]
     second: list[Record] = [start(4), step(4, 2.0), evaluation(5, x=0.3), end(5)]
@@ -101,7 +101,7 @@ def test_undone_steps_are_left_out(log: Path) -> None:
 
 
 def test_a_resume_from_further_back_undoes_resumes(log: Path) -> None:
-    """A resume that goes back behind an earlier one removes its mark, and two at the same step are one."""
+    """A resume from before an earlier one removes that one's mark; two at the same step are one."""
     sessions: list[Record] = [
         start(),
         step(0),
@@ -123,7 +123,7 @@ def test_a_resume_from_further_back_undoes_resumes(log: Path) -> None:
 def test_the_lineage_of_the_final_parameters_is_kept(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, int]]
 ) -> None:
-    """Whatever is resumed from where, each step's loss is the one that was computed last, and none is twice."""
+    """After any sequence of resumes, each step appears once, with its last loss."""
     records: list[Record] = []
     lineage: list[float] = []
     for number, (wanted, num_steps) in enumerate(sessions):
@@ -140,7 +140,7 @@ def test_the_lineage_of_the_final_parameters_is_kept(
 
 
 def test_learning_rates_that_are_equal_come_once(log: Path) -> None:
-    """Two groups with the same rates are one curve; a group that is missing in some steps has gaps."""
+    """Parameter groups with equal rates share a curve; a group that is missing in some steps has gaps."""
     rates = [(0.1, 0.1, 0.2), (0.3, 0.3)]
     curves = drawn_curves(log, [step(number, 1.0, learning_rates=one) for number, one in enumerate(rates)])
 
@@ -150,7 +150,7 @@ def test_learning_rates_that_are_equal_come_once(log: Path) -> None:
 
 
 def test_numbers_that_are_none(log: Path) -> None:
-    """NaN, infinity and a number that was lost with its device are no finite losses."""
+    """NaN, infinity and a number whose device is lost are not finite."""
     losses: list[Scalar] = [NAN, math.inf, torch.tensor(0.0, device="meta"), 1.0]
     curves = drawn_curves(log, [step(number, loss) for number, loss in enumerate(losses)])
 
@@ -158,7 +158,7 @@ def test_numbers_that_are_none(log: Path) -> None:
 
 
 def test_a_log_of_a_later_version_is_read(log: Path) -> None:
-    """Kinds of records that are not known are passed over."""
+    """Unknown kinds of records are ignored."""
     logged(log, whole_run(2))
     text = log.read_text(encoding="utf-8")
     log.write_text(re.sub('"kind":"end"', '"kind":"something_new"', text), encoding="utf-8")
@@ -172,7 +172,7 @@ def test_a_log_of_a_later_version_is_read(log: Path) -> None:
 @given(st.lists(st.floats(-10, 10) | st.just(NAN), min_size=1, max_size=60), st.floats(0.5, 9.0))
 @pytest.mark.slow
 def test_smoothing_is_a_weighted_mean(values: list[float], num_steps: float) -> None:
-    """Each smoothed value is the bell-weighted mean of the finite ones around it, computed term by term."""
+    """Each smoothed value is the Gaussian-weighted mean of the finite values around it."""
     reach = math.ceil(4 * num_steps)
     expected = []
     for here, value in enumerate(values):
@@ -193,7 +193,7 @@ def test_smoothing_is_a_weighted_mean(values: list[float], num_steps: float) -> 
 
 @pytest.mark.parametrize("num_steps", [1, 10, 1_000])
 def test_the_loss_is_drawn(log: Path, num_steps: int) -> None:
-    """Every loss is in the figure; from 50 steps on there is a smoothed line too, and below each loss has a dot."""
+    """Every loss is drawn, with a smoothed line from 50 steps on, and with dots below that."""
     panel = figure_of(log, whole_run(num_steps)).axes[0]
     steps, losses = line(panel, "loss of a step")
 
@@ -205,7 +205,7 @@ def test_the_loss_is_drawn(log: Path, num_steps: int) -> None:
 
 
 def test_the_smoothed_line_is_smooth(log: Path) -> None:
-    """The smoothed line follows the course of the loss, without its noise."""
+    """The smoothed line follows the trend of the loss without its noise."""
     noise = itertools.cycle([-0.5, 0.5])
     records = [step(number, 3 - number / 100 + next(noise)) for number in range(200)]
     _, values = line(figure_of(log, records).axes[0], "loss, smoothed")
@@ -214,7 +214,7 @@ def test_the_smoothed_line_is_smooth(log: Path) -> None:
 
 
 def test_gaps_are_seen(log: Path) -> None:
-    """Where the loss is no number the lines are broken, the place is shaded and counted, and lone values get a dot."""
+    """Non-finite losses break the line and are shaded and counted; isolated values get a dot."""
     losses = [NAN if number in (10, 11, 12, 60, 62) else 1.0 for number in range(100)]
     figure = figure_of(log, [start(), *(step(number, loss) for number, loss in enumerate(losses))])
     panel = figure.axes[0]
@@ -233,14 +233,14 @@ def test_gaps_are_seen(log: Path) -> None:
 
 
 def test_no_loss_is_finite(log: Path) -> None:
-    """A run of which nothing is finite says so in words."""
+    """A panel without finite losses has a note."""
     panel = figure_of(log, [start(), step(0, NAN), step(1, math.inf)]).axes[0]
 
     assert "no finite value" in [text.get_text() for text in panel.texts]
 
 
 def test_evaluations_are_drawn(log: Path) -> None:
-    """A metric that is a loss stands with the loss, in a shape of its own; any other has a panel and its last value."""
+    """An evaluated loss is drawn with the loss, in a separate shape; other metrics get a panel and their last value."""
     records = [step(number, 1.0, losses={"lm": 1.0, "aux": 0.1}) for number in range(4)]
     evaluations = [evaluation(after, lm=after, aux=2.0, accuracy=after / 10) for after in (2, 4)]
     figure = figure_of(log, [start(), *records, *evaluations])
@@ -257,14 +257,14 @@ def test_evaluations_are_drawn(log: Path) -> None:
 
 
 def test_a_metric_that_is_never_finite(log: Path) -> None:
-    """A metric without a finite value has its panel, in which that is said."""
+    """A metric without finite values has a panel with a note."""
     panel = figure_of(log, [step(0), evaluation(1, fid=NAN)]).axes[1]
 
     assert [text.get_text() for text in panel.texts] == ["no finite value"]
 
 
 def test_what_happened_is_marked_and_counted(log: Path) -> None:
-    """Skipped steps, out-of-memory events and resumes have marks of their own, and their number in the legend."""
+    """Skipped steps, out-of-memory events and resumes have separate marks, and their number in the legend."""
     records: list[Record] = [
         start(),
         step(0, skipped=True),
@@ -285,7 +285,7 @@ def test_what_happened_is_marked_and_counted(log: Path) -> None:
 
 
 def test_only_what_happened_is_in_the_legend(log: Path) -> None:
-    """A run in which nothing happened has a legend of its lines alone."""
+    """Without events the legend has only the lines."""
     assert legend(figure_of(log, whole_run(3))) == ["loss of a step"]
 
 
@@ -293,7 +293,7 @@ def test_only_what_happened_is_in_the_legend(log: Path) -> None:
     ("losses", "scale"), [([3.0, 0.2], "linear"), ([3.0, 0.1], "log"), ([3.0, 0.01, -0.1], "linear"), ([0.0], "linear")]
 )
 def test_the_axis_follows_the_losses(log: Path, losses: list[float], scale: str) -> None:
-    """Losses that are positive and differ by a factor of 30 get a logarithmic axis, with plain numbers at it."""
+    """Positive losses that differ by a factor of 30 get a logarithmic axis with plain numbers."""
     panel = figure_of(log, [step(number, loss) for number, loss in enumerate(losses)]).axes[0]
 
     assert panel.get_yscale() == scale
@@ -302,7 +302,7 @@ def test_the_axis_follows_the_losses(log: Path, losses: list[float], scale: str)
 
 
 def test_every_step_is_within_the_axis(log: Path) -> None:
-    """The axis of steps holds the whole run, evaluations at its end included, and shows whole numbers."""
+    """The step axis includes the final evaluations, and has integer ticks."""
     panel = figure_of(log, [start(), step(0), evaluation(9, x=1.0)]).axes[-1]
     left, right = panel.get_xlim()
 
@@ -313,7 +313,7 @@ def test_every_step_is_within_the_axis(log: Path) -> None:
 
 
 def test_the_title_is_the_geometry(log: Path) -> None:
-    """The title says how the batch was cut, in each session that cut it another way, and what it ran on."""
+    """The title has the geometry, device and strategy of each session that changed them."""
     other = "64 samples = 4 ranks x 1 micro-batch x 16"
     records: list[Record] = [start(), step(0), start(1), step(1), start(2, geometry=other, device="cuda:0"), step(2)]
     panel = figure_of(log, records).axes[0]
@@ -323,7 +323,7 @@ def test_the_title_is_the_geometry(log: Path) -> None:
 
 
 def test_a_log_without_its_beginning(log: Path) -> None:
-    """A log that was cut off at its front is drawn all the same, and the picture says so."""
+    """A log without its beginning is drawn, with a note."""
     (panel,) = figure_of(log, [step(7, learning_rates=())]).axes
 
     assert panel.get_title("left") == "8 steps; the beginning of the log is missing"
@@ -331,7 +331,7 @@ def test_a_log_without_its_beginning(log: Path) -> None:
 
 @pytest.mark.slow
 def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
-    """Each format is written, into folders that are made; text in an SVG is text; matplotlib's settings stay."""
+    """Each format is written, in new folders if needed; SVG text stays text; matplotlib's settings are unchanged."""
     mpl.rcParams["axes.facecolor"] = "#123456"
     before = dict(mpl.rcParams)
     try:
@@ -352,7 +352,7 @@ def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
-    """An SVG and a PDF hold no date and no random names: drawn twice they are the same bytes."""
+    """SVG and PDF files have no dates or random names, so drawing twice gives the same bytes."""
     records: list[Record] = [
         start(),
         *(step(number) for number in range(60)),
@@ -370,7 +370,7 @@ def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where matplotlib is not installed, the error says what to install, and nothing is written."""
+    """Without matplotlib, the error has the install command, and nothing is written."""
     monkeypatch.delitem(sys.modules, "anybatch.events.drawing")
     monkeypatch.delattr(importlib.import_module("anybatch.events"), "drawing")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -383,14 +383,14 @@ def test_without_matplotlib(log: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["a.jpeg", "a"])
 def test_other_endings(log: Path, name: str) -> None:
-    """A picture that ends in something else is refused before anything is read."""
+    """An unsupported extension raises before anything is read."""
     with pytest.raises(UserError, match="ends in"):
         plot_losses(log, [name])
 
 
 def test_a_log_without_steps(log: Path, tmp_path: Path) -> None:
-    """A log that has no step yet is refused, with what may be the reason; one that is not there is an OSError."""
-    with pytest.raises(UserError, match="holds no steps yet"):
+    """A log without steps raises with a possible reason; a missing log raises an OSError."""
+    with pytest.raises(UserError, match="has no steps yet"):
         plot_losses(logged(log, [start()]), [tmp_path / "a.png"])
     with pytest.raises(FileNotFoundError):
         plot_losses(tmp_path / "none.jsonl", [tmp_path / "a.png"])

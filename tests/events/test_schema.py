@@ -1,4 +1,4 @@
-"""The schema is written down once, by the record classes, and readers can rely on it."""
+"""The JSON schema is generated from the record classes."""
 
 import dataclasses
 import json
@@ -22,20 +22,20 @@ def is_valid(line: object) -> bool:
 
 
 def test_the_committed_schema_is_the_generated_one(tmp_path: Path) -> None:
-    """schema.json was written by `write_schema` after the last change of a record."""
+    """The committed schema.json matches the record classes."""
     assert SCHEMA_PATH.read_text(encoding="utf-8") == schema_text(), "run anybatch.events.schema.write_schema()"
     write_schema(tmp_path / "schema.json")
     assert (tmp_path / "schema.json").read_text(encoding="utf-8") == schema_text()
 
 
 def test_the_schema_is_a_schema() -> None:
-    """It is valid JSON Schema of draft 2020-12."""
+    """The schema is valid JSON Schema, draft 2020-12."""
     jsonschema.Draft202012Validator.check_schema(json_schema())
     assert json.loads(schema_text()) == json_schema()
 
 
 def test_callers_cannot_change_the_schema_of_others() -> None:
-    """Each call makes a new value."""
+    """Each call returns a new value, so changes do not leak."""
     json_schema()["$defs"]["end"]["properties"]["version"].clear()
     json_schema()["$defs"]["number"].clear()
     assert json_schema() == json.loads(schema_text())
@@ -44,7 +44,7 @@ def test_callers_cannot_change_the_schema_of_others() -> None:
 
 @pytest.mark.parametrize("record", KINDS)
 def test_every_field_is_described(record: type[Record]) -> None:
-    """Each kind's definition has its summary, and each field its type and its sentence in the words of JSON."""
+    """Each kind has a description, and each field a type and a description in JSON terms."""
     definition = json_schema()["$defs"][record.kind]
     assert definition["description"]
     names = [field.name for field in dataclasses.fields(record)]
@@ -73,18 +73,18 @@ def test_a_good_line_fits() -> None:
     ],
 )
 def test_bad_lines_do_not_fit(change: dict[str, object]) -> None:
-    """A wrong version, type or choice is found."""
+    """A wrong version, type or choice is invalid."""
     assert not is_valid({**END, **change})
 
 
 @pytest.mark.parametrize("name", END)
 def test_no_field_may_be_missing(name: str) -> None:
-    """Every field is in every line, so a reader needs no defaults."""
+    """Every field is required, so readers need no defaults."""
     assert not is_valid({key: value for key, value in END.items() if key != name})
 
 
 def test_unknown_kinds_and_fields_fit() -> None:
-    """A line of a kind added later, or with a field added later, is a good line of this version."""
+    """Lines of unknown kinds, or with unknown fields, are valid in this version."""
     assert is_valid({**END, "added_later": [1, 2]})
     assert is_valid({**ENVELOPE, "kind": "added_later", "anything": None})
     assert not is_valid({"kind": "added_later"})

@@ -1,4 +1,4 @@
-"""TensorBoard shows the numbers of the records, over the steps made."""
+"""TensorBoard shows the values of the records by number of steps."""
 
 import importlib
 import itertools
@@ -38,9 +38,9 @@ Charts = Mapping[str, list[tuple[int, float]]]
 
 @pytest.fixture(autouse=True)
 def files_of_different_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each event file have a second of its own.
+    """Give each event file a different second.
 
-    Those of one second are read in the order of a counter of the process as text, in which "10" comes before "9".
+    TensorBoard reads files of one second in text order of a process counter, in which "10" comes before "9".
     """
     seconds = itertools.count(int(time.time()))
     clock = SimpleNamespace(time=lambda: float(next(seconds)), sleep=time.sleep)
@@ -48,7 +48,7 @@ def files_of_different_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountingTensor(torch.Tensor):
-    """A tensor that counts how often a program has waited for its number."""
+    """A tensor that counts its reads."""
 
     num_read = 0
 
@@ -58,7 +58,7 @@ class CountingTensor(torch.Tensor):
 
 
 def written(folder: Path, records: Iterable[Record], *, seconds: float = 1.0, **options: Any) -> None:
-    """Write a run whose records come so many seconds apart."""
+    """Write a run whose records are `seconds` apart."""
     clock, wall_clock = Clock(), Clock()
     wall_clock.seconds = 1_000_000.0
     with TensorBoardLog(folder, clock=clock, wall_clock=wall_clock, **options) as log:
@@ -76,19 +76,19 @@ def accumulator(folder: Path) -> Any:
 
 
 def charts(folder: Path) -> Charts:
-    """Return the charts that TensorBoard shows of a folder."""
+    """Return the scalar charts that TensorBoard shows for a folder."""
     reader = accumulator(folder)
     return {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
 def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
-    """Return the texts that TensorBoard shows of a folder."""
+    """Return the texts that TensorBoard shows for a folder."""
     found = accumulator(folder).Tensors(f"{tag}/text_summary")
     return [(one.step, one.tensor_proto.string_val[0].decode()) for one in found]
 
 
 def test_charts_are_the_records(tmp_path: Path) -> None:
-    """Every step is a point of each chart, at the number of steps made; an evaluation stands at those made before."""
+    """Every step is a point of each chart, at the number of steps made; an evaluation is at the number before it."""
     records: list[Record] = [
         start(),
         micro_batch(0, 0),
@@ -103,13 +103,13 @@ def test_charts_are_the_records(tmp_path: Path) -> None:
         "loss": [(1, 2.0), (2, 1.0)],
         "gradient_norm": [(1, 1.25), (2, 1.25)],
         "learning_rate": [(1, pytest.approx(0.001)), (2, pytest.approx(0.001))],
-        "samples_per_second": [(1, 32.0), (2, 64.0)],  # the first step begins with the run, two records before it
+        "samples_per_second": [(1, 32.0), (2, 64.0)],  # the first step starts with the run, two records earlier
         "evaluation/accuracy": [(2, 0.5)],
     }
 
 
 def test_terms_groups_and_skipped_steps(tmp_path: Path) -> None:
-    """Several terms and several parameter groups have a chart each; skipped steps from the first skipped one on."""
+    """Several terms and parameter groups have separate charts; skipped steps have one from the first on."""
     records: list[Record] = [
         start(),
         step(0, 3.0, losses={"lm": 1.0, "aux": 2.0}, learning_rates=(0.5, 0.25), gradient_norm=None),
@@ -128,7 +128,7 @@ def test_terms_groups_and_skipped_steps(tmp_path: Path) -> None:
 
 
 def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
-    """A device's memory in a step stands at that step in GiB; an unknown number has no chart."""
+    """A step's memory is charted in GiB; an unknown number has no chart."""
     known = memory(0, allocated_bytes=2**29, reserved_bytes=2**31, peak_bytes=2**30, limit_bytes=2**34)
     written(tmp_path / "device", [start(), known, step(0)])
     written(tmp_path / "process", [start(), memory(2, peak_bytes=2**30), step(2)])
@@ -145,7 +145,7 @@ def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_none(tmp_path: Path) -> None:
-    """NaN is a point that TensorBoard shows as such; a number that was lost with its device is no point."""
+    """NaN is a point; a number whose device is lost is not."""
     written(tmp_path, [start(), step(0, math.nan), step(1, torch.tensor(0.0, device="meta")), step(2, 1.0)])
     points = charts(tmp_path)["loss"]
 
@@ -154,17 +154,17 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
 
 
 def test_how_the_run_is_cut_is_a_text(tmp_path: Path) -> None:
-    """The geometry, the circumstances and the decisions stand under `run`, as a list."""
+    """The geometry, settings and decisions are a text list under `run`."""
     written(tmp_path, [start(decisions={"strategy": "single, because"})])
     ((number, text),) = texts(tmp_path, "run")
 
     assert number == 0
     assert text.splitlines()[0] == f"- {GEOMETRY}"
-    assert text.splitlines()[-1] == "- decided: strategy: single, because"
+    assert text.splitlines()[-1] == "- strategy: single, because"
 
 
 def test_what_happens_is_a_text(tmp_path: Path) -> None:
-    """Diagnoses, checkpoints, out-of-memory events and the end are sentences, at their steps."""
+    """Diagnoses, checkpoints, out-of-memory events and the end are texts at their steps."""
     happenings: list[Record] = [
         diagnosis("early"),
         start(),
@@ -183,7 +183,7 @@ def test_what_happens_is_a_text(tmp_path: Path) -> None:
 
 
 def test_undone_steps_are_hidden(tmp_path: Path) -> None:
-    """After a resume, in another process or in the same one, the steps that it undoes are not shown any more."""
+    """After a resume, in another process or the same, the discarded steps are hidden."""
     written(tmp_path, [start(), *(step(number, 1.0) for number in range(5)), evaluation(5, x=1.0), end(5)])
     written(tmp_path, [start(2), *(step(number, 2.0) for number in (2, 3)), start(3), step(3, 3.0)])
 
@@ -192,14 +192,14 @@ def test_undone_steps_are_hidden(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_start_was_not_seen(tmp_path: Path) -> None:
-    """A log that was handed in late writes what it sees."""
+    """A log attached after the start writes the records it gets."""
     written(tmp_path, [step(4, 1.0)])
 
     assert charts(tmp_path)["loss"] == [(5, 1.0)]
 
 
 def test_points_have_the_time_of_their_records(tmp_path: Path) -> None:
-    """A point is stamped when its record arrives, not when it is written."""
+    """A point has the time of its record, not of its writing."""
     written(tmp_path, list(whole_run(4)), seconds_per_write=1e9)
     stamps = [one.wall_time for one in accumulator(tmp_path).Scalars("loss")]
 
@@ -207,7 +207,7 @@ def test_points_have_the_time_of_their_records(tmp_path: Path) -> None:
 
 
 def test_the_loop_does_not_wait(tmp_path: Path) -> None:
-    """Numbers are read together every few seconds, and whenever something is evaluated."""
+    """Tensors are read together every few seconds, and at every evaluation."""
     CountingTensor.num_read = 0
     loss, clock, seen = torch.tensor(0.5).as_subclass(CountingTensor), Clock(), []
     with TensorBoardLog(tmp_path, clock=clock, seconds_per_write=5.0) as log:
@@ -223,14 +223,14 @@ def test_the_loop_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    """Other ranks leave no file behind, and a log that saw nothing neither."""
+    """Other ranks create no file."""
     written(tmp_path / "other", [start(rank=1), step(0, rank=1), end(1, rank=1)])
 
     assert not (tmp_path / "other").exists()
 
 
 def test_closing_twice(tmp_path: Path) -> None:
-    """A log may be closed again, and goes on in a new file if more comes after it."""
+    """A log can be closed again, and continues in a new file."""
     log = TensorBoardLog(tmp_path)
     log.observe(step(0, 1.0))
     log.close()
@@ -242,7 +242,7 @@ def test_closing_twice(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where TensorBoard is not installed, the error says what to install, before anything is trained."""
+    """Without TensorBoard, creating the log raises with the install command."""
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -1,4 +1,4 @@
-"""The pace of a run is what one would compute from the times of its steps, on paper."""
+"""The pace of a run matches a plain computation from the times of its steps."""
 
 import math
 
@@ -13,7 +13,7 @@ SPANS = st.lists(st.floats(0.01, 20.0), min_size=3, max_size=40)
 
 @given(SPANS, st.integers(1, 512))
 def test_rate_is_samples_over_time(spans: list[float], num_samples: int) -> None:
-    """The rate is the samples of the latest steps that fill the window, over their time; the first step is left out."""
+    """The rate is samples over time of the latest steps that fill the window, without the first step."""
     pace, now, ends = Throughput(window_seconds=10.0), 5.0, [5.0]
     pace.begin(now)
     for span in spans:
@@ -29,7 +29,7 @@ def test_rate_is_samples_over_time(spans: list[float], num_samples: int) -> None
 
 @given(SPANS, st.integers(0, 1_000), st.floats(0.0, 5.0))
 def test_time_left_is_steps_left_at_the_mean_pace(spans: list[float], num_left: int, waited: float) -> None:
-    """The time left is the mean time of the steps after the first, times those to come, less what has passed since."""
+    """The time left is the mean time per step, without the first, times the remaining steps, minus the time waited."""
     pace, now = Throughput(), 0.0
     pace.begin(now)
     for span in spans:
@@ -41,7 +41,7 @@ def test_time_left_is_steps_left_at_the_mean_pace(spans: list[float], num_left: 
 
 
 def test_one_step_is_enough_to_say_something() -> None:
-    """After the first step there is a pace, from the beginning on; it is dropped when there is a second step."""
+    """The first step alone gives a pace; with a second step it is dropped."""
     pace = Throughput()
     pace.begin(0.0)
     pace.step(8.0, 64)
@@ -52,7 +52,7 @@ def test_one_step_is_enough_to_say_something() -> None:
 
 
 def test_evaluations_slow_down_the_run_and_not_the_steps() -> None:
-    """An evaluation is left out of samples per second, and counted in for the time that is left."""
+    """An evaluation does not count for samples per second, but does for the time left."""
     pace = Throughput()
     pace.begin(0.0)
     pace.step(1.0, 64)
@@ -65,7 +65,7 @@ def test_evaluations_slow_down_the_run_and_not_the_steps() -> None:
 
 
 def test_a_long_step_is_seen_alone() -> None:
-    """A step that takes longer than the window makes the rate by itself."""
+    """A step longer than the window determines the rate alone."""
     pace = Throughput(window_seconds=10.0)
     pace.begin(0.0)
     for end in (1.0, 2.0, 102.0):
@@ -75,7 +75,7 @@ def test_a_long_step_is_seen_alone() -> None:
 
 
 def test_nothing_is_said_without_a_step() -> None:
-    """Before the first step, and while the clock stands still, there is no pace; a run may begin with a step."""
+    """Before the first step, or while the clock does not advance, the pace is None; a run may begin with a step."""
     pace = Throughput()
     assert (pace.samples_per_second, pace.seconds_left(0.0, 3), pace.seconds_since_begin(0.0)) == (None, None, None)
     pace.aside(1.0)

@@ -1,4 +1,4 @@
-"""The programs of the ladder as modules, and what they are compared by."""
+"""The programs of the ladder as modules, with shared models, losses and comparisons."""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +23,7 @@ def program(number: int) -> ModuleType:
 
 
 def module_at(path: Path) -> ModuleType:
-    """Return a file as a module; a program's name begins with a digit, so it is found by path."""
+    """Import a file as a module by path, since a program's name starts with a digit."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -33,23 +33,23 @@ def module_at(path: Path) -> ModuleType:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the relative difference."""
+    """Return the relative error."""
     return float((found - expected).norm() / expected.norm())
 
 
 def parameters_of(model: nn.Module) -> Tensor:
-    """Return all parameters in one row."""
+    """Return all parameters as one vector."""
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def adder(seed: int = 0) -> nn.Module:
-    """Return the linear layer that the programs on ranks teach."""
+    """Return the linear layer that the programs on ranks train."""
     torch.manual_seed(seed)
     return nn.Linear(8, 1).double()
 
 
 def rows_of_numbers(num_rows: int, seed: int = 0) -> Tensor:
-    """Return rows of eight numbers to be added."""
+    """Return rows of eight numbers to add."""
     return torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(seed)).double()
 
 

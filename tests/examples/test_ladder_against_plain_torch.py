@@ -1,6 +1,6 @@
-"""The ladder against the un-split batch in plain torch: right ways equal it, wrong ways are as wrong as they say.
+"""The ladder's programs match plain torch on the un-split batch, and their wrong ways are wrong as documented.
 
-Then the programs train for a few steps and end where the plain loop ends.
+After some training steps they have the parameters of the plain loop.
 """
 
 import math
@@ -30,14 +30,13 @@ from tests.examples.ladder import (
     program,
     rows_of_numbers,
 )
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_STEPS = 5
 
 
 def gradient_of(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return the gradient of a loss, all parameters in one row."""
+    """Return the gradient of a loss as one vector."""
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(model.parameters()))])
 
 
@@ -50,7 +49,7 @@ def added_up(model: nn.Module, numbers: Tensor) -> Tensor:
 
 
 def test_plain_loop_averages_gradients() -> None:
-    """The gradient of a batch is the average of the gradients of its samples, each taken alone."""
+    """The gradient of a batch is the mean of the gradients of its samples."""
     ladder = program(1)
     points, labels = ladder.spirals(7, seed=0)
 
@@ -59,17 +58,10 @@ def test_plain_loop_averages_gradients() -> None:
     assert distance(ladder.gradient(ladder.make_model(), points, labels), torch.stack(alone).mean(dim=0)) <= EXACT
 
 
-@sees(
-    "the ladder accumulates without dividing",
-    "examples/from_scratch/02_accumulation.py",
-    "(loss / len(micro_batches)).backward()",
-    "loss.backward()",
-    also=["tests/examples/test_ladder_against_engine.py::test_spirals[2-arguments1]"],
-)
 @given(num_micro_batches=st.integers(1, 6), size=st.integers(1, 12), seed=st.integers(0, 99))
 @pytest.mark.slow
 def test_equal_micro_batches_are_exact(num_micro_batches: int, size: int, seed: int) -> None:
-    """However many micro-batches of one size: their accumulated gradient is that of the un-split batch."""
+    """The accumulated gradient of equal micro-batches is the un-split batch's, for any number and size."""
     ladder = program(2)
     points, labels = ladder.spirals(num_micro_batches * size, seed)
     model = ladder.make_model()
@@ -79,29 +71,19 @@ def test_equal_micro_batches_are_exact(num_micro_batches: int, size: int, seed: 
 
 
 def test_kept_bytes_grow_with_the_micro_batch() -> None:
-    """What a forward keeps is the weights and the same number of bytes for each sample."""
+    """A forward saves the weights plus the same number of bytes per sample."""
     ladder = program(2)
     kept = [ladder.kept_bytes(ladder.make_model(), *ladder.spirals(size, seed=0)) for size in (16, 32, 48)]
 
     steps = [later - earlier for earlier, later in pairwise(kept)]
     assert steps[0] == steps[1]
-    assert steps[0] >= 16 * 32 * 8  # 32 hidden numbers of 8 bytes for each of 16 more samples
+    assert steps[0] >= 16 * 32 * 8  # 32 hidden values of 8 bytes for each of 16 more samples
 
 
-@sees(
-    "the ladder's ragged tail is a mean of means",
-    "examples/from_scratch/03_ragged_tail.py",
-    "divisor = len(labels) if exact else",
-    "divisor = len(labels) if not exact else",
-    also=[
-        "tests/examples/test_ladder_against_engine.py::test_spirals[3-arguments2]",
-        "tests/examples/test_ladder_against_plain_torch.py::test_training_in_one_process[3-33]",
-    ],
-)
 @pytest.mark.slow
 @given(num_samples=st.integers(1, 40), size=st.integers(1, 16), seed=st.integers(0, 99))
 def test_ragged_tail(num_samples: int, size: int, seed: int) -> None:
-    """Sums over the count are exact for any tail; a mean of means weighs each sample by its micro-batch."""
+    """Sums over the count are exact for any tail; a mean of means weights each sample by its micro-batch."""
     ladder = program(3)
     points, labels = ladder.spirals(num_samples, seed)
     model = ladder.make_model()
@@ -117,7 +99,7 @@ def test_ragged_tail(num_samples: int, size: int, seed: int) -> None:
 @pytest.mark.slow
 @given(masked=st.lists(st.floats(0, 1), min_size=1, max_size=12), size=st.integers(1, 5), seed=st.integers(0, 99))
 def test_token_mean(masked: list[float], size: int, seed: int) -> None:
-    """Whatever share of each sentence's targets is masked: the sum over all targets is the un-split mean."""
+    """For any masking of targets, the sum over all targets matches the un-split mean."""
     ladder = program(4)
     tokens, labels = ladder.text(len(masked), seed)
     random = torch.Generator().manual_seed(seed)
@@ -131,7 +113,7 @@ def test_token_mean(masked: list[float], size: int, seed: int) -> None:
 
 
 def test_micro_batch_without_targets() -> None:
-    """A micro-batch with nothing to learn adds nothing to a sum, but takes its full part in a mean of means."""
+    """A micro-batch without targets adds nothing to a sum, but counts fully in a mean of means."""
     ladder = program(4)
     tokens, labels = ladder.text(8, seed=0)
     labels[:4] = -100
@@ -142,16 +124,9 @@ def test_micro_batch_without_targets() -> None:
     assert distance(ladder.gradient(model, tokens, labels, 4, exact=False), whole / 2) <= EXACT
 
 
-@sees(
-    "the ladder predicts the token it has seen",
-    "examples/from_scratch/04_token_mean.py",
-    "tokens[:, 1:].where(",
-    "tokens[:, :-1].where(",
-    cases=["4"],
-)
 @pytest.mark.parametrize("number", [4, 9])
 def test_text_ends_with_its_padding(number: int) -> None:
-    """Labels are the next tokens up to a sentence's length, and masked from there on; lengths differ."""
+    """Labels are the next tokens up to a sentence's length, then masked; lengths differ."""
     tokens, labels = program(number).text(50, seed=0)
     lengths = (labels != -100).sum(dim=1)
 
@@ -163,20 +138,20 @@ def test_text_ends_with_its_padding(number: int) -> None:
 
 
 def spirals(number: int, num_samples: int, step: int) -> Batch:
-    """Return the batch that a program on spirals trains on in a step."""
+    """Return the batch of a step of a program on spirals."""
     points, labels = program(number).spirals(num_samples, seed=step)
     return {"points": points, "labels": labels}
 
 
 def text(number: int, num_sentences: int, step: int) -> Batch:
-    """Return the batch that a program on text trains on in a step."""
+    """Return the batch of a step of a program on text."""
     tokens, labels = program(number).text(num_sentences, seed=step)
     return {"tokens": tokens, "labels": labels}
 
 
 @pytest.mark.parametrize(("number", "batch_size"), [(1, 96), (2, 96), (3, 33), (4, 32)])
 def test_training_in_one_process(number: int, batch_size: int) -> None:
-    """Programs 1 to 4 train as the plain loop does on whole batches; means of means end elsewhere."""
+    """Programs 1 to 4 train like the plain loop on full batches; means of means do not."""
     ladder = program(number)
     arguments: dict[str, Any] = {1: {}, 2: {"micro_batch_size": 16}}.get(number, {"exact": True})
     make_batch, loss = (text, predict) if number == 4 else (spirals, classify)
@@ -199,7 +174,7 @@ def test_training_in_one_process(number: int, batch_size: int) -> None:
 
 
 def summed(num_rows: int) -> tuple[float, float]:
-    """Run on every rank: return how far both ways of program 5 are from the un-split batch."""
+    """Run on every rank: return the errors of both ways of program 5, relative to the un-split batch."""
     ladder = program(5)
     model, numbers = adder(), rows_of_numbers(num_rows)
     whole = added_up(model, numbers)
@@ -207,30 +182,19 @@ def summed(num_rows: int) -> tuple[float, float]:
     return distance(ways[0], whole), distance(ways[1], whole)
 
 
-@sees(
-    "the ladder divides by each rank's share",
-    "examples/from_scratch/05_all_reduce.py",
-    "divisor = len(numbers) if exact else",
-    "divisor = len(share) if exact else",
-    cases=["2-ranks-31"],
-    also=[
-        "tests/examples/test_ladder_against_engine.py::test_all_reduce",
-        "tests/examples/test_ladder_against_plain_torch.py::test_training_adders[2-ranks]",
-    ],
-)
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 31])
 def test_all_reduce(ranks: Ranks, num_rows: int) -> None:
-    """Sums over the count are exact for any shares, empty ones too; means of means only where shares are equal."""
+    """Sums over the count are exact for any shares, even empty ones; means of means only for equal shares."""
     for right, wrong in ranks.run(summed, num_rows):
         assert right <= EXACT
         if num_rows % ranks.world_size == 0:
             assert wrong <= EXACT
         else:
-            assert not wrong <= 1e-3  # NaN where a share is empty
+            assert not wrong <= 1e-3  # NaN if a share is empty
 
 
 def kept_apart() -> tuple[list[list[str]], float, Tensor]:
-    """Run on every rank: return digests, how the difference to rank 0 changed, and the parameters at the end."""
+    """Run on every rank: return digests, how the difference to rank 0 changed, and the final parameters."""
     ladder = program(6)
     model = adder(seed=dist.get_rank())
     digests = [ladder.digests(model)]
@@ -244,14 +208,14 @@ def kept_apart() -> tuple[list[list[str]], float, Tensor]:
 
 
 def gap_to_first(model: nn.Module) -> Tensor:
-    """Return this rank's parameters minus those of rank 0."""
+    """Return this rank's parameters minus rank 0's."""
     first = parameters_of(model)
     dist.broadcast(first, src=0)
     return parameters_of(model) - first
 
 
 def test_replicas_keep_their_difference(three_ranks: Ranks) -> None:
-    """Replicas keep the difference they begin with for ever; aligned they stay equal bit for bit, and learn to add."""
+    """Replicas keep their initial difference; once aligned they stay bitwise equal and learn to add."""
     results = three_ranks.run(kept_apart)
 
     for digests, change, parameters in results:
@@ -263,7 +227,7 @@ def test_replicas_keep_their_difference(three_ranks: Ranks) -> None:
 
 
 def nudged() -> tuple[bool, bool]:
-    """Run on every rank: return whether digests of twins agree, and whether they differ after a nudge."""
+    """Run on every rank: return whether digests of twins agree, and whether they differ after a tiny change."""
     ladder = program(6)
     model, twin = adder(), adder()
     same = ladder.digests(model) == ladder.digests(twin)
@@ -272,14 +236,8 @@ def nudged() -> tuple[bool, bool]:
     return same, all(one != other for one, other in zip(ladder.digests(model), ladder.digests(twin), strict=True))
 
 
-@sees(
-    "the ladder's digest is of rounded numbers",
-    "examples/from_scratch/06_parameter_check.py",
-    "bytes(row.view(torch.uint8).tolist())",
-    "bytes(row.float().view(torch.uint8).tolist())",
-)
 def test_a_digest_sees_one_bit(two_ranks: Ranks) -> None:
-    """The last bit of one parameter changes the digest; twins have the same one."""
+    """A change of one parameter's last bit changes the digest; equal models have equal digests."""
     assert two_ranks.run(nudged) == [(True, True)] * 2
 
 
@@ -303,7 +261,7 @@ def dealt(num_samples: int, batch_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(25, 12), (31, 6)])
 def test_ddp_with_sampler(ranks: Ranks, num_samples: int, batch_size: int) -> None:
-    """Dealt exactly every row runs once and every gradient is right; padded, some run twice, and the tail is wrong."""
+    """Dealt exactly, every row runs once and gradients are right; padded, some run twice and the tail is wrong."""
     results = ranks.run(dealt, num_samples, batch_size)
     drawn = {
         name: sorted(row for result in results for share in result[name][0] for row in share)
@@ -320,7 +278,7 @@ def test_ddp_with_sampler(ranks: Ranks, num_samples: int, batch_size: int) -> No
 
 
 def sent_and_learnt() -> dict[str, tuple[list[int], float]]:
-    """Run on every rank: return for each place of no_sync the bytes of each reduction and the gradient's error."""
+    """Run on every rank: return for each scope of no_sync the bytes of each reduction and the gradient's error."""
     ladder = program(8)
     model, numbers = adder(), rows_of_numbers(31)
     whole = added_up(model, numbers)
@@ -333,15 +291,8 @@ def sent_and_learnt() -> dict[str, tuple[list[int], float]]:
     return found
 
 
-@sees(
-    "the ladder reduces in every micro-batch",
-    "examples/from_scratch/08_no_sync.py",
-    "ddp.no_sync if count < len(micro_batches)",
-    "ddp.no_sync if count < 0",
-    cases=["2-ranks"],
-)
 def test_no_sync(ranks: Ranks) -> None:
-    """Only around the forward does no_sync save reductions; the gradient is right in any place."""
+    """no_sync saves reductions only around the forward; the gradient is right for every scope."""
     gradient_bytes = 9 * 8
     num_micro_batches = math.ceil(31 / ranks.world_size / 4)
     for found in ranks.run(sent_and_learnt):
@@ -351,7 +302,7 @@ def test_no_sync(ranks: Ranks) -> None:
 
 
 def all_together(size: int) -> tuple[float, int]:
-    """Run on every rank: return how far program 9 is from the un-split batch, and how many reductions it took."""
+    """Run on every rank: return program 9's error relative to the un-split batch, and its number of reductions."""
     ladder = program(9)
     model = program(4).make_model()
     tokens, labels = ladder.text(10, seed=1)
@@ -363,25 +314,16 @@ def all_together(size: int) -> tuple[float, int]:
     return distance(row, whole), counted.call_count
 
 
-@sees(
-    "the ladder's last program reduces twice",
-    "examples/from_scratch/09_all_together.py",
-    "    dist.all_reduce(message := torch.cat(sums))",
-    """
-    dist.all_reduce(torch.zeros(1))
-    dist.all_reduce(message := torch.cat(sums))""",
-    cases=["2-ranks-3"],
-)
 @pytest.mark.parametrize("size", [1, 3, 10])
 def test_all_together(ranks: Ranks, size: int) -> None:
-    """One reduction, and the un-split gradient, whatever the micro-batch size and the number of ranks."""
+    """One reduction gives the un-split gradient for any micro-batch size and number of ranks."""
     for error, num_reductions in ranks.run(all_together, size):
         assert error <= EXACT
         assert num_reductions == 1
 
 
 def trained_adders() -> dict[str, Tensor]:
-    """Run on every rank: return the adder's parameters after a few steps of programs 5, 7, 8 and of plain torch."""
+    """Run on every rank: return the adder's parameters after some steps of programs 5, 7, 8 and of plain torch."""
     five, seven, eight = program(5), program(7), program(8)
     share = slice(dist.get_rank(), None, dist.get_world_size())
 
@@ -408,7 +350,7 @@ def trained_adders() -> dict[str, Tensor]:
 
 
 def test_training_adders(ranks: Ranks) -> None:
-    """Programs 5, 7 and 8 end where the plain loop ends, on every rank."""
+    """Programs 5, 7 and 8 train the parameters of the plain loop, on every rank."""
     for found in ranks.run(trained_adders):
         for parameters in found.values():
             assert distance(parameters, found["plain"]) <= 1e-10
@@ -440,7 +382,7 @@ def trained_together(way: str) -> Tensor:
 
 
 def test_training_together(ranks: Ranks) -> None:
-    """Program 9, the plain loop and the engine clip and schedule alike."""
+    """Program 9, the plain loop and the engine give the same parameters with clipping and a scheduler."""
     plain = ranks.run(trained_together, "plain")[0]
     for way in ("program 9", "engine"):
         for parameters in ranks.run(trained_together, way):

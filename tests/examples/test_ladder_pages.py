@@ -1,4 +1,4 @@
-"""The ladder as a student meets it: pages that stand on their own, run, and print what the README shows."""
+"""The ladder's programs are short, self-contained, and print the outputs shown in the README."""
 
 import ast
 import re
@@ -15,13 +15,13 @@ OUTPUTS = module_at(LADDER / "write_outputs.py")
 
 
 def by_name(path: Path) -> str:
-    """Return the name under which a program's test is told."""
+    """Return the test id of a program."""
     return path.stem
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=by_name)
 def test_program_is_a_page(path: Path) -> None:
-    """A program has at most 60 lines of 100 characters, begins with a short docstring, and needs torch alone."""
+    """A program has at most 60 lines of 100 characters, a short docstring, and imports only torch and the stdlib."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     imported = {name.partition(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", source, flags=re.MULTILINE)}
@@ -34,7 +34,7 @@ def test_program_is_a_page(path: Path) -> None:
 
 
 def shape_and_numbers(text: str) -> tuple[list[str], list[float]]:
-    """Return lines with a mark in the place of every number, and the numbers; digests and rounding count as nothing."""
+    """Return the lines with marks instead of numbers, and the numbers, ignoring digests and rounding errors."""
     text = re.sub(r"\b(?=\w*[a-f])(?=\w*\d)[0-9a-f]{8}\b|\b\d{8}\b", "DIGEST", text)
     numbers = [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
     return re.sub(r" *" + NUMBER, " #", text).split("\n"), [0.0 if number < 1e-12 else number for number in numbers]
@@ -44,7 +44,7 @@ def shape_and_numbers(text: str) -> tuple[list[str], list[float]]:
 @pytest.mark.parametrize("path", PROGRAMS, ids=by_name)
 @pytest.mark.published
 def test_program_prints_what_the_readme_shows(path: Path) -> None:
-    """A program, started as a student starts it, ends well and prints what the README shows."""
+    """Each program runs and prints the output shown in the README."""
     done = subprocess.run(  # noqa: S603 (a program of ours)
         [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -57,12 +57,12 @@ def test_program_prints_what_the_readme_shows(path: Path) -> None:
 
 
 def test_every_program_has_its_output_in_the_readme() -> None:
-    """The README has one block for each program, in their order."""
+    """The README has one block for each program, in order."""
     assert list(OUTPUTS.shown(OUTPUTS.PAGE.read_text(encoding="utf-8"))) == [path.name for path in PROGRAMS]
 
 
 def test_outputs_are_written_into_their_blocks() -> None:
-    """A block is exchanged as a whole, whatever is in it; the rest of the page, and other programs', stay."""
+    """Only the given programs' blocks are replaced, as a whole; the rest of the page stays."""
     blocks = [f"### {name}.py\n\nWords.\n\n```text\n{name} \\1\n```\n" for name in ("01_a", "02_b")]
     page = "# Title\n\n" + "\n".join(blocks) + "\n```text\nnot a program's\n```\n"
 
@@ -72,7 +72,7 @@ def test_outputs_are_written_into_their_blocks() -> None:
 
 
 def test_differences_are_seen() -> None:
-    """A word, a line or a number that differs is found; digests and rounding errors may differ."""
+    """A different word, line or number is detected; digests and rounding errors may differ."""
     shown = "digests f1637ff9 a8724e8d, error 1.3e-16, 28,936 bytes"
 
     assert shape_and_numbers("digests 12345678 0a0b0c0d, error 9.9e-17, 28,936 bytes") == shape_and_numbers(shown)

@@ -1,4 +1,4 @@
-"""The example for Ray Train, in a cluster of this machine."""
+"""The example for Ray Train, on a local cluster."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from tests.architecture.source_tree import PACKAGE, ROOT
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'anybatch[ray]'")
 def test_workers_of_ray(tmp_path: Path) -> None:
-    """Two workers of Ray end with the parameters of one, up to rounding; started again, they have nothing to do."""
+    """Two Ray workers end with the parameters of one, up to rounding; a finished run is not repeated."""
     env = {**os.environ, "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     found = []
     for workers in (1, 2, 2):

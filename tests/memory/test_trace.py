@@ -1,4 +1,4 @@
-"""The envelope of all moments: equal to the run itself at every micro-batch size, or refused."""
+"""The memory envelope equals a real run at every micro-batch size, or raises."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def envelope_of(program: Program, m_a: int = 2, m_b: int = 3) -> MemoryEnvelope:
 @given(program=affine_programs(), sizes=st.lists(st.integers(1, 40), min_size=2, max_size=2, unique=True))
 @pytest.mark.slow
 def test_envelope_is_the_run(program: Program, sizes: list[int]) -> None:
-    """Sizes, peak and what is held after each event are those of the run, at sizes that were never traced."""
+    """Sizes, peak and memory after each event match the run, also at sizes that were never traced."""
     envelope = envelope_of(program, *sizes)
 
     for m in (1, 2, 7, 64, 1000):
@@ -44,7 +44,7 @@ def test_envelope_is_the_run(program: Program, sizes: list[int]) -> None:
 @given(program=affine_programs(), m=st.integers(1, 50))
 @pytest.mark.slow
 def test_peak_is_taken_apart(program: Program, m: int) -> None:
-    """Categories add up to the peak, after every event; the peak's operation is the one that reached it first."""
+    """The categories add up to the peak, and its operation is the first to reach it."""
     envelope = envelope_of(program)
     trace = trace_of(program, m)
     held = held_after_each_event(trace)
@@ -71,7 +71,7 @@ def test_peak_is_taken_apart(program: Program, m: int) -> None:
 )
 @pytest.mark.slow
 def test_largest_is_found_by_trying(program: Program, budget: int, just_fits: int | None, quadratic: bool) -> None:
-    """The largest size is the one that trying one size after the other ends with; None if all sizes fit."""
+    """`largest` matches a search that tries each size; None if all sizes fit."""
     if just_fits is not None:
         budget = trace_of(program, just_fits).peak_bytes
     if not quadratic:
@@ -88,7 +88,7 @@ def test_largest_is_found_by_trying(program: Program, budget: int, just_fits: in
 @given(program=programs(st.integers(0, 9)), m=st.integers(8, 300))
 @pytest.mark.slow
 def test_a_third_trace_finds_quadratics(program: Program, m: int) -> None:
-    """A third trace says "exact" of affine sizes only; the quadratic it makes of others is right everywhere."""
+    """A third trace is "exact" only for affine sizes; otherwise the fitted quadratic is right at every size."""
     envelope = envelope_of(program)
     checked = check(envelope, trace_of(program, m), m)
     affine = all(curvature == 0 for (_, _, curvature), _ in program)
@@ -102,7 +102,7 @@ def test_a_third_trace_finds_quadratics(program: Program, m: int) -> None:
 
 
 def with_size(trace: MemoryTrace, number: int, num_bytes: int) -> MemoryTrace:
-    """Return the trace with another size of one allocation."""
+    """Return the trace with one allocation resized."""
     allocations = list(trace.allocations)
     allocations[number] = dataclasses.replace(allocations[number], num_bytes=num_bytes)
     return dataclasses.replace(trace, allocations=tuple(allocations))
@@ -112,7 +112,7 @@ PROGRAM: Program = [((100, 10, 0), 3), ((0, 64, 0), 1), ((40, 0, 0), 9)]
 
 
 def test_cubes_are_refused() -> None:
-    """Sizes that are no quadratic are refused by a fourth trace, with both sizes."""
+    """Sizes that grow faster than a quadratic raise at a fourth trace, with both sizes."""
     traces = {m: with_size(trace_of(PROGRAM, m), 1, m**3) for m in (2, 3, 4, 5)}
     checked = check(fit(traces[2], 2, traces[3], 3), traces[4], 4)
 
@@ -122,7 +122,7 @@ def test_cubes_are_refused() -> None:
 
 
 def test_broken_bytes_are_refused() -> None:
-    """A size that does not grow by whole bytes per sample is refused."""
+    """A size that does not grow by whole bytes per sample raises."""
     traces = {m: with_size(trace_of(PROGRAM, m), 1, 512 * -(-m // 3)) for m in (2, 5)}
 
     with pytest.raises(PlanError, match=r"aten.op1 \(forward\) does not grow by whole bytes .*traced at 2, 5"):
@@ -130,7 +130,7 @@ def test_broken_bytes_are_refused() -> None:
 
 
 def test_growth_that_slows_down_is_refused() -> None:
-    """A quadratic that bends downwards says nothing of larger sizes."""
+    """A quadratic with decreasing growth raises, as it cannot be extrapolated."""
     traces = [(with_size(trace_of(PROGRAM, m), 1, 1000 * m - m * m), m) for m in (2, 3, 4)]
 
     with pytest.raises(PlanError, match="ever more slowly"):
@@ -139,7 +139,7 @@ def test_growth_that_slows_down_is_refused() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 2), (0, 3)])
 def test_two_sizes_are_needed(sizes: tuple[int, int]) -> None:
-    """Two traces at one size make no line."""
+    """Two traces at the same size raise."""
     traces = [trace_of(PROGRAM, max(m, 1)) for m in sizes]
 
     with pytest.raises(PlanError, match="different micro-batch sizes of at least 1"):
@@ -147,7 +147,7 @@ def test_two_sizes_are_needed(sizes: tuple[int, int]) -> None:
 
 
 def test_other_operations_are_refused() -> None:
-    """Programs that differ in an operation, in when they let go, or in length are refused, and it is said where."""
+    """Programs that differ in an operation, in a free or in length raise with the position."""
     trace = trace_of(PROGRAM, 2)
     other = dataclasses.replace(trace.allocations[1], operation="aten.other")
     renamed = dataclasses.replace(trace, allocations=(trace.allocations[0], other, trace.allocations[2]))
@@ -162,7 +162,7 @@ def test_other_operations_are_refused() -> None:
 
 
 def test_order_of_frees_does_not_matter() -> None:
-    """What is let go in one go may come in any order; across a mark or an allocation it may not."""
+    """Frees in one group may come in any order, but not across a mark or an allocation."""
     program: Program = [((1, 1, 0), 2), ((2, 1, 0), 1), ((3, 1, 0), 9)]
     trace = dataclasses.replace(trace_of(program, 2), marks=())
     swapped = dataclasses.replace(trace_of(program, 3), events=(*trace.events[:3], *trace.events[:2:-1]), marks=())
@@ -175,7 +175,7 @@ def test_order_of_frees_does_not_matter() -> None:
 
 
 def test_nothing_has_no_peak() -> None:
-    """An empty trace holds nothing at any size, and has no moment to be taken apart."""
+    """An empty trace has no memory and no peak."""
     nothing = fit(MemoryTrace((), ()), 2, MemoryTrace((), ()), 3)
 
     assert nothing.peak_bytes(5) == 0
@@ -185,7 +185,7 @@ def test_nothing_has_no_peak() -> None:
 
 
 def traced_step(m: int, *, pairs: bool) -> MemoryTrace:
-    """Return the trace of a forward and backward, of a mean loss or of one over all pairs of samples."""
+    """Return the trace of a forward and backward, with a mean loss or one over all pairs of samples."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     x = torch.randn(m, 8)
@@ -206,7 +206,7 @@ def traced_step(m: int, *, pairs: bool) -> MemoryTrace:
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["mean", "pairs"])
 def test_real_steps_are_predicted(pairs: bool) -> None:
-    """Two traces of a real step, and a third for a loss over all pairs, predict the peak at other sizes to the byte."""
+    """Two traces of a real step, or three for a pairwise loss, predict the peak at other sizes exactly."""
     envelope = fit(traced_step(2, pairs=pairs), 2, traced_step(3, pairs=pairs), 3)
     checked = check(envelope, traced_step(32, pairs=pairs), 32)
 

@@ -13,7 +13,7 @@ NUM_CLASSES = 4
 
 
 class Block(nn.Module):
-    """Two convolutions with BatchNorm beside a shortcut that has one too."""
+    """Two convolutions with BatchNorm, and a shortcut that also has one."""
 
     def __init__(self, channels: int, wider: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """A stem and some blocks: smooth everywhere, 1 + 3 x depth BatchNorm layers."""
+    """A stem and residual blocks, smooth everywhere, with 1 + 3 x depth BatchNorm layers."""
 
     def __init__(self, *, width: int = 4, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ResidualNetwork(nn.Module):
 
 
 def network(**options: Any) -> nn.Module:
-    """Return the network, the same one each time; weights and biases of BatchNorm are not 1 and 0."""
+    """Return the same network each time; BatchNorm weights and biases differ from 1 and 0."""
     torch.manual_seed(3)
     made = ResidualNetwork(**options).double()
     for module in made.modules():
@@ -86,6 +86,6 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest difference of any number in any buffer; buffers here are of the order of 1."""
+    """Return the largest absolute difference in any buffer; values are of the order of 1."""
     assert set(found) == set(expected)
     return max(float((found[name] - value).abs().max()) for name, value in expected.items())

@@ -1,4 +1,4 @@
-"""Tasks run one at a time, in order, and all end together."""
+"""Cooperative tasks run one at a time, in order, and finish together."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,19 +8,18 @@ import pytest
 
 from anybatch.errors import CompositionError
 from anybatch.norms.cooperative import CooperativeThreads, Exchange
-from tests.faults import sees
 
 Task = Callable[[Exchange[int, int]], int]
 
 
 def total(key: str, numbers: Sequence[int]) -> int:
-    """Combine by adding."""
+    """Add the contributions."""
     del key
     return sum(numbers)
 
 
 def test_tasks_take_turns_and_get_the_combined_value() -> None:
-    """Between exchanges tasks run in order, one at a time; each exchange gives all of them the same value."""
+    """Tasks run one at a time, in order, between exchanges; each exchange gives all of them the same value."""
     trace: list[tuple[int, str]] = []
     inside = threading.Lock()
 
@@ -41,14 +40,14 @@ def test_tasks_take_turns_and_get_the_combined_value() -> None:
 
 
 def test_a_single_task_gets_its_own_contribution() -> None:
-    """A single task gets its own contribution, and tasks may exchange nothing at all."""
+    """A single task gets its own contribution back, and tasks may exchange nothing."""
     assert CooperativeThreads[int, int, int](total).run([lambda exchange: exchange("a", 5)]) == [5]
     assert CooperativeThreads[int, int, int](total).run([lambda _: 1, lambda _: 2]) == [1, 2]
 
 
 @pytest.mark.parametrize("when", ["before", "between", "in the merge"])
 def test_an_error_ends_all_tasks_and_is_raised(when: str) -> None:
-    """An exception of one task is raised to the caller; the others end where they are, and their clean-up runs."""
+    """An exception in one task is raised to the caller; the other tasks stop and run their clean-up."""
     cleaned: list[int] = []
 
     def merge(key: str, numbers: Sequence[int]) -> int:
@@ -80,16 +79,8 @@ def test_an_error_ends_all_tasks_and_is_raised(when: str) -> None:
     assert set(cleaned) == ({0, 1, 2} if when == "before" else {0, 1, 2, 3})
 
 
-@sees(
-    "norms: micro-batches that exchange at different layers are merged",
-    "src/anybatch/norms/cooperative.py",
-    """
-            self._check_same_exchange()
-""",
-    "",
-)
 def test_tasks_at_different_exchanges_are_refused() -> None:
-    """Another exchange, one less and one more are errors that say where each micro-batch is."""
+    """A different, missing or extra exchange is an error that says where each micro-batch is."""
     together: Task = lambda exchange: exchange("a", 1) + exchange("b", 1)  # noqa: E731 (three of a kind)
     stranger: Task = lambda exchange: exchange("a", 1) + exchange("c", 1)  # noqa: E731
     early: Task = lambda exchange: exchange("a", 1)  # noqa: E731
@@ -102,19 +93,8 @@ def test_tasks_at_different_exchanges_are_refused() -> None:
             CooperativeThreads[int, int, int](total).run(tasks)
 
 
-@sees(
-    "norms: random numbers run on while a micro-batch waits",
-    "src/anybatch/norms/cooperative.py",
-    """
-        with self._while_waiting():
-""",
-    """
-        if True:
-""",
-    also=["tests/engine/test_batch_norm.py::test_random_numbers_belong_to_micro_batches"],
-)
 def test_a_context_surrounds_every_wait() -> None:
-    """State that a task must find again is saved before others run, and restored after."""
+    """The context saves a task's state before other tasks run and restores it afterwards."""
     current = [0]
 
     @contextmanager

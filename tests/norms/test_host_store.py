@@ -1,4 +1,4 @@
-"""What a backward needs comes back from the host as it was, each tensor copied once."""
+"""Saved tensors are copied to the host once each and restored unchanged for the backward pass."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ NUM = 64
 
 
 def gradients(function: torch.nn.Module, values: torch.Tensor, store: HostStore | None) -> list[torch.Tensor]:
-    """Return the gradients of the parameters, with saved tensors in the store."""
+    """Return the gradients of the parameters, with saved tensors in the store if there is one."""
     function.zero_grad()
     if store is None:
         output = function(values)
@@ -22,7 +22,7 @@ def gradients(function: torch.nn.Module, values: torch.Tensor, store: HostStore 
 
 
 class SavedTwice(nn.Module):
-    """One activation that three operations save, and one that is changed in place after it was saved."""
+    """One activation that three operations save, or one that is saved and then changed in place."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class SavedTwice(nn.Module):
         if not self.in_place:
             output: torch.Tensor = torch.sin(inside) + torch.cos(inside) * self.second(inside)
             return output
-        kept = torch.sigmoid(inside)  # saves its output
+        kept = torch.sigmoid(inside)  # autograd saves the output of sigmoid
         shifted = kept.clone()
-        squared = F.relu(shifted, inplace=True)  # saves what it changes
+        squared = F.relu(shifted, inplace=True)  # autograd saves the tensor that it changes in place
         return torch.mul(self.second(squared), kept)
 
 
 def test_gradients_are_the_same() -> None:
-    """With everything on the host in between, gradients are bit for bit the same, in-place operations included."""
+    """Gradients with saved tensors on the host are bitwise identical, also with in-place operations."""
     for in_place in (False, True):
         function, values = SavedTwice(in_place=in_place), torch.randn(NUM, NUM, dtype=torch.float64)
         expected = gradients(function, values, None)
@@ -50,7 +50,7 @@ def test_gradients_are_the_same() -> None:
 
 
 def test_each_tensor_is_copied_once() -> None:
-    """Three operations that save one activation cost one copy; parameters and small tensors cost none."""
+    """An activation saved by three operations is copied once; parameters and small tensors are never copied."""
     function, values = SavedTwice(in_place=False), torch.randn(NUM, NUM, dtype=torch.float64)
     store = HostStore(function.parameters())
     gradients(function, values, store)
@@ -64,7 +64,7 @@ def test_each_tensor_is_copied_once() -> None:
 
 
 def test_a_changed_tensor_is_copied_again() -> None:
-    """A storage that was changed between two saves has two copies: the key knows the version."""
+    """A storage changed between two saves is copied twice, because the key includes the tensor version."""
     weight = torch.ones(NUM, NUM, dtype=torch.float64, requires_grad=True)
     values = torch.randn(NUM, NUM, dtype=torch.float64)
     store = HostStore([weight])

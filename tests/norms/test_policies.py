@@ -1,4 +1,4 @@
-"""Policies are values with names; what is none is refused with what there is."""
+"""Norm policies are values with names; invalid ones are refused with the valid ones listed."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ from tests.norms.residual import classify, network
 
 
 def test_names_are_policies() -> None:
-    """Each name is a policy with its defaults, and a policy is itself."""
+    """Each name gives the policy with default settings; a policy object is returned unchanged."""
     assert [policy_of(name) for name in ("keep", "sync", "freeze", "exact")] == [Keep(), Sync(), Freeze(), Exact()]
     assert policy_of(Ghost(4)) == Ghost(group_size=4)
 
@@ -31,7 +31,7 @@ def test_names_are_policies() -> None:
     ],
 )
 def test_other_names_are_refused(name: str, said: str) -> None:
-    """What would change parameters is refused with the function that does it; an unknown name with those there are."""
+    """A name that needs changed parameters points to the function for it; an unknown name lists the valid ones."""
     with pytest.raises(UserError, match=re.escape(said)):
         ab.Engine(
             model := network(),
@@ -42,7 +42,7 @@ def test_other_names_are_refused(name: str, said: str) -> None:
 
 
 def test_impossible_policies_are_refused() -> None:
-    """A group of one sample has no variance, and there are two methods."""
+    """Ghost batches of one sample and unknown methods of Exact are refused."""
     with pytest.raises(UserError, match=r"group_size=1\) must be at least 2"):
         Ghost(1)
     with pytest.raises(UserError, match="method='detached'"):
@@ -50,7 +50,7 @@ def test_impossible_policies_are_refused() -> None:
 
 
 def test_unfit_layers_are_refused() -> None:
-    """A lazy layer without parameters, and SyncBatchNorm on several ranks unless it is frozen."""
+    """A lazy layer without parameters is refused, and SyncBatchNorm on several ranks unless frozen."""
     lazy, synced = nn.Sequential(nn.LazyBatchNorm1d()), nn.Sequential(nn.SyncBatchNorm(3))
     with pytest.raises(ParameterError, match="layer '0' is a LazyBatchNorm1d that has not seen a batch"):
         refuse_unfit_layers(lazy, num_ranks=1, frozen=False)
@@ -63,7 +63,7 @@ def test_unfit_layers_are_refused() -> None:
 
 
 def test_the_earlier_name_of_a_method_is_refused_with_the_new_one() -> None:
-    """`Exact(method="rendezvous")` is an error that names "layerwise", which does the same."""
+    """`Exact(method="rendezvous")` raises an error that gives the new name, "layerwise"."""
     earlier: Any = "rendezvous"
 
     with pytest.raises(UserError, match="renamed to 'layerwise'"):
@@ -77,7 +77,7 @@ def test_the_earlier_name_of_a_method_is_refused_with_the_new_one() -> None:
     "parts",
 )
 def test_no_micro_batch_has_one_sample_alone() -> None:
-    """Nine samples in micro-batches of 4 run as 3 + 3 + 3 where BatchNorm needs two; elsewhere as 4 + 4 + 1."""
+    """Nine samples in micro-batches of 4 run as 3 + 3 + 3 with BatchNorm, and as 4 + 4 + 1 without."""
     for norm, sizes in ((torch.nn.BatchNorm1d(2), [3, 3, 3]), (torch.nn.LayerNorm(2), [4, 4, 1])):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), norm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

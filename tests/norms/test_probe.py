@@ -1,4 +1,4 @@
-"""Layers that couple samples are found, known and unknown ones, and nothing is changed by looking."""
+"""`coupling_layers` finds the layers that couple samples, also custom ones, and changes nothing."""
 
 import pytest
 import torch
@@ -6,19 +6,18 @@ from torch import nn
 
 from anybatch.errors import DataError
 from anybatch.norms import coupling_layers
-from tests.faults import sees
 from tests.norms.residual import ResidualNetwork, buffers_of, images
 
 
 class Centred(nn.Module):
-    """Subtracts the mean of the batch: a normalisation of somebody's own."""
+    """Subtracts the mean of the batch: a custom normalisation."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return values - values.mean(0, keepdim=True)
 
 
 class Ranked(nn.Module):
-    """Gates each sample by how large it is among the others; what is inside couples nothing."""
+    """Scales each sample by its norm relative to the others; its inner layer couples no samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ INNOCENT = [
 
 
 def test_every_batch_norm_is_found_by_type() -> None:
-    """All of a network's BatchNorm layers are named, frozen ones too, and nothing else."""
+    """All BatchNorm layers of a network are found, frozen ones too, and no others."""
     model = ResidualNetwork().double()
     model.get_submodule("blocks.0.norm1").eval()
     found = coupling_layers(model, images(7)["x"])
@@ -63,19 +62,8 @@ def test_every_batch_norm_is_found_by_type() -> None:
     assert set(found) == {name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
 
 
-@sees(
-    "check: no module couples samples",
-    "src/anybatch/norms/probe.py",
-    """
-    return distance / scale if scale and distance > rounding * scale else 0.0
-""",
-    """
-    return 0.0
-""",
-    also=["tests/diagnostics/test_check.py::test_fault_is_named"],
-)
 def test_layers_of_ones_own_are_found_by_trying() -> None:
-    """A layer that couples samples is named, the innermost one, and how much others move; flattened axes are fine."""
+    """Custom layers that couple samples are found at the innermost level, also with flattened axes."""
     model = nn.Sequential(nn.Linear(6, 6), Centred(), nn.Sequential(nn.GELU(), Ranked()), nn.Linear(6, 2))
     found = coupling_layers(model, torch.randn(7, 6))
 
@@ -86,7 +74,7 @@ def test_layers_of_ones_own_are_found_by_trying() -> None:
 
 @pytest.mark.parametrize("layer", INNOCENT, ids=lambda layer: type(layer).__name__)
 def test_layers_that_look_at_one_sample_are_not_named(layer: nn.Module) -> None:
-    """Per-sample layers pass, those that draw random numbers or work in place too."""
+    """Per-sample layers are not reported, even if they draw random numbers or work in place."""
     inputs = (
         torch.randn(7, 3, 6) if isinstance(layer, (nn.TransformerEncoderLayer, nn.LayerNorm)) else torch.randn(7, 6)
     )
@@ -96,13 +84,13 @@ def test_layers_that_look_at_one_sample_are_not_named(layer: nn.Module) -> None:
 
 
 def test_instance_norm_couples_through_its_statistics() -> None:
-    """InstanceNorm looks at one sample, but running statistics are of the batch: named where it tracks them."""
+    """InstanceNorm is reported only if it tracks running statistics, which depend on the batch."""
     model = nn.Sequential(nn.InstanceNorm1d(6), nn.InstanceNorm1d(6, track_running_stats=True))
     assert set(coupling_layers(model, torch.randn(7, 6, 5))) == {"1"}
 
 
 def test_nothing_is_changed_by_looking() -> None:
-    """Parameters, gradients, buffers, modes and random numbers are as before."""
+    """Parameters, gradients, buffers, training modes and random states are unchanged after the search."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), Centred()).eval()
     model[2].train()
     before, parameters = buffers_of(model), [parameter.clone() for parameter in model.parameters()]
@@ -114,10 +102,10 @@ def test_nothing_is_changed_by_looking() -> None:
     assert all(torch.equal(one, other) for one, other in zip(parameters, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert [module.training for module in model.modules()] == [False, False, False, True, False]
-    assert not any(module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 (torch has no question)
+    assert not any(module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 (torch has no public query)
 
 
 def test_one_sample_shows_nothing() -> None:
-    """Two samples are needed to see one depend on the other."""
+    """A single sample is refused, because coupling needs two samples."""
     with pytest.raises(DataError, match=r"1 sample\(s\)"):
         coupling_layers(nn.Linear(3, 3), torch.randn(1, 3))

@@ -1,4 +1,4 @@
-"""Statistics made anew are those of the data, whatever it is cut into."""
+"""Recomputed BatchNorm statistics equal the statistics of the full data set, for every cut."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ NUM_IMAGES = 23
 
 
 def layer_by_layer(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the buffers after setting each layer's statistics from its inputs over all data, in plain torch."""
+    """Return the buffers after setting each layer's statistics from its inputs over all data, in plain PyTorch."""
     model.eval()
     seen: list[torch.Tensor] = []
     for layer in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
@@ -38,7 +38,7 @@ def layer_by_layer(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("sizes", [[23], [1] * 23, [5, 5, 5, 5, 3], [20, 3]])
 def test_statistics_are_those_of_the_data(sizes: Sequence[int]) -> None:
-    """Mean and unbiased variance of each layer's inputs over all data, however it is cut."""
+    """Running mean and unbiased variance match each layer's inputs over all data, for any batch sizes."""
     inputs = images(NUM_IMAGES)["x"]
     expected = layer_by_layer(network(), inputs)
     model = network()
@@ -51,7 +51,7 @@ def test_statistics_are_those_of_the_data(sizes: Sequence[int]) -> None:
 
 
 def test_one_pass_in_train_mode_depends_on_the_cut() -> None:
-    """The counter-example: the mean of micro-batches' statistics in train mode is something else."""
+    """Counter-example: averaging the statistics of micro-batches in train mode gives different values."""
     inputs = images(NUM_IMAGES)["x"]
     expected = layer_by_layer(network(), inputs)
     model = network()
@@ -67,7 +67,7 @@ def test_one_pass_in_train_mode_depends_on_the_cut() -> None:
 
 
 def own_statistics() -> dict[str, torch.Tensor]:
-    """Run on every rank: statistics over the parts of all ranks, cut into 4."""
+    """Run on every rank: recompute statistics over the parts of all ranks, in batches of 4."""
     world = ab.World.from_environment()
     start, stop = share_bounds(NUM_IMAGES, [2, 1])[world.rank]
     model = network()
@@ -81,7 +81,7 @@ def own_statistics() -> dict[str, torch.Tensor]:
 
 
 def test_statistics_are_those_of_all_ranks(two_ranks: Pool) -> None:
-    """Over uneven parts on two ranks they are those of all data, and equal on both."""
+    """With uneven parts on two ranks, both get exactly the statistics of all data."""
     expected = layer_by_layer(network(), images(NUM_IMAGES)["x"])
     first, second = two_ranks.run(own_statistics)
     assert largest_difference(first, expected) < 1e-12
@@ -89,7 +89,7 @@ def test_statistics_are_those_of_all_ranks(two_ranks: Pool) -> None:
 
 
 def test_what_cannot_be_read_again_is_refused() -> None:
-    """An iterator is refused, and so is no data; the statistics are as before."""
+    """An iterator and an empty data set are refused, and the statistics stay unchanged."""
     model = network()
     before = buffers_of(model)
     given: list[Any] = [iter([images()["x"]]), []]
@@ -97,4 +97,4 @@ def test_what_cannot_be_read_again_is_refused() -> None:
         with pytest.raises(DataError):
             recompute_statistics(model, batches)
     assert largest_difference(buffers_of(model), before) == 0.0
-    assert not any(module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 (torch has no question)
+    assert not any(module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 (torch has no public query)

@@ -1,4 +1,4 @@
-"""BatchNorm's place is taken by layers that look at one sample, and what can be kept is kept."""
+"""`replaced` swaps BatchNorm for per-sample layers and keeps all that can be kept."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ KINDS: list[Kind] = ["group_norm", "layer_norm", "rms_norm"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sample_depends_on_another_afterwards(kind: Kind) -> None:
-    """The new model couples no samples, and its accumulated gradient is that of the un-split batch."""
+    """The new model couples no samples, and its accumulated gradient equals the full-batch gradient."""
     model, batch = replaced(network(width=8), kind).model, images()
     assert coupling_layers(model, batch["x"]) == {}
     expected, _ = native(model, batch)
@@ -31,7 +31,7 @@ def test_no_sample_depends_on_another_afterwards(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_taken_over(kind: Kind) -> None:
-    """Weight, bias, eps, mode and requires_grad of each layer are the old one's; the old model is as before."""
+    """New layers keep weight, bias, eps, mode and requires_grad; the old model is unchanged."""
     old = ResidualNetwork(width=8)
     for number, module in enumerate(old.modules()):
         if isinstance(module, _BatchNorm):
@@ -57,9 +57,9 @@ def test_weights_are_taken_over(kind: Kind) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 8), (5, 8, 3), (5, 8, 3, 3)])
 def test_formulas(shape: tuple[int, ...]) -> None:
-    """Each layer computes its textbook formula, sample by sample."""
+    """Each layer computes its textbook formula per sample."""
     values = torch.randn(shape, dtype=torch.float64) * 3 + 1
-    old = nn.Sequential(nn.BatchNorm2d(8)).double()  # replaced layers do not ask for a number of axes
+    old = nn.Sequential(nn.BatchNorm2d(8)).double()  # replaced layers accept any number of axes
     flat = values.flatten(1)
     mean, square = flat.mean(1, keepdim=True), flat.square().mean(1, keepdim=True)
     variance = flat.var(1, keepdim=True, correction=0)
@@ -73,7 +73,7 @@ def test_formulas(shape: tuple[int, ...]) -> None:
 
 
 def test_a_shared_layer_stays_shared_and_a_model_may_be_a_layer() -> None:
-    """A layer in two places becomes one layer in two places; a bare BatchNorm is replaced too."""
+    """A layer used twice is replaced by one shared layer; a bare BatchNorm is replaced too."""
     norm = nn.BatchNorm1d(8)
     model = replaced(nn.Sequential(norm, nn.Linear(8, 8), norm), "group_norm").model
     assert model.get_submodule("0") is model.get_submodule("2")
@@ -81,7 +81,7 @@ def test_a_shared_layer_stays_shared_and_a_model_may_be_a_layer() -> None:
 
 
 def test_groups() -> None:
-    """Up to 32 groups of at least 4 channels; a number that does not divide, and an unknown kind, are refused."""
+    """Groups are at most 32, of at least 4 channels; a non-divisor and an unknown kind are refused."""
     assert {c: default_groups(c) for c in (3, 8, 16, 20, 96, 256)} == {3: 1, 8: 2, 16: 4, 20: 5, 96: 24, 256: 32}
     with pytest.raises(UserError, match="num_groups=3 must divide the 8 channels of layer '0'"):
         replaced(nn.Sequential(nn.BatchNorm1d(8)), "group_norm", num_groups=3)

@@ -1,4 +1,4 @@
-"""What norms ask of torch in private: what it does, and what is done where torch lacks it."""
+"""Private torch interfaces that norms use: their behaviour, and the fallback if torch lacks them."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ NOTHING: Any = SimpleNamespace()
 
 
 def test_a_checkpointed_forward_is_run_again() -> None:
-    """Between the two halves of it a forward keeps nothing; the backward runs it again, and the gradient is right."""
+    """A checkpointed forward saves nothing; the backward recomputes it, and the gradient is right."""
     calls = 0
     weight = nn.Parameter(torch.tensor([3.0]))
 
@@ -39,14 +39,14 @@ def test_a_checkpointed_forward_is_run_again() -> None:
 
 @pytest.mark.parametrize(("layer", "axes"), [(nn.InstanceNorm1d(2), 2), (nn.InstanceNorm2d(2), 3)])
 def test_axes_of_one_sample(layer: nn.Module, axes: int) -> None:
-    """InstanceNorm takes a sample of so many axes, or a batch of one more."""
+    """InstanceNorm accepts an unbatched sample with this number of axes, or a batch with one more."""
     assert num_axes_unbatched(layer) == axes
     layer(torch.rand(2, *[3] * (axes - 1)))
     layer(torch.rand(1, 2, *[3] * (axes - 1)))
 
 
 def test_axes_of_one_sample_are_known_without_asking() -> None:
-    """A layer of torch's that no longer says it has as many axes as its class; another one is refused."""
+    """Without torch's private property the number of axes comes from the layer class; unknown classes are refused."""
 
     class Silent(nn.InstanceNorm2d):
         @property
@@ -64,7 +64,7 @@ def test_axes_of_one_sample_are_known_without_asking() -> None:
 
 
 def test_what_torch_lacks_is_refused() -> None:
-    """Where nothing safe can be done instead, the error names what cannot be had."""
+    """If a private interface is missing and no fallback is safe, the error names the missing feature."""
     with pytest.raises(UnsupportedTorchError, match="checkpoint"):
         checkpointed_forward(nn.Identity(), lambda: (nullcontext(), nullcontext()), (), {}, NOTHING)
     other = SimpleNamespace(_checkpoint_without_reentrant_generator=lambda _: iter(()))

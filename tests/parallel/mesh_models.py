@@ -1,4 +1,4 @@
-"""Models that are parallelised over a mesh, for the tests of ranks that are several processes each."""
+"""Models that are parallelised over a mesh, for tests with several processes per rank."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ Values = dict[str, torch.Tensor]
 
 
 class Block(nn.Module):
-    """A norm, and two linear layers around a nonlinearity, with a way past them."""
+    """A norm and a two-layer MLP with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return as many numbers per place as it was given."""
+        """Return one hidden vector per position."""
         added: torch.Tensor = self.down(torch.tanh(self.up(self.norm(hidden))))
         return hidden + added
 
 
 class Tower(nn.Module):
-    """Blocks between a layer before and one after, which no plan cuts."""
+    """Blocks between two layers that no plan cuts."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Tower(nn.Module):
         self.last = nn.Linear(WIDTH, KINDS)
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:
-        """Return logits for each place: (samples, places, numbers) -> (samples, places, kinds)."""
+        """Return logits for each position: (samples, positions, features) -> (samples, positions, classes)."""
         hidden = self.first(places)
         for block in self.blocks:
             hidden = block(hidden)
@@ -66,19 +66,19 @@ def tower(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Tower:
 
 
 def grid(rows: int = 2, columns: int = 2) -> DeviceMesh:
-    """Return a mesh of ranks that are several processes each."""
+    """Return a mesh with several processes per rank."""
     return init_device_mesh("cpu", (rows, columns), mesh_dim_names=("dp", "tp"))
 
 
 def by_tensors(model: Tower, mesh: DeviceMesh) -> Tower:
-    """Cut the linear layers of blocks; norms and all else stay plain."""
+    """Apply tensor parallelism to the linear layers of blocks; norms and all other layers stay plain."""
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
 def by_sequence(model: Tower, mesh: DeviceMesh) -> Tower:
-    """Cut linear layers, and let norms run on a part of the places each."""
+    """Apply tensor and sequence parallelism: norms run on a part of the positions."""
     for block in model.blocks:
         plan = {
             "norm": SequenceParallel(),
@@ -93,7 +93,7 @@ def by_sequence(model: Tower, mesh: DeviceMesh) -> Tower:
 
 
 def by_both(model: Tower, mesh: DeviceMesh) -> Tower:
-    """Cut linear layers, then shard everything over data-parallel ranks, as a user would."""
+    """Apply tensor parallelism, then shard everything over data-parallel ranks with `fully_shard`."""
     by_tensors(model, mesh)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
@@ -109,7 +109,7 @@ FORMS: Mapping[str, Callable[[Tower, DeviceMesh], Tower]] = {
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """Return the mean over places that have a label."""
+    """Return the mean loss over labelled positions."""
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100)
 
 
@@ -117,7 +117,7 @@ LOSS = ab.mean_over_tokens(loss_of, labels="y", shift=False)
 
 
 def batches(num_steps: int, size: int = 7) -> list[Batch]:
-    """Return effective batches in which samples have different numbers of labels."""
+    """Return effective batches whose samples have different numbers of labels."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for _ in range(num_steps):
@@ -129,7 +129,7 @@ def batches(num_steps: int, size: int = 7) -> list[Batch]:
 
 
 def whole(model: nn.Module) -> Values:
-    """Return the parameters in one piece."""
+    """Return the full parameters."""
     return {name: gather(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
@@ -139,10 +139,10 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 def plain_run(num_steps: int, clip: float) -> tuple[Values, list[tuple[float, float]], Values]:
-    """Train on one device with whole batches in plain PyTorch.
+    """Train on one device with full batches in plain PyTorch.
 
     Returns:
-        Parameters behind the last step, norm and loss of each step, and the gradient of the first.
+        Final parameters, norm and loss of each step, and the gradient of the first step.
     """
     model, numbers = tower(), []
     first: Values = {}

@@ -1,4 +1,4 @@
-"""Models in every form that sharding has to get right, and what plain torch makes of them."""
+"""Models with every parameter layout that sharding must support, and plain PyTorch references."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ RARE_ABOVE = 0.9  # so that some micro-batches have such a sample, and some rank
 
 
 class Block(nn.Module):
-    """A layer with a way around it, one parameter of one row, and perhaps a layer for a few samples."""
+    """A residual layer, a parameter with a single row, and optionally a layer used for few samples."""
 
     def __init__(self, *, leaves_some: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks between two layers, in the form that a name asks for."""
+    """Blocks between two layers, in a given form."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Tower(nn.Module):
             self.idle = nn.Linear(2, 2)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer is given."""
+        """Return the input of the last layer."""
         hidden: torch.Tensor = self.first(x)
         for block in self.blocks:
             hidden = block(hidden)
@@ -76,28 +76,28 @@ class Tower(nn.Module):
 
 
 FORMS = ("plain", "tied", "shared with a block", "frozen", "number", "unused", "methods")
-"""Forms of a model. In "methods" the loss calls the model's own methods, and never the model."""
+"""Forms of a model. In "methods" the loss calls methods of the model, never the model itself."""
 
 
 def tower(form: str) -> Tower:
-    """Return a model of that form, the same one each time."""
+    """Return the same model of a form each time."""
     torch.default_generator.manual_seed(5)
     return Tower(form).double()
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """Return the mean loss over the samples given."""
+    """Return the mean loss over the samples."""
     logits = model.last(model.encode(batch["x"])) if model.form == "methods" else model(batch["x"])
     return F.cross_entropy(logits[:, :4], batch["y"])
 
 
 def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Build an optimizer with a state, which moves what has a gradient of zero."""
+    """Build an optimizer with state; weight decay moves parameters even with a zero gradient."""
     return torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def plain(form: str, batch: Batch, num_steps: int, limit: float) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the first gradient, and the parameters after so many clipped updates, by plain torch."""
+    """Return the first gradient, and the parameters after some clipped updates, in plain PyTorch."""
     model = tower(form)
     optimizer, first = sgd(model.named_parameters()), None
     for _ in range(num_steps):
@@ -112,12 +112,12 @@ def plain(form: str, batch: Batch, num_steps: int, limit: float) -> tuple[dict[s
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what trains."""
+    """Return the trainable parameters."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def whole(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
-    """Return sharded tensors in one piece."""
+    """Return the full tensors of sharded ones."""
     return {name: None if tensor is None else gather(tensor.detach()) for name, tensor in tensors.items()}
 
 
@@ -133,9 +133,9 @@ def errors_of(
     Args:
         form: of the model.
         options: of the strategy.
-        micro_batch_size: samples.
-        num_steps: updates.
-        prepare: what the user does to the model before the engine gets it.
+        micro_batch_size: in samples.
+        num_steps: number of updates.
+        prepare: changes that the user makes to the model before the engine is built.
     """
     batch, limit = vectors(NUM_SAMPLES), 0.05
     expected, end = plain(form, batch, num_steps, limit)

@@ -1,4 +1,4 @@
-"""Rows of all ranks come together unchanged, whatever their types, and however many each rank has."""
+"""`gather_rows` returns the rows of all ranks unchanged, for any dtypes and numbers of rows."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,14 +20,14 @@ KINDS = (
 
 
 def whole(num_rows: int) -> list[torch.Tensor]:
-    """Return tensors of every kind."""
+    """Return one tensor per layout."""
     generator = torch.Generator().manual_seed(num_rows)
     shapes = [torch.randint(-9, 9, (num_rows, *kind.shape), generator=generator) for kind in KINDS]
     return [values.to(kind.dtype) for values, kind in zip(shapes, KINDS, strict=True)]
 
 
 def gathered(sizes: Sequence[int]) -> list[bool]:
-    """Run on every rank: gather in pieces of two rows, and return whether each tensor is what it should be."""
+    """Run on every rank: gather in pieces of two rows; return whether each tensor is correct."""
     world = ab.World.from_environment()
     first, tensors = sum(sizes[: world.rank]), whole(sum(sizes))
     stop = first + sizes[world.rank]
@@ -40,7 +40,7 @@ def gathered(sizes: Sequence[int]) -> list[bool]:
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (3, 1, 2), (0, 2, 1), (1, 0, 0)])
 def test_rows_come_together(weights: tuple[int, ...], ranks: Ranks) -> None:
-    """On 1, 2 and 3 ranks with even and uneven numbers of rows, and none, every rank gets all rows in rank order."""
+    """With even, uneven and zero rows on 1, 2 and 3 ranks, every rank gets all rows in rank order."""
     sizes = [3 * weight for weight in weights[: ranks.world_size]]
     if not sum(sizes):
         sizes[-1] = 1

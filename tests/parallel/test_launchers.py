@@ -1,4 +1,4 @@
-"""Launchers: variables of torchrun, srun and mpirun, as which rank this process is and where all of them meet."""
+"""Launchers: the variables of torchrun, srun and mpirun give this process's rank and the rendezvous address."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_W
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Return what sets variables; none of a launcher is there to begin with."""
+    """Return the monkeypatch, with the variables of all launchers unset."""
     for name in (*NAMES, *SRUN, *MPIRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -38,20 +38,20 @@ def given(variables: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
 
 
 def test_by_itself() -> None:
-    """Without a launcher's variables there is no launch, and no name for it."""
+    """Without a launcher's variables the launch and its name are None."""
     assert find_launch() is None
     assert launch_id() is None
     assert not is_restarted()
 
 
 def test_torchrun(variables: pytest.MonkeyPatch) -> None:
-    """RANK and WORLD_SIZE say it, also beside the variables of srun, which has started torchrun then."""
+    """RANK and WORLD_SIZE override the variables of srun, which in this case has started torchrun."""
     given(variables, {**SRUN, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert find_launch() == Launch(rank=3, size=4, local_rank=1, local_size=2)
 
 
 def test_srun(variables: pytest.MonkeyPatch) -> None:
-    """Tasks of srun meet on the first node of their list, at a port of their step; 2 share the second node."""
+    """Tasks of srun meet on the first node at a port derived from job and step; the second node has 2 ranks."""
     given(variables, SRUN)
     port = 20_000 + 31 * 71 + 2
     assert find_launch() == Launch(rank=5, size=10, local_rank=1, local_size=2, init_method=f"tcp://gpu003:{port}")
@@ -64,7 +64,7 @@ def test_srun(variables: pytest.MonkeyPatch) -> None:
     [("big1,gpu[003-004]", "big1"), ("n[1,7]", "n1"), ("a-b.c", "a-b.c"), ("r[01-02]n", "r01n")],
 )
 def test_first_node(nodes: str, first: str, variables: pytest.MonkeyPatch) -> None:
-    """The first node of every form of list that SLURM writes."""
+    """The first node is parsed from every form of SLURM node list."""
     given(variables, {**SRUN, "SLURM_STEP_NODELIST": nodes})
     launch = find_launch()
     assert launch is not None
@@ -73,17 +73,17 @@ def test_first_node(nodes: str, first: str, variables: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
 def test_batch_script(missing: str, variables: pytest.MonkeyPatch) -> None:
-    """A program of a batch script, outside of srun, is by itself: it has the variables of the job and not of a step."""
+    """A program in a batch script without srun runs alone: its variables describe a job but no step."""
     given(variables, {name: value for name, value in SRUN.items() if name != missing})
     assert find_launch() is None
 
 
 def test_mpirun(variables: pytest.MonkeyPatch) -> None:
-    """Processes of mpirun need an address: without it they are refused, and do not train by themselves."""
+    """Processes of mpirun without an address are refused, instead of training separately."""
     given(variables, MPIRUN)
     with pytest.raises(WorldError, match=r"OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2.*Set MASTER_ADDR"):
         find_launch()
-    # Where the user's own code has made them meet, only the accelerator is asked for.
+    # If the user's code has already connected them, only the device is needed.
     assert find_launch(joined=True) is not None
     given(variables, {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"})
     assert find_launch() == Launch(rank=1, size=2, local_rank=1, init_method="tcp://host0:29500")
@@ -99,14 +99,14 @@ def test_mpirun(variables: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_name_of_a_launch(values: dict[str, str], name: str | None, variables: pytest.MonkeyPatch) -> None:
-    """A job has the name that its launcher gives it, and torchrun's word for none is none."""
+    """A job has the name given by its launcher; torchrun's "none" means no name."""
     given(variables, values)
     assert launch_id() == name
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_restarts(name: str, variables: pytest.MonkeyPatch) -> None:
-    """A launcher that counts how often it has started the ranks says that this is not the first time."""
+    """A restart count of the launcher above 0 means that this is a restart."""
     variables.setenv(name, "0")
     assert not is_restarted()
     variables.setenv(name, "1")
@@ -114,7 +114,7 @@ def test_restarts(name: str, variables: pytest.MonkeyPatch) -> None:
 
 
 def test_gloo_is_sent_to_loopback(variables: pytest.MonkeyPatch) -> None:
-    """Gloo is told the interface whose address is that of this machine alone."""
+    """Gloo uses the loopback interface."""
     variables.setenv("GLOO_SOCKET_IFNAME", "before")
     variables.setenv("NCCL_SOCKET_IFNAME", "before")
     listen_at_loopback()

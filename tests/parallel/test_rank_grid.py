@@ -1,4 +1,4 @@
-"""Which processes are which data-parallel rank."""
+"""The grid that assigns processes to data-parallel ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,35 +7,34 @@ import pytest
 
 from anybatch.errors import WorldError
 from anybatch.parallel.rank_grid import RankGrid, make_grid
-from tests.faults import sees
 
 Told = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class Dimension:
-    """What is asked of a dimension of a mesh."""
+    """The methods of a mesh dimension that the grid uses."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
     def size(self) -> int:
-        """Return the number of ranks along it."""
+        """Return the number of ranks along the dimension."""
         return self._size
 
     def get_local_rank(self) -> int:
-        """Return this process's place."""
+        """Return the rank of this process."""
         return self._rank
 
 
 def grid_of(process: int, told: Told) -> RankGrid:
-    """Return the grid that a process makes of what all of them say."""
+    """Return the grid that a process builds from the values of all processes."""
     rank, line = told[process]
     dimension: Any = Dimension(rank, len(line))
     return make_grid(process, dimension, told)
 
 
 def test_processes_of_a_rank_are_a_model_group() -> None:
-    """With data parallelism along the outer or the inner dimension of a mesh, groups are its rows and columns."""
+    """Model groups are rows or columns of the mesh, depending on its data-parallel dimension."""
     outer = [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
     inner = [(0, (0, 1)), (1, (0, 1)), (0, (2, 3)), (1, (2, 3))]
     assert [grid_of(process, outer).model_groups for process in range(4)] == [((0, 1), (2, 3))] * 4
@@ -48,12 +47,6 @@ def test_processes_of_a_rank_are_a_model_group() -> None:
     assert [grid_of(process, crossed).data_group for process in range(4)] == [0, 1, 1, 0]
 
 
-@sees(
-    "dimensions that leave processes out are taken",
-    "src/anybatch/parallel/rank_grid.py",
-    "    if len({len(line) for line in lines}) > 1 or len(stands) != len(told) or not all(stands):",
-    "    if False:",
-)
 @pytest.mark.parametrize(
     "told",
     [
@@ -63,6 +56,6 @@ def test_processes_of_a_rank_are_a_model_group() -> None:
     ids=["uneven", "without some"],
 )
 def test_dimensions_that_are_no_mesh_are_refused(told: Told) -> None:
-    """Data-parallel dimensions of several meshes would sum gradients of different parts."""
+    """Dimensions that do not form one mesh are refused, because gradients of different parts would be summed."""
     with pytest.raises(WorldError, match="do not make up a mesh of all of them"):
         grid_of(0, told)

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: equal bytes alike, any change seen."""
+"""Fingerprints of tensors: equal for equal bytes, different after any change."""
 
 import torch
 from hypothesis import given
@@ -12,7 +12,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.in
 
 @given(size=st.integers(1, 70), dtype=DTYPES, data=st.data())
 def test_any_changed_element_changes_the_digest(size: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """A copy has the same digest; with one element changed it has another."""
+    """A copy has the same digest; a copy with one changed element has a different one."""
     original = torch.randn(size).mul(10).to(dtype)
     place = data.draw(st.integers(0, size - 1))
     changed = original.clone()
@@ -30,7 +30,7 @@ def test_any_changed_element_changes_the_digest(size: int, dtype: torch.dtype, d
 )
 @given(size=st.integers(9, 70), data=st.data())
 def test_swapped_elements_change_the_digest(size: int, data: st.DataObject) -> None:
-    """The same numbers in another order are another tensor: a plain sum would not see it."""
+    """The same numbers in a different order change the digest, unlike a plain sum."""
     original = torch.arange(size, dtype=torch.float64)
     one, other = data.draw(st.permutations(range(size)))[:2]
     swapped = original.clone()
@@ -39,7 +39,7 @@ def test_swapped_elements_change_the_digest(size: int, data: st.DataObject) -> N
 
 
 def test_strides_do_not_matter() -> None:
-    """What counts are the values in order, not how they lie in memory; nothing and one number count too."""
+    """The digest depends on the values in order, not on strides; empty and 0-d tensors work too."""
     matrix = torch.randn(4, 6)
     assert digest(matrix.t().contiguous().t()) == digest(matrix)
     assert digest(matrix[:, ::2]) == digest(matrix[:, ::2].clone())

@@ -1,4 +1,4 @@
-"""What ranks ask of torch in private: the store by which they have met."""
+"""Private torch interfaces that ranks use: the store of the default group."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from anybatch.parallel.torch_internals import HashStore, default_store
 
 
 def test_the_store_is_the_group_s() -> None:
-    """What the default group has met by is handed out as it is; where torch does not, training on ranks is refused."""
+    """The default group's store is returned; if torch hides it, training on several ranks is refused."""
     store = HashStore()
 
     assert default_store(SimpleNamespace(_get_default_store=lambda: store)) is store

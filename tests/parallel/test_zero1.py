@@ -1,4 +1,4 @@
-"""Optimizer states shared out over ranks: the same updates, bit for bit, and a part of the state on each rank."""
+"""ZeRO-1: each rank holds a part of the optimizer state, and updates are bitwise the same."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +23,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def in_groups(named: Named) -> torch.optim.Optimizer:
-    """Return an optimizer with two groups."""
+    """Return an optimizer with two parameter groups."""
     held = list(named)
     matrices, others = [p for _, p in held if p.dim() > 1], [p for _, p in held if p.dim() <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
@@ -31,7 +31,7 @@ def in_groups(named: Named) -> torch.optim.Optimizer:
 
 
 def combined(named: Named) -> torch.optim.Optimizer:
-    """Return two optimizers as one."""
+    """Combine two optimizers."""
     held = list(named)
     return CombinedOptimizer(
         torch.optim.SGD([p for _, p in held if p.dim() > 1], lr=0.1, momentum=0.9),
@@ -64,13 +64,13 @@ def engine_over(model: nn.Module, optimizer: Any, strategy: str, **options: Any)
 
 
 def numbers_in(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers an optimizer's state has, but for its counters."""
+    """Return the number of elements in an optimizer's state, without counters."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.numel() for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
 def ends(name: str, dtype: torch.dtype) -> tuple[float, int, int]:
-    """Run on every rank: return how far zero1 is from all_reduce, and the state's numbers under both."""
+    """Run on every rank: return the difference of zero1 to all_reduce, and the state size under both."""
     found, numbers = [], []
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in vectors(11).items()}
     for strategy in ("all_reduce", "zero1"):
@@ -107,7 +107,7 @@ def ends(name: str, dtype: torch.dtype) -> tuple[float, int, int]:
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_replicas(name: str, two_ranks: Ranks, three_ranks: Ranks) -> None:
-    """Any optimizer makes the same updates bit for bit, clipped, scheduled and averaged, with its state shared out."""
+    """With sharded state any optimizer makes bitwise the same updates, also clipped, scheduled and averaged."""
     for ranks in (two_ranks, three_ranks):
         found = ranks.run(ends, name, torch.float64)
         assert [error for error, _, _ in found] == [0.0] * ranks.world_size
@@ -118,15 +118,15 @@ def test_updates_are_those_of_replicas(name: str, two_ranks: Ranks, three_ranks:
 
 
 def test_master_weights_are_exchanged(two_ranks: Ranks) -> None:
-    """Of bf16 parameters the float32 copies are updated by their owners, and all ranks have the same afterwards."""
+    """With bf16 parameters owners update the float32 copies, and all ranks have the same weights afterwards."""
     for error, _, _ in two_ranks.run(ends, "AdamW", torch.bfloat16):
         assert error == 0.0
 
 
 def resumed(folder: str) -> list[float]:
-    """Run on every rank: save under one strategy, go on under another; return the distance to a run that went through.
+    """Run on every rank: save under one strategy, resume under another; return the errors against a full run.
 
-    Strategies that hold the whole state, a part of it, and shards of it.
+    The strategies hold the full optimizer state, a part of it, or shards of it.
     """
     batch, found = InMemory(vectors(11)), []
     for number, (first, second) in enumerate(
@@ -160,7 +160,7 @@ def resumed(folder: str) -> list[float]:
     "                if False:\n",
 )
 def test_a_checkpoint_is_the_same_under_any_strategy(two_ranks: Ranks, tmp_path: Path) -> None:
-    """A run saved under zero1 goes on under zero1, all_reduce and fsdp, and the reverse, as if it had gone through."""
+    """Checkpoints move between zero1, all_reduce and fsdp without a difference."""
     for errors in two_ranks.run(resumed, str(tmp_path)):
         assert max(errors) <= 1e-14
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_the_same_under_any_strategy(two_ranks: Ranks, tmp_path:
     sizes=strategies.lists(strategies.integers(0, 1000), max_size=30), num_ranks=strategies.integers(1, 9)
 )
 def test_every_parameter_has_one_owner(sizes: list[int], num_ranks: int) -> None:
-    """Each parameter has an owner among the ranks, and no rank has more than an even part and one parameter."""
+    """Each parameter has one owner, and no rank exceeds an even part by more than one parameter."""
     found = owners(sizes, num_ranks)
 
     assert len(found) == len(sizes)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of process groups: worlds made, closed, dropped and made again, with real processes."""
+"""Functions that ranks run in the tests of process groups: create, close, drop and recreate worlds."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ from tests.architecture.source_tree import PACKAGE, ROOT
 NUM_ENGINES = 50
 NUM_ROUNDS = 40
 LATEST_END_SECONDS = 120.0
-LATER_JOIN_SECONDS = 20.0  # ranks that look for each other at old addresses give up, where the default is ten minutes
+LATER_JOIN_SECONDS = 20.0  # stale addresses fail after this time; the default is ten minutes
 
 
 class PlantedError(Exception):
@@ -34,38 +34,38 @@ class PlantedError(Exception):
 
 
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """A loss."""
+    """Return the mean squared output."""
     output: torch.Tensor = model(batch)
     return output.square().mean()
 
 
 def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """A loss that raises in the middle of a step, on every rank."""
+    """Raise in the middle of a step, on every rank."""
     model(batch)
     raise PlantedError
 
 
 def an_engine(loss: Callable[..., torch.Tensor] = mean_square) -> ab.Engine:
-    """An engine that makes its own world."""
+    """Return an engine that creates its own world."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=2, check_loss=False)
 
 
 def a_step(engine: ab.Engine) -> None:
-    """One step."""
-    engine.step(next(iter(ab.batches(torch.randn(6, 3), effective_batch_size=6, epochs=1, seed=0))))
+    """Make one step."""
+    engine.step(next(iter(ab.batches(torch.arange(18.0).reshape(6, 3), effective_batch_size=6, epochs=1))))
 
 
 def closed() -> ab.Engine:
-    """An engine that is used and closed properly."""
+    """Use an engine and close it properly."""
     with an_engine() as engine:
         a_step(engine)
     return engine
 
 
 def failed() -> ab.Engine:
-    """An engine that is closed by the error of a step."""
+    """Close an engine through the error of a step."""
     engine = an_engine(failing)
     with pytest.raises(PlantedError), engine:
         a_step(engine)
@@ -73,12 +73,12 @@ def failed() -> ab.Engine:
 
 
 def dropped() -> None:
-    """An engine that is used, and then forgotten."""
+    """Use an engine without closing it."""
     a_step(an_engine())
 
 
 def around_fifty(use: Callable[[], ab.Engine | None]) -> tuple[Holdings, Holdings]:
-    """Run on every rank: what the process holds before and after fifty engines; the first one opens what stays."""
+    """Run on every rank: return the resources before and after fifty engines; the first opens permanent ones."""
     use()
     gc.collect()
     before = holdings()
@@ -89,7 +89,7 @@ def around_fifty(use: Callable[[], ab.Engine | None]) -> tuple[Holdings, Holding
 
 
 def ended_at_different_times() -> bool:
-    """Run on every rank: each ends its world as soon as it has its own result, by turns first and last."""
+    """Run on every rank: end the world right after the result, alternately first and last."""
     for number in range(NUM_ROUNDS):
         world = ab.World.from_environment(device="cpu")
         expected = [[float(rank)] for rank in range(world.size)]
@@ -98,7 +98,7 @@ def ended_at_different_times() -> bool:
         started = world.start_sum(total)
         assert started is not None
         if (number + world.rank) % 2:
-            torch.randn(300, 300) @ torch.randn(300, 300)  # this rank comes late
+            torch.randn(300, 300) @ torch.randn(300, 300)  # this rank is late
         started.wait()
         if number % 4 < 2:
             world.close()
@@ -108,25 +108,25 @@ def ended_at_different_times() -> bool:
 
 
 def closed_with_a_sum_under_way() -> tuple[Holdings, Holdings]:
-    """Run on two ranks: the first starts a sum in which the second takes no part until the first has closed."""
+    """Run on two ranks: the first starts a sum that the second does not join before the first has closed."""
     before, former = holdings(), set(threading.enumerate())
     world, other = ab.World.from_environment(device="cpu"), ab.World.from_environment(device="cpu")
     if world.rank == 0:
         world.start_sum(torch.ones(3, dtype=torch.float64))
         world.close()
-        # The other rank takes no part, and this one has gone on all the same.
+        # The other rank does not join, and this one has continued anyway.
         assert sum(one.name == "anybatch messages" for one in threading.enumerate()) == 2
-    other.gather_numbers([1.0])  # where the second would wait in vain if closing waited for the sum
+    other.gather_numbers([1.0])  # the second rank would hang here if closing waited for the sum
     world.close()
     other.close()
-    # The first rank's group ends as soon as the second has left, which on a busy machine may be late.
+    # The first rank's group ends once the second has left, which may take long on a busy machine.
     for thread in set(threading.enumerate()) - former:
         thread.join()
     return before, settled(before)
 
 
 def one_fails_and_closes() -> str:
-    """Run on two ranks: one fails and closes its world while the other waits for it; return what each learns."""
+    """Run on two ranks: one fails and closes its world while the other waits; return the error of the latter."""
     world = ab.World.from_environment(device="cpu")
     if world.rank == 0:
         error = PlantedError("by rank 0")
@@ -140,7 +140,7 @@ def one_fails_and_closes() -> str:
 
 
 def refused_when_closed() -> list[str]:
-    """Run on two ranks: what a closed world says."""
+    """Run on two ranks: return the errors of a closed world."""
     world = ab.World.from_environment(device="cpu")
     world.close()
     world.close()
@@ -153,10 +153,10 @@ def refused_when_closed() -> list[str]:
 
 
 def ended_by_another_process() -> list[list[float]]:
-    """Run on every rank: end the world's group as a forked child would, which has its memory; then go on as parent."""
+    """Run on every rank: end the group like a forked child with shared memory, then continue as the parent."""
     world = ab.World.from_environment(device="cpu")
     assert world._control is not None  # noqa: SLF001
-    resources = world._control._resources  # noqa: SLF001 (a real fork among torch's threads may block by itself)
+    resources = world._control._resources  # noqa: SLF001 (a real fork among torch's threads may deadlock)
     own, resources.process_id = resources.process_id, os.getppid()
     world.close()
     gathered = world.gather_numbers([float(world.rank)])
@@ -166,7 +166,7 @@ def ended_by_another_process() -> list[list[float]]:
 
 
 def joined_again(variables: dict[str, str], rank: int) -> list[Any]:
-    """Run in a process of its own: one world after the other, where the first of each starts the default group."""
+    """Run in a separate process: create worlds one after another; the first of each round starts the default group."""
     os.environ.update(variables, RANK=str(rank))
     join = partial(ab.World.from_environment, device="cpu", timeout_seconds=LATER_JOIN_SECONDS)
     seen: list[Any] = []
@@ -185,13 +185,13 @@ def joined_again(variables: dict[str, str], rank: int) -> list[Any]:
     del dropped_one
     with join() as last:
         seen.append(last.gather_numbers([float(rank)]))
-    seen.append(dist.is_initialized())  # a world that was only dropped leaves the default group to the process
+    seen.append(dist.is_initialized())  # a world that was only dropped keeps the default group
     dist.destroy_process_group()
     return [*seen, before, settled(before)]
 
 
 def sharded_and_closed(variables: dict[str, str], rank: int) -> tuple[Holdings, Holdings]:
-    """Run in a process of its own: return what it holds after one sharded engine, and after three more."""
+    """Run in a separate process: return the resources after one sharded engine, and after three more."""
     os.environ.update(variables, RANK=str(rank))
 
     def train() -> None:
@@ -212,7 +212,7 @@ def _sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def by_launcher(function: Callable[..., Any], variables: dict[str, str], world_size: int) -> list[Any]:
-    """Run a function (variables, rank) in new processes, which a launcher has told who they are."""
+    """Run a function (variables, rank) in new processes that read their rank from a launcher's variables."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(world_size, mp_context=context) as processes:
         return list(processes.map(function, [variables] * world_size, range(world_size)))
@@ -256,7 +256,7 @@ for batch in ab.batches(samples, effective_batch_size=8, steps=3):
 
 
 def run_two_ranks(program: str, store: str) -> list[tuple[int, str]]:
-    """Run a program on two ranks; return their exit statuses and standard outputs."""
+    """Run a program on two ranks; return exit statuses and standard outputs."""
     variables = {**os.environ, "WORLD_SIZE": "2", "ANYBATCH_INIT_METHOD": store, "OMP_NUM_THREADS": "1"}
     variables |= {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(ROOT)])}
     ranks = [
@@ -273,7 +273,7 @@ def run_two_ranks(program: str, store: str) -> list[tuple[int, str]]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator written the slow way: memory is a list of runs that is searched and tidied as a whole."""
+"""A slow, simple model of CUDA's caching allocator: memory is a list of runs, searched in full every time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ FREE, UNMAPPED = "free", "unmapped"
 ENDLESS = 1 << 60
 
 Run = tuple[int, object]
-"""(bytes, FREE, UNMAPPED or who has it)."""
+"""(bytes, owner), where the owner is FREE, UNMAPPED or the number of an allocation."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Segment:
     runs: list[Run]
 
     def tidy(self) -> None:
-        """Join neighbouring runs that nobody has and that are in the same state."""
+        """Merge neighbouring runs that are both free or both unmapped."""
         tidied: list[Run] = []
         for size, owner in self.runs:
             if size and tidied and owner in {FREE, UNMAPPED} and tidied[-1][1] == owner:
@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass
 class Naive:
-    """The device's memory. Segments are in the order they were made, which is that of their addresses."""
+    """The device's memory. Segments are in the order of their creation, which is also the order of their addresses."""
 
     limit: int | None
     expandable: bool
@@ -42,16 +42,16 @@ class Naive:
 
     @property
     def reserved(self) -> int:
-        """Return what was taken from the device."""
+        """Return the bytes reserved from the device."""
         return sum(size for segment in self.segments for size, owner in segment.runs if owner != UNMAPPED)
 
     @property
     def allocated(self) -> int:
-        """Return what was handed out."""
+        """Return the allocated bytes."""
         return sum(size for segment in self.segments for size, owner in segment.runs if owner not in {UNMAPPED, FREE})
 
     def take(self, name: int, num_bytes: int, stream: int) -> bool:
-        """Hand out memory."""
+        """Allocate memory; return False if there is not enough."""
         size = max(512, -(-num_bytes // 512) * 512)
         key = (stream, size <= MIB)
         found = self.best(key, size) or self.grow(key, size)
@@ -71,13 +71,13 @@ class Naive:
         return True
 
     def let_go(self, name: int) -> None:
-        """Take it back."""
+        """Free an allocation."""
         for segment in self.segments:
             segment.runs = [(size, FREE if owner == name else owner) for size, owner in segment.runs]
             segment.tidy()
 
     def best(self, key: tuple[int, bool], size: int) -> tuple[Segment, int] | None:
-        """Return the smallest free run that is large enough; with expandable segments, the one that can grow last."""
+        """Return the smallest free run that is large enough; if expandable, one with little room to grow."""
         found = [
             (run[0], number, at)
             for number, segment in enumerate(self.segments)
@@ -93,13 +93,13 @@ class Naive:
         return self.segments[found[best][1]], found[best][2]
 
     def room(self, where: tuple[int, int, int]) -> int:
-        """Return the bytes of a run and of the unmapped one after it."""
+        """Return the bytes of a run and of the unmapped run after it."""
         runs = self.segments[where[1]].runs
         grows = where[2] + 1 < len(runs) and runs[where[2] + 1][1] == UNMAPPED
         return where[0] + (runs[where[2] + 1][0] if grows else 0)
 
     def grow(self, key: tuple[int, bool], size: int) -> tuple[Segment, int] | None:
-        """Take more from the device."""
+        """Reserve more memory from the device."""
         if self.expandable:
             return self.expand(key, size)
         wanted = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
@@ -110,7 +110,7 @@ class Naive:
         return self.segments[-1], 0
 
     def expand(self, key: tuple[int, bool], size: int) -> tuple[Segment, int] | None:
-        """Map as many pages as it takes, in the first stretch of runs nobody has that holds unmapped memory."""
+        """Map enough pages in the first stretch of unallocated runs that contains unmapped memory."""
         if all(segment.key != key for segment in self.segments):
             self.segments.append(Segment(key, [(ENDLESS, UNMAPPED)]))
         segment = next(segment for segment in self.segments if segment.key == key)
@@ -130,7 +130,7 @@ class Naive:
 
     @staticmethod
     def beginnings(runs: Sequence[Run], size: int) -> list[int]:
-        """Return where stretches begin in which there is room: at an unmapped run, or the free one before it."""
+        """Return the starts of stretches with enough room: an unmapped run, or the free run before it."""
         found = []
         for at, (_, owner) in enumerate(runs):
             if owner == UNMAPPED:
@@ -145,7 +145,7 @@ class Naive:
         return found
 
     def hand_back(self) -> None:
-        """Give back segments, or pages, that nobody has."""
+        """Return unused segments, or unused pages, to the device."""
         if not self.expandable:
             self.segments = [one for one in self.segments if any(owner != FREE for _, owner in one.runs)]
             return
@@ -166,7 +166,7 @@ class Naive:
 def replay_naively(
     events: Sequence[int], sizes: Sequence[int], limit: int | None, streams: Sequence[int], *, expandable: bool
 ) -> tuple[int, int, int, int | None]:
-    """Return the peaks of reserved and allocated memory, the retries, and the event at which it was full."""
+    """Return the peaks of reserved and allocated memory, the retries, and the event that ran out of memory."""
     device = Naive(limit, expandable)
     for position, event in enumerate(events):
         if event < 0:

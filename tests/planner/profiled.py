@@ -1,4 +1,4 @@
-"""What torch's CPU allocator hands out, as its profiler sees it: the measure that the ledger is held against."""
+"""Peak memory of torch's CPU allocator, measured by its profiler, to check the ledger against."""
 
 import gc
 import math
@@ -9,17 +9,17 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def most_allocated(run: Callable[[], object], within: str | None = None) -> int:
-    """Return the most that is allocated at once during a call.
+    """Return the peak of memory allocated during a call.
 
-    Only what the call itself took counts as let go: the profiler also tells when a block goes that an earlier profile
-    saw being taken, which may be any cycle that an earlier test left, collected in the middle of the call.
+    Frees of blocks that were allocated before the call do not count, such as a cycle that an earlier test left and that
+    is garbage-collected during the call.
 
     Args:
-        run: the call; what was allocated before it is not counted.
+        run: the call; memory allocated before it is not counted.
         within: name of the `record_function` to look at; all that `run` allocates before it counts.
     """
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     kineto: Any = profiler.profiler
     events = sorted(_all(kineto.kineto_results.experimental_event_tree()), key=lambda one: one.start_time_ns)
@@ -40,7 +40,7 @@ def most_allocated(run: Callable[[], object], within: str | None = None) -> int:
 
 
 def _all(events: list[Any]) -> Iterator[Any]:
-    """Yield events with all that are within them."""
+    """Yield events and their descendants."""
     for event in events:
         yield event
         yield from _all(event.children)

@@ -1,4 +1,4 @@
-"""A small transformer to shard, planned and on real ranks."""
+"""A small transformer to shard, both planned and on real ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tests.planner.step_specs import step_spec
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
 WIDTH, VOCABULARY, NUM_BLOCKS, NUM_TOKENS = 40, 500, 3, 32
-"""40 rows do not divide among three ranks."""
+"""40 rows do not divide evenly among three ranks."""
 
 
 class Block(nn.Module):
@@ -61,12 +61,12 @@ def loss(model: nn.Module, batch: Tokens) -> torch.Tensor:
 
 
 def adamw(named: object) -> torch.optim.Optimizer:
-    """Return an optimizer that updates all parameters at once."""
+    """Return a foreach optimizer, which updates all parameters together."""
     return torch.optim.AdamW(named, foreach=True)  # type: ignore[arg-type]
 
 
 def sharded_spec(world_size: int) -> StepSpec:
-    """Return the spec of training the network, planned as it allocates on a CPU."""
+    """Return the spec of training the network, planned with the CPU's allocation rules."""
     sample = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
     mean = ab.mean_over_samples(loss)
     return step_spec(
@@ -81,19 +81,19 @@ STRATEGIES: dict[str, str | Callable[[], Strategy]] = {
     "kept, bf16": lambda: FSDP(Sharding(reshard_after_forward=False, param_dtype=torch.bfloat16)),
     "each time, bf16": lambda: FSDP(Sharding(param_dtype=torch.bfloat16), reduction="every_micro_batch"),
 }
-"""What is planned, and run on real ranks."""
+"""Strategies to plan and to run on real ranks."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a real rank took: every allocation of a step as (operation, bytes), and the most it held."""
+    """Measured memory of a real rank: every allocation of a step as (operation, bytes), and the peak."""
 
     taken: list[tuple[str, int]]
     peak_bytes: int
 
 
 def hold_for_real(micro_batch_size: int, name: str) -> Held:
-    """Run on every rank: train with the engine, and write down what the last of three steps took."""
+    """Run on every rank: train with the engine, and record the allocations of the last of three steps."""
     how = STRATEGIES[name]
     torch.manual_seed(0)
     world = ab.World.from_environment()

@@ -1,4 +1,4 @@
-"""Steps to plan, from fields of `TrainSpec` and `StepSpec` in one go."""
+"""Build a `StepSpec` from the fields of `TrainSpec` and `StepSpec` in one call."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,11 +14,11 @@ _TRAINED = {field.name for field in dataclasses.fields(TrainSpec)}
 
 
 def step_spec(model: Callable[[], Model] | nn.Module, **fields: Any) -> StepSpec:
-    """Return the step of a model that is made each time it is planned, or of one that is there.
+    """Return the spec of a step, with a model that is created for each plan or with an existing module.
 
     Args:
         model: function () -> model, or a module.
-        **fields: of `TrainSpec` and of `StepSpec`.
+        **fields: fields of `TrainSpec` and of `StepSpec`.
     """
     trained = {name: value for name, value in fields.items() if name in _TRAINED}
     rest = {name: value for name, value in fields.items() if name not in _TRAINED}
@@ -28,11 +28,11 @@ def step_spec(model: Callable[[], Model] | nn.Module, **fields: Any) -> StepSpec
 
 
 def changed(spec: StepSpec, **fields: Any) -> StepSpec:
-    """Return a step that trains the same but for some fields of `TrainSpec`; a model is given as a function.
+    """Return a copy of a step with some fields of `TrainSpec` replaced; the model is given as a function.
 
     Args:
-        spec: the step, whose model is made anew each time.
-        **fields: of `TrainSpec`.
+        spec: the step, whose model is a function.
+        **fields: fields of `TrainSpec`.
     """
     make = spec.train
     assert not isinstance(make, TrainSpec)

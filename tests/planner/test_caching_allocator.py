@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator: against one written the slow way, by hand, and by what must always hold."""
+"""The model of CUDA's caching allocator, checked against a slow version, worked examples and invariants."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ SIZES = (
 
 
 class Case(NamedTuple):
-    """A trace: what happens, how large each allocation is, and to which stream it belongs."""
+    """A trace: its events, the size of each allocation, and the stream of each allocation."""
 
     events: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn, num_streams: int = 2) -> Case:
-    """Draw a trace of up to 30 allocations, with as many of them let go, in any order, between them."""
+    """Draw a trace of up to 30 allocations, with frees between them in any order."""
     sizes: list[int] = []
     events: list[int] = []
     live: list[int] = []
@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn, num_streams: int = 2) -> Case:
 
 
 def held(case: Case) -> int:
-    """Return the most bytes that are held at once, each rounded as the allocator does."""
+    """Return the peak of live bytes, each allocation rounded as the allocator does."""
     now = peak = 0
     for event in case.events:
         now += (1 if event > 0 else -1) * rounded_bytes(case.sizes[abs(event) - 1])
@@ -57,7 +57,7 @@ def held(case: Case) -> int:
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @given(case=cases(), limit=st.none() | st.integers(1, 200).map(MIB.__mul__))
 def test_it_does_what_the_slow_one_does(*, expandable: bool, case: Case, limit: int | None) -> None:
-    """Peaks, retries and where memory runs out are those of an allocator that searches all memory every time."""
+    """Peaks, retries and the point of running out of memory match an allocator that searches all memory every time."""
     found = replay(case.events, case.sizes, limit_bytes=limit, expandable=expandable, pools=case.streams)
 
     assert (
@@ -71,7 +71,7 @@ def test_it_does_what_the_slow_one_does(*, expandable: bool, case: Case, limit: 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @given(case=cases(), limit=st.none() | st.integers(1, 200).map(MIB.__mul__))
 def test_it_never_holds_less_than_what_is_held(*, expandable: bool, case: Case, limit: int | None) -> None:
-    """Reserved is at least allocated, allocated at least what is held, and reserved never above the limit."""
+    """Reserved is at least allocated, allocated at least the live bytes, and reserved never above the limit."""
     found = replay(case.events, case.sizes, limit_bytes=limit, expandable=expandable)
 
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes
@@ -85,7 +85,7 @@ def test_it_never_holds_less_than_what_is_held(*, expandable: bool, case: Case, 
 @given(case=cases(), more=st.integers(0, 50))
 @pytest.mark.slow
 def test_a_limit_that_is_not_reached_changes_nothing(*, expandable: bool, case: Case, more: int) -> None:
-    """With a limit of at least what is reserved without one, everything is as without one."""
+    """A limit no lower than the memory reserved without one changes nothing."""
     free = replay(case.events, case.sizes, expandable=expandable)
     limit = free.peak_reserved_bytes + more
 
@@ -96,7 +96,7 @@ def test_a_limit_that_is_not_reached_changes_nothing(*, expandable: bool, case: 
 @given(case=cases())
 @pytest.mark.slow
 def test_what_is_let_go_is_one_piece_again(*, expandable: bool, case: Case) -> None:
-    """After everything has been let go, one allocation can have all that was reserved, in whole segments or pages."""
+    """After everything is freed, one allocation can use all reserved memory, in whole segments or pages."""
     freed = [-(number + 1) for number in range(len(case.sizes)) if -(number + 1) not in case.events]
     peak = replay(case.events, case.sizes, expandable=expandable).peak_reserved_bytes
     events, sizes = (*case.events, *freed, len(case.sizes) + 1), (*case.sizes, peak)
@@ -106,7 +106,7 @@ def test_what_is_let_go_is_one_piece_again(*, expandable: bool, case: Case) -> N
 
 
 def test_segments_by_hand() -> None:
-    """1 byte takes 512 of a 2 MiB segment; 5 MiB take a 20 MiB segment, as do 3 more; 11 MiB take 12."""
+    """1 byte takes 512 of a 2 MiB segment; two allocations of 5 MiB share one of 20 MiB; 11 MiB take one of 12."""
     events, sizes = (1, 2, 3, 4), (1, 5 * MIB, 5 * MIB, 11 * MIB)
     found = replay(events, sizes)
 
@@ -115,19 +115,19 @@ def test_segments_by_hand() -> None:
 
 
 def test_a_hole_is_what_runs_out() -> None:
-    """Two free pieces of 30 MiB with something between do not make 40: with expandable segments they need not."""
+    """Two separate free pieces of 30 MiB cannot hold 40 MiB, unless segments are expandable."""
     events = (1, 2, 3, -1, -3, 4)
     sizes = (30 * MIB, 12 * MIB, 30 * MIB, 40 * MIB)
 
     assert replay(events, sizes, limit_bytes=72 * MIB).num_retries == 1
     assert replay(events, sizes, limit_bytes=72 * MIB).fits
-    inside = (5, -5, 1, 2, 3, -1, -3, 4)  # all three from one segment, which cannot be handed back
+    inside = (5, -5, 1, 2, 3, -1, -3, 4)  # all three in one segment, which cannot be returned to the device
     assert replay(inside, (*sizes, 72 * MIB), limit_bytes=72 * MIB).full_at == 7
     assert replay(inside, (*sizes, 72 * MIB), limit_bytes=100 * MIB, expandable=True).fits
 
 
 def test_what_can_still_grow_is_used_last() -> None:
-    """In an expandable segment the last free block, though the smallest, waits for what needs it to grow."""
+    """An expandable segment's last free block, even if the smallest, is kept for allocations that need it to grow."""
     events = (1, 2, 3, -1, 4, 5)
     sizes = (16 * MIB, 4 * MIB, 8 * MIB, 8 * MIB, 16 * MIB)
 
@@ -138,7 +138,7 @@ def test_what_can_still_grow_is_used_last() -> None:
 
 
 def test_streams_share_nothing() -> None:
-    """What one stream has let go is not there for another, until the device has no more and it is handed back."""
+    """Memory freed on one stream is reusable on another only after the device runs out and the allocator returns it."""
     events, sizes = (1, -1, 2), (30 * MIB, 30 * MIB)
 
     assert replay(events, sizes).peak_reserved_bytes == 30 * MIB
@@ -148,7 +148,7 @@ def test_streams_share_nothing() -> None:
 
 
 def test_nothing_takes_nothing() -> None:
-    """An allocation without bytes is passed over, also where there is no memory at all."""
+    """An allocation of zero bytes is skipped, even with no memory at all."""
     assert replay((1, -1), (0,), limit_bytes=0).peak_reserved_bytes == 0
 
 
@@ -159,7 +159,7 @@ def test_nothing_takes_nothing() -> None:
 )
 @pytest.mark.slow
 def test_the_largest_fits(*, slopes: list[tuple[int, int]], limit: int, expandable: bool) -> None:
-    """What is found fits, and is no larger than what tensors allow; where those are the binding ones it is the same."""
+    """The batch size found fits and is at most the one by tensor sizes; the next one does not fit, or exceeds that."""
     program = [((100 * MIB, 0, 0), 99), *(((0, slope, 0), lifetime) for slope, lifetime in slopes)]
     envelope = fit(trace_of(program, 2), 2, trace_of(program, 3), 3)
     most = envelope.largest(limit)

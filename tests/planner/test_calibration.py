@@ -1,4 +1,4 @@
-"""Measuring a device, with a clock that the test turns: what it says is what is found."""
+"""Measuring a device with a fake clock gives the expected rates."""
 
 import itertools
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from anybatch.planner.cost.step_time import Operation, operation_seconds
 
 
 class Meter:
-    """A clock that moves by the same amount at every look."""
+    """A clock that advances by the same amount at each call."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.looks = itertools.count()
 
     def __call__(self) -> float:
-        """Return how late it is."""
+        """Return the current time."""
         return next(self.looks) * self.seconds
 
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure with a few of the programs only, as all of them take seconds."""
+    """Measure with only a few of the programs, as all of them take seconds."""
 
     def few(times: int) -> list[Callable[[], Program]]:
         return [small_program, *programs(times)[1:5]]
@@ -37,16 +37,16 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_step() -> list[Operation]:
     """Return the operations of the small program's forward and backward."""
-    operations = calibration._noted(small_program())  # noqa: SLF001 (what the measuring sees)
+    operations = calibration._noted(small_program())  # noqa: SLF001 (the operations that calibration measures)
     return [one for one in operations if one.phase in {"forward", "backward"}]
 
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.slow
 def test_timing_one_by_one_costs_nothing_in_the_end() -> None:
-    """A program is predicted to take what it took as a whole, not what its operations took with a look at each.
+    """A program is predicted to take its time as a whole, not the sum of its separately timed operations.
 
-    With a clock that moves a second per look, each of some hundred operations takes a second, and so do all together.
+    The clock advances one second per call: over 100 operations take a second each, and so does the whole program.
     """
     rates = measure_rates("meter", Meter(1.0))
     step = small_step()
@@ -60,7 +60,7 @@ def test_timing_one_by_one_costs_nothing_in_the_end() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
 def test_a_slower_device_is_found_slower() -> None:
-    """If everything takes a thousand times as long, so does every prediction."""
+    """If everything takes 1000 times as long, so does every prediction."""
     fast, slow = (measure_rates("meter", Meter(seconds)) for seconds in (1e-1, 1e2))
     step = small_step()
 
@@ -70,7 +70,7 @@ def test_a_slower_device_is_found_slower() -> None:
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.slow
 def test_random_numbers_are_left_alone() -> None:
-    """Measuring draws random numbers of its own, and none of the caller's."""
+    """Measuring does not change the caller's random state."""
     before = torch.get_rng_state()
     measure_rates("meter", Meter(1.0))
     assert torch.equal(torch.get_rng_state(), before)
@@ -78,12 +78,12 @@ def test_random_numbers_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_programs_cover_what_networks_do() -> None:
-    """The programs run every kind of operation, forwards, backwards and in updates, and leave no gradient."""
+    """The programs run every kind of operation in forward, backward and update, and leave no gradients."""
     seen: set[tuple[str, str]] = set()
     for make in programs():
         program = make()
         if sum(parameter.numel() for parameter in program.parameters) < 200_000:
-            operations = calibration._noted(program)  # noqa: SLF001 (what the measuring sees)
+            operations = calibration._noted(program)  # noqa: SLF001 (the operations that calibration measures)
             seen |= {(one.kind, one.phase) for one in operations}
             assert all(parameter.grad is None for parameter in program.parameters)
 
@@ -94,14 +94,14 @@ def test_programs_cover_what_networks_do() -> None:
 
 @pytest.mark.slow
 def test_larger_programs_run_the_same_operations_with_more_work() -> None:
-    """Enlarged for an accelerator, each program runs the same operations, moves more bytes and multiplies more."""
+    """The programs for an accelerator run the same operations, with more bytes and FLOPs."""
     num_compared = 0
     with FakeTensorMode():
         for small, large in zip(programs(), programs(4), strict=True):
             program, enlarged = small(), large()
-            if program.optimizer is not None:  # its step reads numbers, and fake tensors hold none
+            if program.optimizer is not None:  # its step reads values, which fake tensors do not have
                 continue
-            before, after = (calibration._noted(one) for one in (program, enlarged))  # noqa: SLF001 (what the measuring sees)
+            before, after = (calibration._noted(one) for one in (program, enlarged))  # noqa: SLF001 (as measured)
             assert [one.name for one in before] == [one.name for one in after]
             assert sum(one.num_bytes for one in after) >= 3 * sum(one.num_bytes for one in before)
             assert sum(one.flops for one in after) >= 16 * sum(one.flops for one in before)

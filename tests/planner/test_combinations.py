@@ -1,4 +1,4 @@
-"""Which changes together let a step fit, what is planned by stand-ins, and what bounds or ends a plan."""
+"""Combinations of changes that make a step fit, and the limits of a plan."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ WIDTH, MIB = 32, 2**20
 
 
 class Block(nn.Module):
-    """Two layers and a way around them."""
+    """Two layers and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ def spec_of(make: Any = Net, **fields: Any) -> StepSpec:
 
 
 def answer_for(device: str, size: int = 4096, **fields: Any) -> Answer:
-    """Return what fits together on a device of so much memory beside libraries."""
+    """Return the best combination for a device of this memory (including libraries)."""
     target = PlanTarget(budget=budget_of(device, headroom=0.0), effective_batch_size=size)
     return find_combination(spec_of(**fields), target, precision_is_open=False)
 
 
 @pytest.mark.slow
 def test_what_fits_as_it_is_leads_nowhere_else() -> None:
-    """Where the step fits, nothing is tried that computes another one, and the fastest of what fits is the answer."""
+    """If the step fits, only changes that compute the same step are tried, and the fastest that fits is the answer."""
     answer = answer_for("600MiB", 64)
 
     assert answer.best is not None
@@ -118,7 +118,7 @@ def test_what_fits_as_it_is_leads_nowhere_else() -> None:
 
 @pytest.mark.slow
 def test_levels_are_left_in_order() -> None:
-    """Where weights and state alone are too much, 8-bit state comes before adapters, and each refusal has its bytes."""
+    """If weights and state alone do not fit, 8-bit state is tried before adapters; each rejected one has a reason."""
     wide = partial(Net, 256)
     stays = 16 * sum(parameter.numel() for parameter in wide().parameters())
     device = f"{532 + (stays * 12 // 16) // MIB}MiB"
@@ -133,7 +133,7 @@ def test_levels_are_left_in_order() -> None:
 
 @pytest.mark.slow
 def test_nothing_fits_says_so() -> None:
-    """On a device that holds next to nothing there is no answer, and everything that was tried has its reason."""
+    """A device that is too small has no answer, and every combination tried has a reason."""
     answer = answer_for("533MiB", 8, make=partial(Net, 256), sample=torch.zeros(1, 256))
 
     assert answer.best is None
@@ -142,7 +142,7 @@ def test_nothing_fits_says_so() -> None:
 
 
 def test_what_gains_nothing_is_not_asked_for() -> None:
-    """Of what is within 3% of the fastest, the one with the fewest changes is the answer, then that of fewest lines."""
+    """Within 3% of the fastest, the combination with the fewest changes wins, then the one with the fewest lines."""
     short, long = (Change(name=name, how=how) for name, how in (("short", "a"), ("long", "a\nb")))
     made = partial(Combination, strategy="", spec=spec_of(), fit=None)
     both, few, other = made(changes=(short, long)), made(changes=(short,)), made(changes=(long,))
@@ -161,7 +161,7 @@ def test_what_gains_nothing_is_not_asked_for() -> None:
 @pytest.mark.parametrize("name", ["checkpointing", "checkpointing every 2nd block", "checkpointing all but products"])
 @pytest.mark.slow
 def test_the_lines_to_write_run(name: str) -> None:
-    """The printed lines run as they stand: they leave the gradient as it is, and hold what is planned."""
+    """The printed lines run unmodified: they keep the gradient and the planned memory."""
     change = named_change(spec_of(), name)
     gradients, models = [], [Net(), Net()]
     models[1].load_state_dict(models[0].state_dict())
@@ -183,7 +183,7 @@ def test_the_lines_to_write_run(name: str) -> None:
 
 
 def test_an_adapter_adds_a_product() -> None:
-    """An adapter is the layer plus twice the product of its two matrices, and the layer alone at the beginning."""
+    """A LoRA adapter adds twice the product of its matrices to the layer, and initially adds nothing."""
     torch.manual_seed(0)
     layer = nn.Linear(6, 4).double()
     adapter = LoraLinear(layer, 2, (6, 4)).double()
@@ -198,7 +198,7 @@ def test_an_adapter_adds_a_product() -> None:
 
 
 def test_stand_ins_hold_what_is_published() -> None:
-    """8-bit state is 2 bytes and two scales for 256 numbers; a 4-bit weight is 4.127 bits a parameter."""
+    """8-bit state takes 2 bytes a value and two scales per 256 values; a 4-bit weight takes 4.127 bits."""
     weight = nn.Parameter(torch.zeros(1024, 64))
     weight.grad = torch.zeros_like(weight)
     optimizer = AdamW8bit([weight])
@@ -213,7 +213,7 @@ def test_stand_ins_hold_what_is_published() -> None:
 
 @pytest.mark.slow
 def test_changes_leave_what_is_given_alone() -> None:
-    """Adapters and bf16 weights of a model that is there change none of its tensors, types or flags."""
+    """Planning adapters or bf16 weights for an existing model changes none of its tensors, dtypes or flags."""
     model = Loaded()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -229,7 +229,7 @@ def test_changes_leave_what_is_given_alone() -> None:
     )
 
     assert [one.name for one in plan.asked] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
-    assert plan.precision == "bf16"  # numbers in float32 meet layers in bf16
+    assert plan.precision == "bf16"  # float32 inputs meet bf16 layers
     assert plan.asked[0].engine == 'precision="bf16"'
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
@@ -237,7 +237,7 @@ def test_changes_leave_what_is_given_alone() -> None:
 
 @pytest.mark.slow
 def test_offloaded_blocks_hold_nothing() -> None:
-    """With activations in the host's memory a step holds what goes between blocks, and less than with checkpointing."""
+    """With offloaded activations a step keeps only the tensors between blocks, at most as much as checkpointing."""
     spec = spec_of()
     ways = ("checkpointing", "offloading")
     held = {name: trace_step(changed(spec, [named_change(spec, name)]), 256).steady.peak_bytes for name in ways}
@@ -253,7 +253,7 @@ def test_offloaded_blocks_hold_nothing() -> None:
 
 @pytest.mark.slow
 def test_offloading_has_no_predicted_time() -> None:
-    """A step is timed on a known device, but not with activations that go to the host, whose copies are not timed."""
+    """A step on a known device has a predicted time, but not with offloaded activations, whose copies are not timed."""
     moved = named_change(spec_of(), "offloading")
 
     plain, offloaded = (
@@ -266,7 +266,7 @@ def test_offloading_has_no_predicted_time() -> None:
 
 
 class Branching(nn.Module):
-    """Does more above eight samples."""
+    """Runs extra operations above eight samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Branching(nn.Module):
 
 @pytest.mark.slow
 def test_a_branch_bounds_the_plan() -> None:
-    """A step that does something else above a size is planned up to that size, and the plan says so."""
+    """If a step runs other operations above some size, it is planned up to that size, with a note."""
     found = find_envelopes(spec_of(Branching, profile="cpu"), 2**30, most_samples=64)
 
     assert found.largest(2**30) == 8
@@ -290,7 +290,7 @@ def test_a_branch_bounds_the_plan() -> None:
 @pytest.mark.parametrize(("size", "micro"), [(64, None), (64, 8)])
 @pytest.mark.slow
 def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> None:
-    """A batch of the user's own on a CPU, in one micro-batch and in eight, holds what is planned."""
+    """The planned peak on a CPU is exact, in one micro-batch and in eight."""
     loss = ab.mean_over_samples(classes)
     plan = ab.plan(
         Net,
@@ -311,7 +311,7 @@ def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> No
         engine.step(batch)
 
     assert plan.baseline.micro_batch_size == (micro or size)
-    # Each micro-batch that is not traced has left its loss, a number, until the step's end.
+    # Each untraced micro-batch keeps its loss, a scalar, until the end of the step.
     untraced = max(0, plan.accumulation_steps - 2)
     assert plan.baseline.peak.num_bytes + 4 * untraced == recording.report.timeline.peak_bytes
 
@@ -319,7 +319,7 @@ def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> No
 @pytest.mark.parametrize("way", ["split", "stochastic"])
 @pytest.mark.slow
 def test_bf16_weights_take_what_is_planned(way: Bf16Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step whose bf16 weights have no copies in float32 allocates what its plan says, to the byte, and less."""
+    """The plan of a step with bf16 weights and no float32 copies is exact, and below that with copies."""
     monkeypatch.setattr(bf16_weights, "PIECE_BYTES", 1)
     loss, sample = ab.mean_over_samples(classes), torch.zeros(1, 256, dtype=torch.bfloat16)
     name = {"split": "bf16 weights, split", "stochastic": "bf16 weights, rounded stochastically"}[way]
@@ -339,7 +339,7 @@ def test_bf16_weights_take_what_is_planned(way: Bf16Weights, monkeypatch: pytest
 
 
 class Loaded(Net):
-    """A network that a library loads in 4 bits."""
+    """A network whose library can load it in 4 bits."""
 
 
 Loaded.__module__ = "transformers.models.loaded"
@@ -368,7 +368,7 @@ def test_bf16_weights_come_in_the_order_of_what_they_cost() -> None:
 
 @pytest.mark.slow
 def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
-    """Where a device has units for products in fp16 and none for bf16, fp16 is proposed."""
+    """fp16 autocast is proposed on a device with fast fp16 products but no bf16 units."""
     for device, autocast in (("T4", "fp16"), ("H100", "bf16")):
         plan = make_plan(spec_of(), budget_of(device), 64, name="net", fit=True, precision_is_open=True)
         tried = {change.name for one in plan.answer.tried for change in one.changes}  # type: ignore[union-attr]
@@ -379,7 +379,7 @@ def test_a_device_without_bf16_is_told_to_compute_in_fp16() -> None:
 @pytest.mark.parametrize("name", ["", "bf16 weights", "bf16 weights, split", "bf16 weights, rounded stochastically"])
 @pytest.mark.slow
 def test_what_stays_is_known_by_arithmetic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replica keeps from step to step is at least what is said without a trace, and little more."""
+    """The minimum computed without a trace is at most the resident memory of a replica, and at least 75% of it."""
     monkeypatch.setattr(bf16_weights, "PIECE_BYTES", 1)
     sample = torch.zeros(1, 256, dtype=torch.bfloat16 if name else torch.float32)
     spec = spec_of(partial(Net, 256), sample=sample, profile="cpu")
@@ -395,7 +395,7 @@ def test_what_stays_is_known_by_arithmetic(name: str, monkeypatch: pytest.Monkey
 
 
 class Attending(nn.Module):
-    """A layer with torch's own attention, which reads the weights of a linear layer without calling it."""
+    """A layer with torch's own attention, which reads a linear layer's weights without calling it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ class Attending(nn.Module):
 
 
 def test_adapters_are_where_layers_are_called() -> None:
-    """Adapters are written for the layers that are planned with one: not for one whose weight is only read."""
+    """Adapters are written only for layers that are called, not for one whose weight is only read."""
     spec = spec_of(
         lambda: nn.Sequential(*(Attending() for _ in range(3)), nn.Linear(WIDTH, 10)), sample=torch.zeros(1, 4, WIDTH)
     )
@@ -424,7 +424,7 @@ def test_adapters_are_where_layers_are_called() -> None:
 
 @pytest.mark.parametrize(("link", "added"), [(1e9, True), (1e15, False)])
 def test_gathers_count_where_nothing_hides_them(link: float, added: bool) -> None:
-    """Over a slow link FSDP's messages take longer than the micro-batch that hides them, over a fast one not."""
+    """FSDP's communication takes longer than the compute that hides it on a slow link, but not on a fast one."""
     device = dataclasses.replace(DEVICES[0], link_bytes_per_second=link)
     target = PlanTarget(
         budget=dataclasses.replace(budget_of("RTX 4090"), device=device),
@@ -441,7 +441,7 @@ def test_gathers_count_where_nothing_hides_them(link: float, added: bool) -> Non
 
 
 class Grouped(nn.Module):
-    """Rows, each with the matrix of its group."""
+    """Multiplies each row by the matrix of its group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ class Grouped(nn.Module):
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no product of groups")
 def test_products_of_groups_are_planned() -> None:
-    """A mixture of experts is planned in float32 too, with the result and gradients that its products have."""
+    """A mixture of experts can be planned in float32 too, with grouped products and gradients of the right sizes."""
     trace = trace_step(spec_of(Grouped, profile="cpu"), 8)
 
     sizes = [one.num_bytes for one in trace.steady.allocations if "_grouped_mm" in one.operation]
@@ -463,7 +463,7 @@ def test_products_of_groups_are_planned() -> None:
 
 
 class Picky(nn.Module):
-    """Keeps some of its rows."""
+    """Keeps some rows, depending on their values."""
 
     def forward(self, x: Tensor) -> Tensor:
         kept = torch.nonzero(x[:, 0])
@@ -471,7 +471,7 @@ class Picky(nn.Module):
 
 
 def test_a_refusal_names_module_and_line(capfd: pytest.CaptureFixture[str]) -> None:
-    """What does not run without data is named with the module and the line it is in, and torch logs nothing."""
+    """An error for a model that needs real data names the module and the line, and torch logs nothing."""
     with pytest.raises(CannotPlanError, match=r"in 1 \(Picky\) at test_combinations.py:\d+, `kept = torch.nonzero"):
         trace_step(spec_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Picky(), nn.Linear(WIDTH, 10))), 2)
 
@@ -485,7 +485,7 @@ def _moved(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_what_a_trace_does_not_follow_is_noted() -> None:
-    """A compiled model, and activations that the user moves to the host, are planned with a note; others without."""
+    """A compiled model, or activations that the user offloads, are planned with a note; others without."""
 
     def compiled() -> nn.Module:
         model = nn.Linear(WIDTH, 10)
@@ -507,7 +507,7 @@ def _by_shape(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def test_optimizers_that_select_are_asked_with_all_parameters() -> None:
-    """An optimizer function that takes parameters apart is asked with those of the model; lines name its class."""
+    """An optimizer function that filters parameters gets all parameters of the model; the lines name its class."""
     ready, _ = built(spec_of(optimizer=_by_shape))
     fused = next(one for one in possible_changes(spec_of(optimizer=_by_shape)) if one.name == "fused optimizer")
 
@@ -516,7 +516,7 @@ def test_optimizers_that_select_are_asked_with_all_parameters() -> None:
 
 
 def test_unknown_changes_are_refused() -> None:
-    """A change that the step does not have is refused."""
+    """An unknown change raises."""
     with pytest.raises(UserError):
         named_change(spec_of(), "magic")
 
@@ -528,7 +528,7 @@ def planned(device: str = "H100") -> Plan:
 
 @pytest.mark.slow
 def test_a_plan_is_json() -> None:
-    """A plan with its answer is JSON, and says what its text says."""
+    """A plan with its answer can be written as JSON, which agrees with its text."""
     plan = planned()
 
     value = json.loads(json.dumps(as_json(plan)))
@@ -540,7 +540,7 @@ def test_a_plan_is_json() -> None:
 
 
 def test_own_devices_come_from_a_file(tmp_path: Path) -> None:
-    """A file of devices is read, with rates that are missing taken for those in 32 bits; what is none is refused."""
+    """Devices are read from a file, with missing rates taken from those in 32 bits; an invalid row raises."""
     file = tmp_path / "devices.json"
     row = {"name": "Mine", "memory": "24GiB", "teraflops": {"fp32": 30}, "gigabytes_per_second": 900}
     file.write_text(json.dumps([row]))
@@ -555,7 +555,7 @@ def test_own_devices_come_from_a_file(tmp_path: Path) -> None:
 
 
 class Caching(nn.Module):
-    """Keeps a mask, sums and its outputs, in attributes, a list and a dict."""
+    """Stores a mask, sums and its outputs in attributes, a list and a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -569,13 +569,13 @@ class Caching(nn.Module):
             self.mask = (torch.arange(WIDTH) % 3 > 0).to(x.dtype)
         self.seen.append(x.detach().sum())
         out: Tensor = self.drop(self.norm(self.layer(x * self.mask)))
-        self.last["out"] = out  # with its graph, as a cache of keys and values has it
+        self.last["out"] = out  # with its graph, like a key-value cache
         return out
 
 
 @pytest.mark.slow
 def test_a_plan_before_and_after_leaves_training_bitwise_as_it_is() -> None:
-    """Training with a plan before, between and after its steps, all changes planned, gives the very same weights."""
+    """Training gives bitwise the same weights if plans are made before, between and after its steps."""
 
     def trained(*, plans: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""CPU tensors that allocate as CUDA's: autocast's lists, what kernels keep, and that nothing stays behind."""
+"""CPU tensors that allocate like CUDA's: autocast's lists, tensors that kernels save, and a complete restore."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,13 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def registrations() -> dict[str, str]:
-    """Return every kernel of every operation that autocast knows, as torch prints them."""
+    """Return every kernel of every operation in autocast's lists, as torch prints them."""
     names = registered_operations("AutocastCPU") | registered_operations("AutocastCUDA")
     return {name: torch._C._dispatch_dump(f"aten::{name}") for name in sorted(names)}  # noqa: SLF001 (its only name)
 
 
 def test_autocast_is_as_before_afterwards() -> None:
-    """Every kernel of every operation that autocast knows is the same after the profile, also after an error in it."""
+    """Every kernel in autocast's lists is restored after the profile, also after an error in it."""
     before = registrations()
     within: list[dict[str, str]] = []
 
@@ -39,7 +39,7 @@ def test_autocast_is_as_before_afterwards() -> None:
 
 
 def test_every_operation_of_autocast_on_cuda_has_a_policy() -> None:
-    """The table has what only AutocastCUDA knows, except two unused functions and, in builds with cuDNN, its RNNs."""
+    """The table covers the operations only AutocastCUDA has, except two unused ones and, in cuDNN builds, its RNNs."""
     named = {name for names in POLICIES.values() for name in names}
 
     missing = registered_operations("AutocastCUDA") - registered_operations("AutocastCPU") - named
@@ -63,7 +63,7 @@ def test_every_operation_of_autocast_on_cuda_has_a_policy() -> None:
     ],
 )
 def test_autocast_casts_as_on_cuda(function: Function, on_cpu: torch.dtype | None, on_cuda: torch.dtype) -> None:
-    """Results have the types that CUDA's lists give; on a CPU some have others."""
+    """Results have the dtypes of CUDA's autocast lists, which partly differ from the CPU's."""
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         values = torch.empty(4, 4)
         if on_cpu is not None:
@@ -73,7 +73,7 @@ def test_autocast_casts_as_on_cuda(function: Function, on_cpu: torch.dtype | Non
 
 
 def kept_bytes(function: Function, profile: Profile) -> int:
-    """Return what is held once a forward has returned, its input and output left out."""
+    """Return the bytes still allocated after a forward, without its input and output."""
     with FakeTensorMode(), allocating_as(profile), MemoryLedger() as ledger:
         values = torch.empty(8, 2, 16, 32, requires_grad=True)
         result = function(values)
@@ -91,7 +91,7 @@ def kept_bytes(function: Function, profile: Profile) -> int:
     ],
 )
 def test_kernels_keep_what_cudas_keep(function: Function, on_cuda: float, on_cpu: float) -> None:
-    """Bytes per number: a dropout keeps one for its mask, attention and RMS norm four per row of 32."""
+    """Saved bytes per value: dropout saves one for its mask, attention and RMS norm save four per row of 32."""
     number = 8 * 2 * 16 * 32
 
     assert kept_bytes(function, "cuda") == on_cuda * number
@@ -99,7 +99,7 @@ def test_kernels_keep_what_cudas_keep(function: Function, on_cuda: float, on_cpu
 
 
 def test_attention_with_dropout_keeps_no_scores_on_cuda() -> None:
-    """Its mask is drawn again in the backward, so dropout changes nothing; on a CPU the scores are kept."""
+    """On CUDA the backward draws the mask again, so dropout saves nothing more; a CPU saves the scores."""
 
     def attend(values: torch.Tensor) -> torch.Tensor:
         return functional.scaled_dot_product_attention(values, values, values, dropout_p=0.1)
@@ -109,7 +109,7 @@ def test_attention_with_dropout_keeps_no_scores_on_cuda() -> None:
 
 
 def test_optimizers_work_on_all_parameters_at_once_only_where_they_would() -> None:
-    """What is left open is True on CUDA and stays open on a CPU; what was asked for, and fused ones, stay."""
+    """An unset `foreach` becomes True on CUDA and stays unset on a CPU; an explicit choice, and fused, stay."""
     weights = [nn.Parameter(torch.zeros(2))]
     made = {
         "open": torch.optim.AdamW(weights),

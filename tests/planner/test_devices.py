@@ -1,4 +1,4 @@
-"""The table of devices, and sizes and names as people write them."""
+"""The table of devices, and how sizes and names are parsed."""
 
 import itertools
 
@@ -47,12 +47,12 @@ GIB = 1 << 30
     ],
 )
 def test_devices_are_found_as_people_write_them(text: str, name: str) -> None:
-    """Case, spaces, hyphens, the maker and "GB" do not matter; torch's own names are known."""
+    """Case, spaces, hyphens, the maker and "GB" do not matter; torch's own names are accepted."""
     assert find_device(text).name == name
 
 
 def test_names_mean_one_device_each() -> None:
-    """Every name and other name leads to its own device, and so do its spellings."""
+    """Every name and alias finds its own device, in any spelling."""
     for device in DEVICES:
         for name in (device.name, *device.also_called):
             for spelt in (name, name.upper(), name.replace(" ", "-"), name.replace("-", " ")):
@@ -75,13 +75,13 @@ def test_names_mean_one_device_each() -> None:
     ],
 )
 def test_other_names_are_refused(text: str, said: str) -> None:
-    """A name that is short of saying which, or unknown, is refused with the names that are near."""
+    """An ambiguous or unknown name raises an error that lists similar names."""
     with pytest.raises(UserError, match=said):
         find_device(text)
 
 
 def test_the_table_is_plausible() -> None:
-    """Every device has rates, memory, bandwidth and a source, and no unit has slipped."""
+    """Every device has rates, memory, bandwidth and a source within plausible ranges."""
     for device in DEVICES:
         assert 5 * GIB < device.memory_bytes < 400 * GIB
         assert 5e12 < device.peak("fp32") <= device.peak("fp16") < 3e15
@@ -92,7 +92,7 @@ def test_the_table_is_plausible() -> None:
 
 
 def test_newer_cards_are_not_slower() -> None:
-    """Within a line of products, the later one has more of everything."""
+    """Within a product line, the later device has more memory, compute and bandwidth."""
     line = [find_device(name) for name in ("V100-32", "A100-80", "H100", "B200")]
     for older, newer in itertools.pairwise(line):
         assert older.peak("fp16") < newer.peak("fp16")
@@ -108,7 +108,7 @@ def test_what_a_card_lacks_runs_in_32_bits() -> None:
 
 @given(number=st.integers(1, 10**6), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
 def test_sizes_are_read_back(number: int, unit: str, space: str) -> None:
-    """A number and a unit are that many bytes, in any case."""
+    """A number with a unit parses to that many bytes, in upper or lower case."""
     for text in (f"{number}{space}{unit}", f" {number}{space}{unit.lower()} ", f"{number}.0{space}{unit.upper()}"):
         assert parse_bytes(text) == number * UNITS[unit]
 
@@ -136,13 +136,13 @@ def test_sizes_as_written(text: str, num_bytes: int) -> None:
     ],
 )
 def test_other_sizes_are_refused(text: str, said: str) -> None:
-    """What has no number, no unit or no size says what is wrong with it."""
+    """Text without a number, a unit or a positive size raises an error that says which is missing."""
     with pytest.raises(UserError, match=said):
         parse_bytes(text)
 
 
 def test_a_budget_is_a_size_or_a_device() -> None:
-    """Either is understood, and a mistake in one is answered as a mistake in that one."""
+    """A budget is a size or a device, and an error about either explains that kind."""
     assert parse_budget("24GiB") == (24 * GIB, None)
     assert parse_budget("h200") == (find_device("H200").memory_bytes, find_device("H200"))
     assert parse_budget("4090") == (find_device("RTX 4090").memory_bytes, find_device("RTX 4090"))

@@ -1,4 +1,4 @@
-"""Fake twins: no data, the same ties, and nothing of the original touched."""
+"""Fake copies of models: no data, the same ties, and an unchanged original."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from anybatch.planner.trace.fake_model import build, fake_batch, fake_twin
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a buffer that is part of another, and a tensor that is neither."""
+    """Has a tied weight, a buffer that is a view of another, and tensors in a plain list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,13 +25,13 @@ class Tied(nn.Module):
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are parts of the same memory, be it without data."""
+    """Return whether two tensors share storage, even without data."""
     names = [tensor.untyped_storage()._cdata for tensor in (one, other)]  # noqa: SLF001 (torch has no other name)
     return bool(names[0] == names[1])
 
 
 def test_a_twin_keeps_ties_and_has_no_data() -> None:
-    """Tied weights, views and loose tensors are fake and tied alike; their shapes, types and marks are the same."""
+    """In a copy, tied weights, views and unregistered tensors are fake and still tied; shapes are kept."""
     model = Tied()
 
     twin = fake_twin(model, FakeTensorMode())
@@ -48,7 +48,7 @@ def test_a_twin_keeps_ties_and_has_no_data() -> None:
 
 
 def test_a_twin_takes_no_memory_and_leaves_the_original_alone() -> None:
-    """While the twin of a model is made, no real tensor is made; the model's own values and parameters stay."""
+    """Copying a model creates no real tensor, and leaves its values and parameters unchanged."""
     model = Tied()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.named_parameters()}
     own = [*model.parameters(), *model.buffers(), *model.loose]
@@ -66,7 +66,7 @@ def test_a_twin_takes_no_memory_and_leaves_the_original_alone() -> None:
 
 
 def test_an_optimizer_steps_the_parameters_of_the_twin_it_was_copied_with() -> None:
-    """Copied together, optimizer and model belong together as before, and what the optimizer keeps is fake too."""
+    """An optimizer copied together with its model refers to the copy's parameters, and its state is fake."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -83,7 +83,7 @@ def test_an_optimizer_steps_the_parameters_of_the_twin_it_was_copied_with() -> N
 
 
 def test_a_batch_is_resized_without_reading_it() -> None:
-    """Every leaf that carries samples has as many as asked for, in the same type and layout; the rest stays."""
+    """Every leaf with samples gets the requested number of them, in the same dtype and layout; the rest stays."""
     images = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     batch = {"x": images, "names": ["a", "b"], "pair": (torch.zeros(2, dtype=torch.int64), 7), "scale": torch.ones(())}
 
@@ -100,9 +100,9 @@ def test_a_batch_is_resized_without_reading_it() -> None:
 
 
 def test_a_factory_is_called_without_memory_where_that_is_possible() -> None:
-    """A factory that draws makes meta tensors; one that reads its own numbers is called for real, and why is told.
+    """A model factory runs on the meta device; one that reads values runs for real, and the reason is returned.
 
-    The random numbers of the caller are as before either way.
+    The caller's random state is unchanged either way.
     """
 
     def reads() -> nn.Module:
@@ -121,9 +121,9 @@ def test_a_factory_is_called_without_memory_where_that_is_possible() -> None:
 
 
 def test_what_has_no_twin_is_refused() -> None:
-    """A sparse tensor ends in an error that says so, not in a guess."""
+    """A model with a sparse tensor raises instead of being guessed."""
     model = nn.Linear(2, 2)
     model.register_buffer("odd", torch.eye(3).to_sparse())
 
-    with pytest.raises(CannotPlanError, match="no fake twin"):
+    with pytest.raises(CannotPlanError, match="are not supported"):
         fake_twin(model, FakeTensorMode())

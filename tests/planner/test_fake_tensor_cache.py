@@ -1,4 +1,4 @@
-"""Results that are remembered, against those of torch's own tensors without data."""
+"""Cached results of operations on fake tensors match torch's own."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -61,10 +61,10 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def seen(call: Callable[[Tensor], Any], *, ledger: MemoryLedger | None, mode: FakeTensorMode) -> list[object]:
-    """Return all that can be told of the results of three calls, and of the tensor they are made on."""
+    """Return the metadata of the results of three calls, and of the tensor they are called on."""
     found: list[object] = []
     with mode:
-        for width in (6, 6, 8):  # the second one is known; the third one is not
+        for width in (6, 6, 8):  # the second is cached, the third is not
             x = torch.empty(4, width)
             if ledger is None:
                 result = call(x)
@@ -81,7 +81,7 @@ def seen(call: Callable[[Tensor], Any], *, ledger: MemoryLedger | None, mode: Fa
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_known_is_what_torch_answers(name: str) -> None:
-    """Shape, strides, type, dispatch keys, notes, identity and whose memory it is are those of torch's own result."""
+    """A cached result has the shape, strides, dtype, dispatch keys, identity and storage of torch's own."""
     mode = FakeTensorMode()
 
     expected = seen(CALLS[name], ledger=None, mode=mode)
@@ -90,7 +90,7 @@ def test_what_is_known_is_what_torch_answers(name: str) -> None:
 
 
 def test_what_is_known_is_not_run_again() -> None:
-    """An operation runs once for one shape, and once more for another."""
+    """An operation runs once for each shape."""
     mode = FakeTensorMode()
     below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
     ran: list[str] = []
@@ -125,10 +125,10 @@ OF_PARTS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", [*OF_PARTS, "every row"])
 def test_of_parts_of_a_tensor(name: str) -> None:
-    """What is made of parts that begin elsewhere in memory is what torch makes, wherever the first of them began."""
+    """Results for views at other offsets are torch's own, independent of the first offset."""
     mode = FakeTensorMode()
     calls = list(OF_PARTS.values()) if name == "every row" else [OF_PARTS[name]]
-    # The first row comes first: what is not made again as it was is asked for each time.
+    # The first row comes first: an uncacheable result runs each time.
     calls = [lambda x, row=row: x.select(0, row) for row in (0, 1, 2, -1)] * (name == "every row") + calls
 
     def made() -> list[object]:
@@ -148,7 +148,7 @@ def test_of_parts_of_a_tensor(name: str) -> None:
 
 
 def test_a_row_that_is_not_there() -> None:
-    """A number of a row that a tensor does not have is refused by the operation itself, also where others are known."""
+    """An index out of range raises as torch does, also if other rows are cached."""
     mode = FakeTensorMode()
     with mode, FakeLedger(mode):
         x = torch.empty(3, 4)
@@ -161,7 +161,7 @@ def test_a_row_that_is_not_there() -> None:
 
 
 def test_a_scan_asks_once() -> None:
-    """A loop over the rows of a tensor asks torch of its first row alone."""
+    """A loop over the rows of a tensor runs `select` only for the first row."""
     mode = FakeTensorMode()
     below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
     ran: list[str] = []
@@ -175,7 +175,7 @@ def test_a_scan_asks_once() -> None:
 
 
 def test_results_serve_other_traces() -> None:
-    """What one ledger has asked another one knows, and what it makes belongs to its own mode; conjugates, too."""
+    """Results cached by one ledger serve another, with tensors of the right mode, including conjugates."""
     cache = ResultCache()
     ran: list[list[str]] = []
     made: list[object] = []
@@ -196,7 +196,7 @@ def test_results_serve_other_traces() -> None:
 
 
 def test_a_written_number_is_read_without_asking() -> None:
-    """A number that the program itself has written is read from where it was written, and counts as no read."""
+    """A value that the program itself wrote is known, and does not count as a read."""
     mode = FakeTensorMode()
     reads = HostReads(lambda: "forward")
     below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
@@ -213,7 +213,7 @@ def test_a_written_number_is_read_without_asking() -> None:
 
 
 def test_equal_numbers_of_other_types_are_other_questions() -> None:
-    """`1`, `1.0` and `True` are equal to Python, and make other tensors."""
+    """`1`, `1.0` and `True` are equal in Python, but are cached as different arguments."""
     mode = FakeTensorMode()
     with mode, FakeLedger(mode):
         x = torch.zeros(3, dtype=torch.bool)
@@ -223,7 +223,7 @@ def test_equal_numbers_of_other_types_are_other_questions() -> None:
 
 
 def test_a_number_that_is_known_stays_known() -> None:
-    """What a program writes into a tensor it can read again, after the same has been computed with unknown numbers."""
+    """A value that the program wrote stays readable after the same operation ran on unknown values."""
     mode = FakeTensorMode()
     with mode, FakeLedger(mode):
         unknown = torch.empty((), dtype=torch.long)
@@ -234,7 +234,7 @@ def test_a_number_that_is_known_stays_known() -> None:
 
 
 def test_reads_are_seen_each_time() -> None:
-    """Each number that is read comes to `HostReads`, and so does each look for overflow, which it answers with no."""
+    """`HostReads` sees every read, and every overflow check, which it answers with no."""
     mode = FakeTensorMode()
     reads = HostReads(lambda: "forward")
     with mode, reads, FakeLedger(mode):
@@ -250,7 +250,7 @@ def test_reads_are_seen_each_time() -> None:
 
 
 def test_a_draw_is_near_1_or_near_0_until_it_is_changed() -> None:
-    """What is compared with a number that `torch.rand` has drawn follows from it; what is computed from it does not."""
+    """Comparisons with a value from `torch.rand` are consistent with it; values computed from it are unknown."""
     answers = []
     for other in (False, True):
         mode = FakeTensorMode()
@@ -267,7 +267,7 @@ def test_a_draw_is_near_1_or_near_0_until_it_is_changed() -> None:
 
 
 class Odd:
-    """Stands for an operation, counted, that returns what none of torch's does: see `ODD`."""
+    """A fake operation that counts its calls and returns results torch never does: see `ODD`."""
 
     namespace, tags = "aten", ()
 
@@ -278,7 +278,7 @@ class Odd:
         self._run = run
 
     def __call__(self, x: Tensor, y: Tensor) -> Any:
-        """Count, and return what there is to return."""
+        """Count the call and return its result."""
         self.num_calls += 1
         return self._run(x, y)
 
@@ -293,7 +293,7 @@ ODD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_what_cannot_be_made_again_is_run_each_time(name: str) -> None:
-    """Results that are more than a shape, a type and one home are not remembered."""
+    """Results that share storage in unusual ways, or are not tensors, are not cached."""
     mode = FakeTensorMode()
     results = CachedOperations(mode)
     odd, plain = Odd(ODD[name]), Odd(lambda x, _: x + 1)
@@ -307,7 +307,7 @@ def test_what_cannot_be_made_again_is_run_each_time(name: str) -> None:
 
 
 def test_an_argument_is_returned_as_it_is() -> None:
-    """Where an operation returns one of its arguments, the same object comes back, and not another look at it."""
+    """If an operation returns one of its arguments, the cache returns the same object."""
     mode = FakeTensorMode()
     results = CachedOperations(mode)
     second = Odd(lambda _, y: y)
@@ -319,7 +319,7 @@ def test_an_argument_is_returned_as_it_is() -> None:
 
 
 class Block(nn.Module):
-    """Attention, dropout, a norm with running averages, and products, some of them in place."""
+    """Attention, dropout, a norm with running averages, and in-place operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class Block(nn.Module):
 
 
 def booked(make: Callable[[FakeTensorMode], MemoryLedger]) -> MemoryTrace:
-    """Return the trace of a training loop without data."""
+    """Return the trace of a training loop on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = make(mode)
     with mode, ledger:
@@ -356,7 +356,7 @@ def booked(make: Callable[[FakeTensorMode], MemoryLedger]) -> MemoryTrace:
 
 @pytest.mark.slow
 def test_a_training_loop_is_booked_as_without() -> None:
-    """Every allocation and every event of a loop is what it is where everything is asked of torch."""
+    """The allocations and events of a training loop are the same with and without the cache."""
     expected = booked(lambda _: MemoryLedger())
 
     assert booked(FakeLedger) == expected
@@ -364,7 +364,7 @@ def test_a_training_loop_is_booked_as_without() -> None:
 
 
 def test_another_mode_is_left_alone() -> None:
-    """A tensor of another mode is that mode's business, also where the question has been answered."""
+    """Tensors of another fake mode keep their mode, also if the result is cached."""
     mode, other = FakeTensorMode(), FakeTensorMode()
     with mode:
         mine = torch.empty(3)
@@ -378,7 +378,7 @@ def test_another_mode_is_left_alone() -> None:
 
 
 def test_without_remembering_operations_are_run() -> None:
-    """Where torch lacks what results are made of, each operation is run as it comes, and the results are the same."""
+    """Without torch's private helpers every operation runs each time, with the same results."""
     mode = fake_mode()
     runs_all, remembers = (CachedOperations(mode, ResultCache(enabled=on)) for on in (False, True))
     with mode:
@@ -416,7 +416,7 @@ def spec(profile: Profile, *, enabled: bool) -> StepSpec:
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_the_plan_is_the_same_without_the_cache(profile: Profile) -> None:
-    """What a step holds at any size, allocation by allocation, and what it costs, is the same with the cache off."""
+    """The allocations and costs of a planned step are the same with the cache off."""
     found, plain = (find_envelopes(spec(profile, enabled=on), 2**24, most_samples=64) for on in (True, False))
 
     assert (found.steady.trace, found.first.trace) == (plain.steady.trace, plain.first.trace)
@@ -426,7 +426,7 @@ def test_the_plan_is_the_same_without_the_cache(profile: Profile) -> None:
 
 
 def test_the_cache_is_for_versions_of_torch_that_were_seen() -> None:
-    """It is used by itself on these, and neither on another one nor where a part is missing."""
+    """The cache is enabled by default only on tested torch versions, and only if no helper is missing."""
     assert ResultCache().enabled == results_can_be_remade()
     assert results_can_be_remade("2.13.0+cpu")
     assert not results_can_be_remade("2.99.0")
@@ -435,7 +435,7 @@ def test_the_cache_is_for_versions_of_torch_that_were_seen() -> None:
 
 @pytest.mark.parametrize("wrong", ["refuses", "makes another"])
 def test_a_private_name_that_does_something_else_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch makes such a tensor in another way, or makes another one, the operation is run each time."""
+    """If torch's private helper raises or returns another tensor, the operation runs each time."""
 
     def make(*_: Any, **__: Any) -> Any:
         if wrong == "refuses":

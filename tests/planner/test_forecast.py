@@ -1,4 +1,4 @@
-"""A forecast against plain computations: what overlaps, who is waited for, where more ranks stop being of use."""
+"""Scaling forecasts match plain computations: overlap, stragglers and the largest useful number of ranks."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ SLOW = Cluster(link=Link(1e-3, 125e6), control_link=FREE, algorithm="ring")
 
 
 def test_a_step_by_hand() -> None:
-    """Two buckets, two ranks: the first is on its way while the second half of the backward runs.
+    """With two buckets on two ranks, the first is reduced during the second half of the backward.
 
     Forward 14 ms, backward 28 ms; a bucket of 50 MB takes 402 ms around a ring of two over 1 Gbit/s and 1 ms.
     """
@@ -70,7 +70,7 @@ def test_a_step_by_hand() -> None:
 def test_parts_add_up(
     *, strategy: StrategyName, latency: float, rate: float, steps: int, strong: bool, variation: float
 ) -> None:
-    """The parts of each row add up to its step, none is negative, and no step is faster than its computing."""
+    """The parts of each row add up to its step time, none is negative, and no step is faster than its compute."""
     workload = dataclasses.replace(
         WORKLOAD,
         accumulation_steps=steps,
@@ -91,13 +91,13 @@ def test_parts_add_up(
         assert min(parts) >= -1e-9 * row.step_seconds
         assert row.samples_per_second == pytest.approx(row.num_samples / row.step_seconds)
         assert row.num_samples == (500 if strong else row.world_size * steps * 32)
-        # fsdp on many ranks shares the update; nothing else beats one rank per rank.
+        # fsdp on many ranks shards the update; nothing else scales better than linearly.
         assert row.efficiency <= 1.0 + 0.002 / row.compute_seconds + 1e-9 or strong
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
 def test_a_free_network_scales_perfectly(strategy: StrategyName) -> None:
-    """Without latency and with endless bandwidth, and ranks that are all alike, efficiency is 1."""
+    """Without latency, with unlimited bandwidth and equally fast ranks, efficiency is 1."""
     free = Cluster(link=FREE, control_link=FREE)
     report = forecast(WORKLOAD, free, world_size=1000, strategy=strategy)
 
@@ -133,7 +133,7 @@ def end_by_events(workload: Workload, cluster: Cluster, num_ranks: int, at_once:
 def test_overlap(
     *, num_bytes: int, bucket: int, latency: float, rate: float, num_ranks: int, algorithm: Algorithm
 ) -> None:
-    """The formula of what overlaps is bucket after bucket, exactly; with gloo, which runs two at once, within 10%."""
+    """The overlap formula matches a simulation by bucket exactly; within 10% for gloo, which runs two in parallel."""
     workload = dataclasses.replace(WORKLOAD, gradient_bytes=num_bytes, bucket_bytes=bucket)
     cluster = Cluster(link=Link(latency, rate), control_link=FREE, algorithm=algorithm)
     row = forecast(workload, cluster, world_size=num_ranks).rows[-1]
@@ -144,9 +144,9 @@ def test_overlap(
 
 
 def test_sharded_blocks_by_hand() -> None:
-    """Short gathers are hidden, but for the first of each pass; long ones set the pace, and so do scatters.
+    """Short gathers are hidden except the first of each pass; long gathers or scatters set the pace.
 
-    In the last case scatters of 3 s leave one link from 6 s on, and a gather waits behind each, even one of no bytes.
+    In the last case, scatters of 3 s keep the link busy from 6 s on, and each gather waits for one, even with 0 bytes.
     """
     hidden, end = _sharded_micro_batch(4.0, 8.0, [0.5] * 4, [])
     assert (hidden, end) == (0.5 + 4.0 + 0.5 + 8.0, 13.0)
@@ -158,7 +158,7 @@ def test_sharded_blocks_by_hand() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64, 512])
 def test_the_slowest_of_many(num_ranks: int) -> None:
-    """Blom's approximation is the mean of the maxima of drawn numbers, within what drawing leaves open."""
+    """Blom's approximation matches the mean of drawn maxima, within the error of drawing."""
     draw = random.Random(0)
     maxima = [max(draw.gauss() for _ in range(num_ranks)) for _ in range(30_000 // num_ranks)]
     error = 4 * statistics.stdev(maxima) / len(maxima) ** 0.5 if num_ranks > 1 else 0.01
@@ -167,7 +167,7 @@ def test_the_slowest_of_many(num_ranks: int) -> None:
 
 
 def test_the_largest_useful_world() -> None:
-    """Of 64 samples no more than 64 ranks are of use; a slow network ends it before; both say why."""
+    """64 samples can use at most 64 ranks, and a slow network fewer; the report gives the reason."""
     few = dataclasses.replace(
         WORKLOAD, effective_batch_size=64, accumulation_steps=None, micro_batch=SecondsFit(0.0, 1.0)
     )
@@ -183,7 +183,7 @@ def test_the_largest_useful_world() -> None:
 
 
 def test_accumulating_and_buckets() -> None:
-    """Accumulation hides a slow network ever better; one bucket overlaps with nothing, many small ones pay latency."""
+    """More accumulation hides more of a slow network; one bucket overlaps nothing, many small ones pay latency."""
     cluster = Cluster(link=Link(2e-5, 1.25e9), control_link=FREE, algorithm="ring")
     report = forecast(WORKLOAD, cluster, world_size=64)
     efficiencies = [one.efficiency for one in report.accumulation]
@@ -195,7 +195,7 @@ def test_accumulating_and_buckets() -> None:
 
 
 def test_the_control_plane_is_in_the_step() -> None:
-    """Its messages take a latency for each round: 11 for the sum of 1,024 ranks, and for the gather of counts."""
+    """Control messages add one latency per round: 11 for the sum over 1,024 ranks, and 11 for gathering counts."""
     cluster = Cluster(link=Link(0.0, 50e9), control_link=Link(30e-6, 1e12))
     control = ControlMessages.of(100, counts_need_data=True)
     rows = [
@@ -214,7 +214,7 @@ def test_the_control_plane_is_in_the_step() -> None:
 
 @given(doublings=st.integers(0, 13), num_parameters=st.integers(1, 1000))
 def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_parameters: int) -> None:
-    """Twice the ranks take a latency more; of 1,000 ranks each message takes less than 1% of a step of 200 ms."""
+    """Doubling the ranks adds one latency; on 1,000 ranks each message takes under 1% of a 200 ms step."""
     control, link = ControlMessages.of(num_parameters, counts_need_data=True), Link(CONTROL_LATENCY_SECONDS, 1e12)
     seconds = control.agreement_seconds(2**doublings, link), control.agreement_seconds(2 ** (doublings + 1), link)
 
@@ -224,10 +224,10 @@ def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_paramete
 
 @pytest.mark.parametrize("size", [1, 2, 32])
 def test_the_parts_of_one_rank(size: int) -> None:
-    """From three whole steps come the fixed seconds, those of a sample, and those of the update.
+    """Three timed steps give the fixed time, the time per sample and the time of the update.
 
-    One sample cannot be halved: then all of a micro-batch's time is fixed. Forwards that now and then take three
-    seconds longer change nothing; where times fall with the samples, it is said.
+    One sample cannot be halved, so all its time is fixed. Occasional forwards that take three seconds more change
+    nothing; times that fall with the number of samples raise.
     """
     model, now, forwards = nn.Linear(3, 2), [0.0], [0]
     fixed, each, update = 0.01, 0.002, 0.03
@@ -259,7 +259,7 @@ def test_the_parts_of_one_rank(size: int) -> None:
 
 
 def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int]:
-    """Run on every rank: return the bytes of each collective of the control group in a third step, and parameters."""
+    """Run on every rank: return the bytes of each control collective in the third step, and the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
@@ -297,7 +297,7 @@ def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int
 
 @pytest.mark.parametrize("counts_need_data", [False, True])
 def test_the_engine_sends_what_is_forecast(counts_need_data: bool, two_ranks: Ranks) -> None:
-    """Collectives of the control group in a step, and their bytes, are those of the forecast."""
+    """The number of bytes in each control collective of a step matches the forecast."""
     for sent, num_parameters in two_ranks.run(control_bytes_of_a_step, counts_need_data):
         said = ControlMessages.of(num_parameters, counts_need_data=counts_need_data)
         expected = {"sum": said.agreement_bytes, "gather": said.count_bytes}
@@ -305,7 +305,7 @@ def test_the_engine_sends_what_is_forecast(counts_need_data: bool, two_ranks: Ra
 
 
 def test_strategies_send_what_they_do() -> None:
-    """zero1 gathers weights after its update, a rank's part of it; fsdp gathers in every micro-batch."""
+    """zero1 shards the update and gathers weights after it; fsdp gathers in every micro-batch."""
     workload = dataclasses.replace(WORKLOAD, update_seconds=0.064, accumulation_steps=4)
     rows = {
         name: forecast(workload, SLOW, world_size=64, strategy=name).rows[-1]
@@ -321,14 +321,14 @@ def test_strategies_send_what_they_do() -> None:
 
 
 def test_hosts_share_their_link() -> None:
-    """Eight devices of one host reduce within it; two such hosts go through the link between them."""
+    """Eight devices of one host reduce within it; two such hosts use the link between them."""
     cluster = Cluster(link=SLOW.link, inner_link=Link(0.0, 1e12), devices_per_host=8, algorithm="ring")
     assert all_reduce_seconds(cluster, 1e8, 8) == pytest.approx(ring_all_reduce(1e8, 8, Link(0.0, 1e12)))
     assert all_reduce_seconds(cluster, 1e8, 16) > ring_all_reduce(1e8, 2, SLOW.link)
 
 
 def test_what_was_not_measured_is_said() -> None:
-    """A forecast lists what was never measured: nothing for gloo's ring on three ranks with replicas."""
+    """A forecast lists which of its assumptions were never measured: none for gloo's ring on three replicas."""
     gloo = Cluster(link=SLOW.link, algorithm="gloo")
     assert forecast(WORKLOAD, gloo, world_size=3).unvalidated == ()
     assert forecast(WORKLOAD, gloo, world_size=4).unvalidated == ("more than 3 ranks",)
@@ -339,7 +339,7 @@ def test_what_was_not_measured_is_said() -> None:
 
 @pytest.mark.slow
 def test_report(tmp_path: Path) -> None:
-    """The text names each size and the largest useful one; it is JSON, and a picture."""
+    """The report shows each size and the largest useful one, and can be written as JSON and as a picture."""
     report = forecast(dataclasses.replace(WORKLOAD, effective_batch_size=4096, variation=0.02), FAST, world_size=1024)
     text = str(report)
     picture = tmp_path / "forecast.svg"
@@ -356,13 +356,13 @@ def test_report(tmp_path: Path) -> None:
     [{"micro_batch_size": 0}, {"variation": -1.0}, {"backward_share": 1.5}, {"micro_batch": SecondsFit(0.0, 0.0)}],
 )
 def test_refused_workloads(change: dict[str, Any]) -> None:
-    """Numbers that are out of their range are refused."""
+    """Values out of range raise."""
     with pytest.raises(UserError):
         dataclasses.replace(WORKLOAD, **change)
 
 
 def test_refused_clusters() -> None:
-    """Devices of a host need a link between them; gloo knows of no hosts; strategies are those that are known."""
+    """Raise for devices on a host without an inner link, for hosts with gloo, and for unknown strategies."""
     with pytest.raises(UserError):
         Cluster(link=FREE, devices_per_host=8)
     with pytest.raises(UserError):

@@ -1,4 +1,4 @@
-"""The lines to write for changes: together they run as they stand, on the user's own modules."""
+"""The lines to write for a plan's changes run together, unmodified, on the user's modules."""
 
 import dataclasses
 from functools import partial
@@ -17,7 +17,7 @@ from tests.planner.test_combinations import Net, adamw, spec_of
 
 
 def test_the_engine_is_made_last_and_once() -> None:
-    """Lines of several changes make one engine, behind everything it is given, with the arguments of all of them."""
+    """The lines of several changes create one engine, after its inputs, with all their arguments."""
     asked = ("bf16 autocast", "bf16 weights, split", "fused optimizer", "checkpointing")
     changes = [named_change(spec_of(), name) for name in asked]
     found: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ def test_the_engine_is_made_last_and_once() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_strategy_is_written_as_it_is_planned(precision: str) -> None:
-    """FSDP under bf16 is planned with weights gathered in bf16, and the lines say so; in float32 its name does."""
+    """The lines spell out FSDP with bf16 gathers as planned under bf16; in float32 they use its name."""
     planned = sharded_in_bfloat16 if precision == "bf16" else "fsdp"
     names: dict[str, Any] = {"torch": torch, "ab": SimpleNamespace(Engine=lambda *_, **given: given)}
     exec(code_of((), "FSDP", planned), names)  # noqa: S102 (our own lines)
@@ -54,7 +54,7 @@ def test_a_strategy_is_written_as_it_is_planned(precision: str) -> None:
 
 
 def test_only_models_that_a_library_loads_in_four_bits_have_such_a_base() -> None:
-    """A model of the user's own has adapters on a base in bf16, and none in 4 bits, whose lines no library has."""
+    """A user's own model gets adapters on a bf16 base but not on a 4-bit one, which no library can load."""
     names = set(all_changes(spec_of()))
 
     assert "LoRA of rank 16" in names
@@ -62,7 +62,7 @@ def test_only_models_that_a_library_loads_in_four_bits_have_such_a_base() -> Non
 
 
 class Nested(nn.Module):
-    """Blocks of blocks."""
+    """Nested blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Nested(nn.Module):
 
 
 def test_layers_of_blocks_in_blocks_are_named_once() -> None:
-    """By the names that are written peft finds all linear layers of blocks, and none of these names means another's."""
+    """The names written let peft find every linear layer of nested blocks exactly once."""
     model = Nested()
     names = linear_names(model)
 
@@ -84,7 +84,7 @@ def test_layers_of_blocks_in_blocks_are_named_once() -> None:
     [("transformers.models.bert.modeling_bert", "BertForMaskedLM"), ("diffusers.models.unets", "UNet2DConditionModel")],
 )
 def test_a_base_in_four_bits_of_a_library(library: str, loader: str) -> None:
-    """A model of a library that loads in 4 bits is loaded by its own class; a stand-in, by its task."""
+    """A model from a library that loads in 4 bits uses its own class; a stand-in uses the class for its task."""
     kind = type(loader, (Net,), {"__module__": library})
 
     how = named_change(spec_of(kind), "LoRA of rank 2 on a base in 4 bits").how
@@ -97,7 +97,7 @@ def test_a_base_in_four_bits_of_a_library(library: str, loader: str) -> None:
 
 @pytest.mark.slow
 def test_the_answer_prints_its_strategy() -> None:
-    """What a plan over ranks answers has the strategy in its lines, where one was chosen, in text and as JSON alike."""
+    """The answer of a plan over several ranks includes its strategy, if one was chosen, in text and JSON."""
     spec = dataclasses.replace(spec_of(partial(Net, 256), sample=torch.zeros(1, 256)), world_size=2)
     stays = 16 * sum(parameter.numel() for parameter in Net(256).parameters()) // 2**20
     plan = make_plan(spec, budget_of(f"{1300 + stays * 3 // 4}MiB", world_size=2, headroom=0.0), 8, fit=True)

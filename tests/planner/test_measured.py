@@ -1,4 +1,4 @@
-"""A measured step counts in the next plan: on that device, under those versions, as far as it says something."""
+"""A measured step improves later plans for the same device and versions."""
 
 import dataclasses
 from pathlib import Path
@@ -32,20 +32,20 @@ STEP = MeasuredStep(
 
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownDevices:
-    """Return a memory of its own, on a day of 2030, where versions are known."""
+    """Return an empty store of measured devices, with a fixed date and fixed versions."""
     monkeypatch.setattr(measured, "_versions", lambda *, on_cpu: {**VERSIONS, "driver": None} if on_cpu else VERSIONS)
     return KnownDevices(tmp_path / "devices.jsonl", today=lambda: "2030-12-31")
 
 
 def on_this_cpu(known: KnownDevices) -> tuple[Plan, Verification]:
-    """Return a plan for this CPU, and what its step took."""
+    """Return a plan for this CPU, and the verification of its step."""
     del known
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 4096, name="net", proposals=False)
     return plan, verify(SPEC, plan.baseline, "cpu")
 
 
 def test_ten_percent_of_what_is_taken_stays_free() -> None:
-    """The headroom of a plan that was too low by x leaves 10% free of what is taken; one that was right leaves 10%."""
+    """The headroom after a plan that was too low leaves 10% of the real memory free; after an exact plan, 10%."""
     assert measured_headroom(0.0) == pytest.approx(MEASURED_HEADROOM)
     for excess in (0.01, 0.05, 0.5):
         planned = 1.0 - measured_headroom(excess)
@@ -54,7 +54,7 @@ def test_ten_percent_of_what_is_taken_stays_free() -> None:
 
 @pytest.mark.slow
 def test_the_next_plan_uses_it(known: KnownDevices) -> None:
-    """A step that was run on this CPU makes the next plan for it leave 10% free, at a larger size, and say why."""
+    """After a step was measured on this CPU, the next plan keeps 10% free, allows a larger size, and says why."""
     plan, found = on_this_cpu(known)
     before = measured_of("cpu:1MiB", "net", "fp32", known)
     assert before == DeviceMeasurements()
@@ -71,7 +71,7 @@ def test_the_next_plan_uses_it(known: KnownDevices) -> None:
 
 
 def test_a_headroom_that_is_named_is_taken(known: KnownDevices) -> None:
-    """Named, it passes over what was measured, and is said to be as asked."""
+    """An explicit headroom overrides measurements and is reported as requested."""
     known.keep(STEP)
     budget = budget_of("H100", headroom=0.3, measured=measured_of("H100", "gpt2", "bf16", known))
 
@@ -83,14 +83,14 @@ def test_a_headroom_that_is_named_is_taken(known: KnownDevices) -> None:
     [("H100", True), ("NVIDIA H100 80GB HBM3", True), ("24GiB", True), ("H200", False), ("80GiB", False)],
 )
 def test_on_which_device(known: KnownDevices, device: str, counts: bool) -> None:
-    """A step counts for the device that its driver named, and for a budget of as many bytes."""
+    """A step counts for its own device, and for a budget of the same size."""
     known.keep(STEP)
 
     assert (measured_of(device, "gpt2", "bf16", known) != DeviceMeasurements()) is counts
 
 
 def test_a_cpu_is_not_a_card(known: KnownDevices) -> None:
-    """What was measured under a CPU's budget does not count for a device of that size, nor the other way round."""
+    """Measurements under a CPU budget do not count for a GPU of that size, nor the other way round."""
     plan, found = on_this_cpu(known)
     keep(found, plan, known)
     assert measured_of("1MiB", "net", "fp32", known) == DeviceMeasurements()
@@ -101,9 +101,9 @@ def test_a_cpu_is_not_a_card(known: KnownDevices) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "anybatch", "driver"])
 def test_another_version_does_not_count(known: KnownDevices, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured with another version of torch, of us or of the driver is not used, and that is said."""
+    """Measurements with another version of torch, anybatch or the driver are ignored, with a note."""
     known.keep(STEP)
-    monkeypatch.setattr(measured, "_versions", lambda *, on_cpu: {**VERSIONS, name: "9.9"})  # noqa: ARG005 (as it is)
+    monkeypatch.setattr(measured, "_versions", lambda *, on_cpu: {**VERSIONS, name: "9.9"})  # noqa: ARG005 (as called)
 
     found = measured_of("H100", "gpt2", "bf16", known)
 
@@ -112,7 +112,7 @@ def test_another_version_does_not_count(known: KnownDevices, name: str, monkeypa
 
 
 def test_what_transfers(known: KnownDevices) -> None:
-    """The context is that of any step; how wrong a plan was counts in full for its model, and up to 15% for others."""
+    """The context size applies to any step; a plan's error applies fully to its model, and up to 15% to others."""
     known.keep(dataclasses.replace(STEP, measured_bytes=1200))
     same, other = measured_of("H100", "gpt2", "bf16", known), measured_of("H100", "llama", "bf16", known)
     assert same.outside_bytes == other.outside_bytes == 400 * MIB
@@ -128,7 +128,7 @@ def test_what_transfers(known: KnownDevices) -> None:
 
 
 def test_the_larger_gap_is_kept(known: KnownDevices) -> None:
-    """Of tensors and allocator that one is kept which was further from its plan; workspaces are planned beside both."""
+    """The larger of the tensor and allocator errors is stored; planned workspaces are added to both."""
     plan, found = on_this_cpu(known)
     plan = dataclasses.replace(
         plan,
@@ -154,7 +154,7 @@ def test_the_larger_gap_is_kept(known: KnownDevices) -> None:
 
 
 def test_what_is_not_kept(known: KnownDevices) -> None:
-    """A step that ran out of memory, one on another device than was planned for, and one that is far off."""
+    """A step that ran out of memory, ran on another device than planned, or is far off the plan is not stored."""
     plan, found = on_this_cpu(known)
     h100 = dataclasses.replace(plan.target, budget=budget_of("H100"))
 
@@ -166,18 +166,18 @@ def test_what_is_not_kept(known: KnownDevices) -> None:
 
 
 def test_a_damaged_file_is_said_in_the_plan(known: KnownDevices) -> None:
-    """Planning goes on as if nothing had been measured, with a note that names the file."""
+    """An unreadable file is ignored, with a note in the plan that names it."""
     known.path.write_text("{")
     found = measured_of("cpu:1MiB", "net", "fp32", known)
     plan = make_plan(SPEC, budget_of("cpu:1MiB", measured=found), 512, proposals=False)
 
     assert found.headroom == HEADROOM
-    assert f"note: {known.path} was passed over" in str(plan)
+    assert f"note: {known.path} was ignored" in str(plan)
 
 
 def test_versions_are_those_of_the_programs() -> None:
-    """A CPU has no driver that counts."""
-    found = measured._versions(on_cpu=True)  # noqa: SLF001 (what others replace)
+    """The versions of a CPU measurement include no driver."""
+    found = measured._versions(on_cpu=True)  # noqa: SLF001 (the function that tests replace)
 
     assert found["torch"] == torch.__version__
     assert found["driver"] is None

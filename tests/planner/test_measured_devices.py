@@ -1,4 +1,4 @@
-"""Steps that were measured before: kept from one process to the next, and nothing in the file is worth an error."""
+"""The file of measured steps persists between processes, and damage to it never raises."""
 
 import dataclasses
 import json
@@ -27,12 +27,12 @@ STEP = MeasuredStep(
 
 
 def known_devices(folder: Path) -> KnownDevices:
-    """Return a memory in a folder."""
+    """Return an empty store in a folder."""
     return KnownDevices(folder / "deep" / "devices.jsonl")
 
 
 def test_found_again(tmp_path: Path) -> None:
-    """What is kept is found by another object; of the same subject on the same device the last one counts."""
+    """A stored step is found by another process; the last one for the same subject and device replaces earlier ones."""
     assert known_devices(tmp_path).steps() == ((), "")
     assert known_devices(tmp_path).keep(STEP)
     other = dataclasses.replace(STEP, subject="digits in fp32")
@@ -69,7 +69,7 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_makes_no_sense_is_refused(tmp_path: Path, line: object) -> None:
-    """A line that cannot be is passed over, which is said; the line beside it counts."""
+    """An implausible line is ignored, with a message; the next line still counts."""
     known = known_devices(tmp_path)
     known.keep(STEP)
     known.path.write_text(f"{json.dumps(line)}\n{known.path.read_text()}")
@@ -85,7 +85,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, line: object) -> None:
 @pytest.mark.slow
 @given(damage=st.one_of(st.binary(max_size=60), st.just(b"[" * 100_000), st.just(b"\xff\xfe")), cut=st.integers(0, 300))
 def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage: bytes, cut: int) -> None:
-    """Whatever is in the file, nothing is raised, nothing else is found, and a new step can be kept."""
+    """With any content in the file nothing raises, no wrong step is found, and a new step can be stored."""
     known = known_devices(tmp_path_factory.mktemp("known"))
     known.keep(STEP)
     whole = known.path.read_bytes()
@@ -97,9 +97,9 @@ def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage:
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    """A folder, a very large file, a place that cannot be written: nothing is found, it is said, keeping says no."""
+    """With a folder, a very large file or an unwritable path, reading finds nothing and storing returns False."""
     (tmp_path / "deep" / "devices.jsonl").mkdir(parents=True)
-    assert "no file" in known_devices(tmp_path).steps()[1]
+    assert "not a regular file" in known_devices(tmp_path).steps()[1]
     assert not known_devices(tmp_path).keep(STEP)
 
     large = KnownDevices(tmp_path / "large")
@@ -114,17 +114,17 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in its file system")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """A pipe in the place of the file is refused at once, though nobody writes into it."""
+    """A named pipe instead of the file is rejected without blocking, even without a writer."""
     os.mkfifo(tmp_path / "pipe")
 
     lines = JsonLinesFile(tmp_path / "pipe")
 
     assert lines.read() == []
-    assert lines.refused == "it is no file"
+    assert lines.refused == "it is not a regular file"
 
 
 def test_the_users_own_place() -> None:
-    """Without a path it is our file in the user's cache folder, and tests have one of their own for that."""
+    """The default path is in the user's cache folder, which tests redirect."""
     path = KnownDevices().path
 
     assert path.parent.name == "anybatch"
@@ -133,7 +133,7 @@ def test_the_users_own_place() -> None:
 
 
 def test_the_drivers_version() -> None:
-    """It is text that can be printed and compared, or nothing where there is no driver."""
+    """The driver's version is printable text, or None without a driver."""
     found = driver_version()
 
     assert found is None or found.isprintable()

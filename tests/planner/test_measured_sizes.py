@@ -1,4 +1,4 @@
-"""Sizes that were measured before: found under the same circumstances only, and never worth an error."""
+"""Measured sizes are only found under the same circumstances, and never cause an error."""
 
 import json
 import os
@@ -17,12 +17,12 @@ HERE = {"model": "a", "samples": [("torch.float32", 3, 8)], "share": 64, "device
 
 
 def known_sizes(folder: Path) -> KnownSizes:
-    """Return a memory in a folder, on a day of 2030."""
+    """Return an empty store in a folder, with a fixed date."""
     return KnownSizes(folder / "deep" / "sizes.jsonl", today=lambda: "2030-12-31")
 
 
 def test_found_again(tmp_path: Path) -> None:
-    """What is kept is found by another object and from another process's file, with its date; the last one counts."""
+    """A stored size is found by another process, with its date; the last one counts."""
     assert known_sizes(tmp_path).find(HERE) is None
     assert known_sizes(tmp_path).keep(HERE, 16, 1234.5)
     assert known_sizes(tmp_path).find(HERE) == KnownSize(16, 1234.5, "2030-12-31")
@@ -34,7 +34,7 @@ def test_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(HERE))
 def test_never_under_other_circumstances(tmp_path: Path, name: str) -> None:
-    """A size is not found where any one of the circumstances is another, missing, or one more."""
+    """A size is not found if any circumstance differs, is missing or is added."""
     known = known_sizes(tmp_path)
     known.keep(HERE, 16, 1.0)
 
@@ -57,7 +57,7 @@ DAMAGE = st.one_of(
 @given(damage=DAMAGE, cut=st.integers(0, 200))
 @pytest.mark.slow
 def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage: bytes, cut: int) -> None:
-    """Whatever is in the file, nothing is raised, nothing that makes no sense is found, and a new size can be kept."""
+    """With any content in the file nothing raises, no invalid size is found, and a new size can be stored."""
     known = known_sizes(tmp_path_factory.mktemp("known"))
     known.keep(HERE, 16, 1.0)
     whole = known.path.read_bytes()
@@ -70,7 +70,7 @@ def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage:
 
 
 def test_other_lines_survive_damage(tmp_path: Path) -> None:
-    """One line that is damaged takes no other with it."""
+    """One damaged line affects no other line."""
     known = known_sizes(tmp_path)
     known.keep(HERE, 16, 1.0)
     known.keep({**HERE, "share": 32}, 4, 1.0)
@@ -82,7 +82,7 @@ def test_other_lines_survive_damage(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    """Where the folder cannot be made, or the file is none, nothing is found and keeping says no; nothing is raised."""
+    """If the folder or file cannot be written, nothing is found and storing returns False, without an error."""
     (tmp_path / "deep").write_text("a file where a folder should be")
     assert not known_sizes(tmp_path).keep(HERE, 16, 1.0)
     assert known_sizes(tmp_path).find(HERE) is None
@@ -94,7 +94,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_it_does_not_grow_for_ever(tmp_path: Path) -> None:
-    """The oldest lines go."""
+    """The oldest lines are dropped."""
     known = known_sizes(tmp_path)
     known.keep(HERE, 16, 1.0)
     lines = "".join(
@@ -110,7 +110,7 @@ def test_it_does_not_grow_for_ever(tmp_path: Path) -> None:
 
 
 def test_the_users_own_place() -> None:
-    """Without a path it is our file in the user's cache folder, and tests have one of their own for that."""
+    """The default path is in the user's cache folder, which tests redirect."""
     path = KnownSizes().path
 
     assert path.parent.name == "anybatch"

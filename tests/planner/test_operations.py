@@ -1,4 +1,4 @@
-"""What operations cost, against counting by hand; and that real tensors and fake ones cost the same."""
+"""Costs of operations match counts by hand, and are the same for real and fake tensors."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def recorded(run: "Run") -> CostTrace:
 
 
 class Run:
-    """A step of a network with a bit of everything; the tensors are made where it is made."""
+    """A step of a network with many kinds of layers; its tensors are created with it."""
 
     def __init__(self, num_micro_batches: int = 2) -> None:
         self.model = nn.Sequential(
@@ -37,7 +37,7 @@ class Run:
         self.batches = [torch.ones(4, 3, 6, 6) for _ in range(num_micro_batches)]
 
     def __call__(self, ledger: MemoryLedger) -> None:
-        """Run it."""
+        """Run the step."""
         for batch in self.batches:
             self.model(batch).square().sum().backward()
         ledger.phase = "update"
@@ -46,7 +46,7 @@ class Run:
 
 
 def one_of(name: str, *tensors: Tensor, phase: Phase = "forward") -> Operation:
-    """Return what an operation with these arguments costs."""
+    """Return the cost of an operation with these arguments."""
     recorder = OperationRecorder()
     with MemoryLedger(on_operation=recorder) as ledger:
         ledger.phase = phase
@@ -56,7 +56,7 @@ def one_of(name: str, *tensors: Tensor, phase: Phase = "forward") -> Operation:
 
 
 def test_products_by_hand() -> None:
-    """A product of 4 by 6 and 6 by 5 is 240 operations, reads 54 numbers and writes 20."""
+    """A product of 4 x 6 and 6 x 5 takes 240 FLOPs, reads 54 values and writes 20."""
     mm = one_of("mm", torch.ones(4, 6), torch.ones(6, 5))
     assert (mm.kind, mm.flops, mm.bytes_read, mm.bytes_written, mm.dims) == ("matmul", 240, 216, 80, (1, 4, 5, 6))
     addmm = one_of("addmm", torch.ones(5), torch.ones(4, 6), torch.ones(6, 5))
@@ -68,7 +68,7 @@ def test_products_by_hand() -> None:
 
 
 def test_traffic_by_hand() -> None:
-    """Results are written, arguments read once as far as they are there; a view touches nothing; look-ups read rows."""
+    """Results are written, arguments read once (expanded ones by their storage), views are free, lookups read rows."""
     add = one_of("add", torch.ones(4, 6), torch.ones(6).expand(4, 6))
     assert (add.kind, add.bytes_read, add.bytes_written) == ("other", 96 + 24, 96)
     in_place = one_of("add_", torch.ones(4, 6), torch.ones(4, 6))
@@ -82,7 +82,7 @@ def test_traffic_by_hand() -> None:
 
 
 def test_what_takes_memory_moves_nothing() -> None:
-    """An empty tensor costs no traffic, which FSDP takes for each gather; what a result is written to is not read."""
+    """Allocating an empty tensor moves no bytes, and an `out=` tensor is not read."""
     assert one_of("empty_like", torch.ones(4, 6)).num_bytes == 0
     recorder = OperationRecorder()
     with MemoryLedger(on_operation=recorder) as ledger:
@@ -95,7 +95,7 @@ def test_what_takes_memory_moves_nothing() -> None:
 
 
 def test_a_foreach_operation_is_many() -> None:
-    """Of a list of tensors each is counted, read and written."""
+    """A foreach operation counts, reads and writes every tensor of its list."""
     recorder = OperationRecorder()
     with MemoryLedger(on_operation=recorder) as ledger:
         torch._foreach_add_([torch.ones(3), torch.ones(5)], 1.0)
@@ -105,7 +105,7 @@ def test_a_foreach_operation_is_many() -> None:
 
 
 def test_attention_counts_what_is_not_masked() -> None:
-    """Two products forwards, five backwards; under a causal mask half of each."""
+    """Attention takes two products forward and five backward, and half of each with a causal mask."""
     found = {}
     for is_causal in (False, True):
         query, key, value = (torch.ones(2, 3, 8, 4, requires_grad=True) for _ in range(3))
@@ -124,7 +124,7 @@ def test_attention_counts_what_is_not_masked() -> None:
 
 
 def test_arithmetic_is_as_torch_counts_it() -> None:
-    """Over a whole step, products and convolutions add up to what torch's own counter says."""
+    """The FLOPs of products and convolutions in a step match torch's `FlopCounterMode`."""
     run = Run()
     with FlopCounterMode(display=False) as counter:
         run(MemoryLedger())
@@ -134,7 +134,7 @@ def test_arithmetic_is_as_torch_counts_it() -> None:
 @pytest.mark.parametrize(
     ("make", "num_groups", "forward"),
     [
-        # Positions of the output, or of the input where transposed, times weights: 2 images of 6 x 6.
+        # Positions of the output (transposed: of the input) times weights: 2 images of 6 x 6.
         (lambda: nn.Conv2d(4, 8, 3, padding=1), 1, 2 * 2 * 36 * (8 * 4 * 9)),
         (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), 4, 2 * 2 * 36 * (4 * 1 * 9)),
         (lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2), 2, 2 * 2 * 9 * (8 * 2 * 9)),
@@ -143,9 +143,9 @@ def test_arithmetic_is_as_torch_counts_it() -> None:
     ids=["dense", "depthwise", "groups", "transposed"],
 )
 def test_convolutions_by_hand(make: Callable[[], nn.Module], num_groups: int, forward: int) -> None:
-    """A convolution multiplies each position with the weights of its group, and each of its gradients takes as much.
+    """A convolution multiplies each position by the weights of its group; each of its two gradients costs the same.
 
-    Torch's counter says the same of dense ones; of others it takes the gradient of the weights for a dense one's.
+    Torch's counter agrees for dense ones; for others it counts the weight gradient as dense.
     """
     recorder = OperationRecorder()
     with FlopCounterMode(display=False) as counter, MemoryLedger(on_operation=recorder) as ledger:
@@ -188,7 +188,7 @@ def test_what_follows_the_last_backward_runs_once() -> None:
 
 
 def test_fake_tensors_cost_the_same() -> None:
-    """A step without data costs what the step costs, operation by operation."""
+    """A step on fake tensors has the same cost for each operation as a real one."""
     real = recorded(Run())
     with FakeTensorMode():
         fake = recorded(Run())
@@ -197,7 +197,7 @@ def test_fake_tensors_cost_the_same() -> None:
 
 
 def test_costs_are_worked_out_once() -> None:
-    """Where the ledger knows an operation again, its cost is that of the first time, in each phase and micro-batch."""
+    """A cached operation reuses its first cost, in each phase and micro-batch."""
     expected = recorded(Run(3))
     mode, recorder = FakeTensorMode(), OperationRecorder()
     ledger = FakeLedger(mode, on_operation=recorder)

@@ -1,4 +1,4 @@
-"""What fits, what holds the memory, and what would change it."""
+"""A plan's largest size, what uses the memory, and the changes it proposes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ MIB = 2**20
 
 
 class Block(nn.Module):
-    """Two layers and a way around them."""
+    """Two layers and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some blocks and a head."""
+    """Blocks and a head."""
 
     def __init__(self, num_blocks: int = 4, width: int = 32) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens to logits; the loss in one piece, or in chunks that are run again in the backward."""
+    """A language model with its loss in one piece, or in checkpointed chunks."""
 
     def __init__(self, chunk: int | None = None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def classes(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def language(model: Language, batch: Tensor) -> Tensor:
-    """Return a mean over tokens, which is one over samples where all are equally long."""
+    """Return a mean over tokens, which equals the mean over samples of equal length."""
     return model.loss(batch)
 
 
@@ -99,7 +99,7 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def spec_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
-    """Return a spec without logits to speak of."""
+    """Return a spec with negligible logits."""
     return step_spec(
         partial(Net, num_blocks, width),
         optimizer=adamw,
@@ -109,7 +109,7 @@ def spec_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
 
 
 def spec_of_language(chunk: int | None = None) -> StepSpec:
-    """Return a spec that consists of logits."""
+    """Return a spec whose memory is mostly logits."""
     return step_spec(
         partial(Language, chunk),
         optimizer=adamw,
@@ -125,7 +125,7 @@ def planned(spec: StepSpec, device: str, size: int, *, proposals: bool = False) 
 
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
 def test_checkpointed_blocks_give_the_same_gradient(keeping: Keeping) -> None:
-    """Whatever a checkpointed block keeps, the gradient is that of the block as it was."""
+    """A checkpointed block has the gradient of the plain block."""
     gradients = []
     for change in (False, True):
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_checkpointed_blocks_give_the_same_gradient(keeping: Keeping) -> None:
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
 @pytest.mark.slow
 def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
-    """What a plan says of checkpointed blocks is what a model that was built with them holds."""
+    """The planned memory of a checkpointing change matches a model that was built with it."""
     spec = spec_of_classes()
     names = {"inputs": "checkpointing", "products": "checkpointing all but products"}
     change = next(one for one in possible_changes(spec) if one.name == names[keeping])
@@ -159,7 +159,7 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
 
 @pytest.mark.slow
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
-    """The plan of a loss in chunks is within 15% of what a loss that is written so holds, at a third of the memory."""
+    """A chunked loss is planned within 15% of one written by hand, and takes less than a third of the memory."""
     spec = spec_of_language()
     change = next(one for one in possible_changes(spec) if one.name.startswith("loss in chunks"))
     envelope = find_envelopes(spec, 2**30).steady
@@ -174,7 +174,7 @@ def test_loss_in_chunks_is_planned_as_by_hand() -> None:
 
 @pytest.mark.slow
 def test_fused_update_takes_no_temporaries() -> None:
-    """A fused optimizer's update holds less than the one that works on all parameters at once."""
+    """A fused optimizer's update needs less memory than the foreach one."""
     spec = spec_of_classes(num_blocks=8, width=128)
     fused = next(one for one in possible_changes(spec) if one.name == "fused optimizer")
 
@@ -185,7 +185,7 @@ def test_fused_update_takes_no_temporaries() -> None:
 
 @pytest.mark.slow
 def test_what_is_proposed_fits_and_one_more_does_not() -> None:
-    """At the size that is found tensors fit on a CPU, and at the next one they do not: seen by tracing both."""
+    """Traces confirm that the largest size fits on a CPU, and the next size does not."""
     spec = step_spec(Net, optimizer=adamw, loss=ab.mean_over_samples(classes), sample=torch.zeros(1, 32), profile="cpu")
     budget = budget_of("cpu:1MiB", headroom=0.0)
 
@@ -198,7 +198,7 @@ def test_what_is_proposed_fits_and_one_more_does_not() -> None:
 
 @pytest.mark.slow
 def test_parts_are_even() -> None:
-    """With room for more than one part of a share, parts are as equal as they can be, and none is larger than fits."""
+    """A share that needs several micro-batches is split without a superfluous one, none larger than fits."""
     spec = spec_of_classes()
     budget = budget_of("600MiB", headroom=0.0)
     envelopes = find_envelopes(spec, budget.usable_bytes)
@@ -212,7 +212,7 @@ def test_parts_are_even() -> None:
 
 @pytest.mark.slow
 def test_changes_are_ranked() -> None:
-    """Changes are listed by what they let fit, and each is better or worse than what is, as told."""
+    """Changes are sorted by accumulation steps, and the first needs fewer than the plan without changes."""
     spec, budget = spec_of_language(), budget_of("900MiB", headroom=0.0)
     plan = make_plan(spec, budget, 64, name="net")
 
@@ -225,7 +225,7 @@ def test_changes_are_ranked() -> None:
 
 @pytest.mark.slow
 def test_nothing_fits() -> None:
-    """Where not even one sample fits, the plan says why, and which change would help."""
+    """If not even one sample fits, the plan gives the reason."""
     plan = planned(spec_of_language(), "620MiB", 64, proposals=True)
 
     assert not plan.fits
@@ -234,7 +234,7 @@ def test_nothing_fits() -> None:
 
 @pytest.mark.slow
 def test_one_part_is_named_if_it_is_too_large_alone() -> None:
-    """A category that alone exceeds the budget is named as the reason."""
+    """A category that alone exceeds the budget is reported as the reason."""
     plan = planned(spec_of_classes(num_blocks=8, width=512), "534MiB", 4)
     sizes = plan.baseline.peak.by_category
     largest = max(sizes, key=lambda name: sizes[name])
@@ -245,7 +245,7 @@ def test_one_part_is_named_if_it_is_too_large_alone() -> None:
 
 @pytest.mark.slow
 def test_known_case_of_one_device() -> None:
-    """Batch 64 with 4 fitting is 16 accumulation steps."""
+    """With a batch of 64 and room for 4, there are 16 accumulation steps."""
     spec = spec_of_language()
     envelopes = find_envelopes(spec, 2**30)
     limit = next(size for size in range(100, 2000) if largest_that_fits(envelopes.steady, size * MIB) == 4)
@@ -258,13 +258,13 @@ def test_known_case_of_one_device() -> None:
 
 @pytest.mark.parametrize(("device", "headroom"), [("RTX 4091", 0.15), ("24 GiBB", 0.15), ("24GiB", 1.0)])
 def test_devices_that_are_none(device: str, headroom: float) -> None:
-    """Unknown devices, and a headroom that leaves nothing, are refused."""
+    """Raise for an unknown device, and for a headroom that leaves no memory."""
     with pytest.raises(UserError):
         budget_of(device, headroom=headroom)
 
 
 def test_budget_is_what_tensors_can_have() -> None:
-    """Headroom, context, communicators and workspaces come off; on a CPU there is nothing but tensors."""
+    """The budget excludes headroom, context, communicators and workspaces; on a CPU only headroom."""
     one, two = budget_of("H100", headroom=0.1), budget_of("H100", world_size=2, headroom=0.1)
 
     assert one.total_bytes * 0.9 - one.usable_bytes == pytest.approx(532 * MIB, abs=1)
@@ -274,7 +274,7 @@ def test_budget_is_what_tensors_can_have() -> None:
 
 @pytest.mark.slow
 def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change that breaks the step does not break the plan."""
+    """A change that raises is left out of the proposals."""
     spec, budget = spec_of_classes(), budget_of("600MiB")
     envelopes = find_envelopes(spec, budget.usable_bytes)
     broken = [change for change in possible_changes(spec) if change.name == "checkpointing"]
@@ -294,7 +294,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path: Path) -> None:
-    """The picture of a plan names its micro-batches from 1, its device and its peak."""
+    """The picture of a plan labels its micro-batches from 1, its device and its peak."""
     pytest.importorskip("matplotlib", reason="needs the extra anybatch[plot]")
     plan = planned(spec_of_classes(), "600MiB", 10**6)
 

@@ -1,4 +1,4 @@
-"""A sharded step that is planned without ranks takes what the engine's ranks take."""
+"""Sharded steps planned in one process match the memory of real ranks."""
 
 import dataclasses
 import sys
@@ -36,14 +36,14 @@ from tests.planner.step_specs import changed, step_spec
 from tests.ranks_fixture import Ranks
 
 GLOO_COPY = "aten.split.Tensor"
-"""gloo reduces a copy of what it is given."""
+"""gloo reduces a copy of its input."""
 SMALL = 64
-"""Bytes of what ranks agree in, and of norms: their operations are others where ranks are imagined."""
+"""Bytes of messages between ranks and of norms, whose operations differ in a plan."""
 MICRO_BATCH_SIZE = 64
 
 
 def traced(world_size: int, strategy: str | Callable[[], Strategy] = "fsdp", size: int = 4) -> MemoryTrace:
-    """Return a planned step of rank 0."""
+    """Return rank 0's planned step."""
     return trace_step(replace(sharded_spec(world_size), strategy=strategy), size).steady
 
 
@@ -53,7 +53,7 @@ def for_real(names: list[str]) -> list[Held]:
 
 
 def large(taken: list[tuple[str, int]]) -> Counter[tuple[str, int]]:
-    """Return what was taken, but for gloo's copies, what ranks agree in, and inputs that are there or made."""
+    """Return the allocations without gloo's copies, messages between ranks, and inputs."""
     return Counter(
         (operation, num_bytes)
         for operation, num_bytes in taken
@@ -62,15 +62,15 @@ def large(taken: list[tuple[str, int]]) -> Counter[tuple[str, int]]:
 
 
 def keeps_whole_gradients(name: str) -> bool:
-    """Return whether gradients accumulate in `.grad` until the last micro-batch, so that first ones are copied."""
+    """Return whether gradients accumulate in `.grad` until the last micro-batch, so that the first are copied."""
     return name.startswith("once")
 
 
 @pytest.mark.slow
 def test_every_allocation_is_that_of_real_ranks(two_ranks: Ranks) -> None:
-    """Rank 0 takes the planned pieces under each reduction and form of shards, and no rank holds more.
+    """For each reduction and sharding, rank 0's allocations match the plan, and no rank's peak is higher.
 
-    To the byte, but for some numbers that ranks agree in, and for the copies of first gradients, which plans leave out.
+    To the byte, except small messages between ranks and copies of first gradients, which plans leave out.
     """
     names = [name for name in STRATEGIES if name != "each time, bf16"]
     ranks = two_ranks.run(for_real, names)
@@ -85,16 +85,16 @@ def test_every_allocation_is_that_of_real_ranks(two_ranks: Ranks) -> None:
 
 
 def rows(parameter: torch.Tensor, world_size: int) -> int:
-    """Return how many rows the first rank has, by counting."""
+    """Return the number of rows of the first rank, by counting."""
     return len(range(0, parameter.shape[0], world_size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_state_and_update_are_shared(world_size: int) -> None:
-    """Rank 0 holds its rows of weights and of both of AdamW's averages, and its update takes as many for a while.
+    """Rank 0 holds its rows of weights and of AdamW's two averages, and its update needs the same again.
 
-    Weights and gradients are padded where rows do not divide among three ranks.
+    Weights and gradients are padded if rows do not divide evenly among three ranks.
     """
     trace = traced(world_size, lambda: FSDP(reduction="every_micro_batch"))
     parameters = list(Network().parameters())
@@ -112,7 +112,7 @@ def test_state_and_update_are_shared(world_size: int) -> None:
 
 
 def held_at(trace: MemoryTrace, position: int) -> Counter[Category]:
-    """Return what is held after so many events."""
+    """Return the memory held after the first `position` events."""
     held: Counter[Category] = Counter()
     for event in trace.events[:position]:
         one = trace.allocations[abs(event) - 1]
@@ -121,15 +121,15 @@ def held_at(trace: MemoryTrace, position: int) -> Counter[Category]:
 
 
 def largest_held(trace: MemoryTrace, category: Category, mark: str) -> int:
-    """Return what a category holds at a mark."""
+    """Return the bytes of a category at a mark."""
     return held_at(trace, next(position for position, name in trace.marks if name == mark))[category]
 
 
 @pytest.mark.slow
 def test_gradients_are_whole_or_shards() -> None:
-    """Between micro-batches a rank holds its share of the gradients if they are reduced, all of them if not.
+    """Between micro-batches a rank holds its shard of the gradients if they are reduced, and all of them if not.
 
-    Which, "auto" decides by the memory of the device that is planned for.
+    "auto" decides by the memory of the planned device.
     """
     whole = sum(4 * one.numel() for one in Network().parameters())
     for strategy, device_bytes, expected in (
@@ -145,9 +145,9 @@ def test_gradients_are_whole_or_shards() -> None:
 
 @pytest.mark.slow
 def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
-    """What blocks gather comes from one pool, what is reduced from another; the allocator needs no less with them.
+    """Gathered blocks and reduced gradients come from separate pools, which makes the allocator reserve more.
 
-    What is outside of blocks is gathered before the loss begins, where the model computes.
+    Parameters outside of blocks are gathered before the loss, in the pool of the computation.
     """
     trace = traced(2, STRATEGIES["each time, bf16"])
     model = Network()
@@ -159,7 +159,7 @@ def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
         sizes.setdefault(one.pool, set()).add(one.num_bytes)
     assert set(sizes) == {0, 1, 2}
     block = 2 * sum(one.numel() for one in groups[0])
-    assert sizes[1] == {block, block // 2}  # bfloat16: all of a group, and what one rank puts in
+    assert sizes[1] == {block, block // 2}  # bfloat16: a group's gathered weights, and one rank's part of them
     assert sizes[2] == whole  # float32: one rank's half
     num_bytes = [one.num_bytes for one in trace.allocations]
     with_pools = replay(trace.events, num_bytes, pools=trace.pools).peak_reserved_bytes
@@ -168,7 +168,7 @@ def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_traces_do_not_depend_on_those_before() -> None:
-    """The same trace comes out again after another number of ranks; no process group is left, and no hook of it."""
+    """A trace does not depend on earlier ones, and leaves no process group and no hook."""
     hook = sys.excepthook
     first = traced(2, size=3)
     assert traced(4, size=3) != first
@@ -179,11 +179,11 @@ def test_traces_do_not_depend_on_those_before() -> None:
 
 @pytest.mark.slow
 def test_the_first_plan_of_a_model_is_like_the_next() -> None:
-    """Torch works out, with tensors of whole size, how operations are sharded when they first run: that is no memory.
+    """The tensors that torch creates to derive how operations are sharded are not counted as memory.
 
-    On an accelerator the whole model has not been there either: no step begins with it.
+    The plan for an accelerator does not start with the unsharded model either.
     """
-    # Of a width that no other test has, since torch remembers what it has worked out.
+    # A width that no other test uses, since torch caches how operations are sharded.
     spec = step_spec(
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(46, 46), nn.GELU()) for _ in range(2))),
         optimizer=adamw,
@@ -204,7 +204,7 @@ SETUP_WEIGHTS = ("setup", "weights")
 
 
 class Mixture(nn.Module):
-    """A block with blocks in it."""
+    """A block that contains blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def test_blocks_are_found() -> None:
-    """Composite modules of a class that repeats in a list are blocks, wherever it is; parts of blocks are none."""
+    """Composite modules whose class repeats in a list are blocks at any depth; parts of blocks are not."""
     network = Network()
     assert blocks_of(network) == list(network.blocks)
     assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))) == []
@@ -233,7 +233,7 @@ def test_blocks_are_found() -> None:
 
 @pytest.mark.slow
 def test_blocks_of_a_library_are_found() -> None:
-    """The layers of a Llama of transformers are its blocks."""
+    """The layers of a transformers Llama are its blocks."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=50
@@ -244,7 +244,7 @@ def test_blocks_of_a_library_are_found() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
-    """The engine refuses for a plan what it refuses for a run, with what to give instead."""
+    """Planning raises the same errors as the engine, with their fixes."""
     model = Network()
     spec = replace(sharded_spec(2), strategy="fsdp")
     assert callable(spec.train)
@@ -256,33 +256,33 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 def refusal() -> str:
-    """Run on every rank: return what is said where a process group is there."""
+    """Run on every rank: return the error of planning inside a process group."""
     with pytest.raises(CannotPlanError) as caught:
         traced(2)
     return str(caught.value)
 
 
 def test_a_real_rank_does_not_imagine_others(two_ranks: Ranks) -> None:
-    """A process that is one of real ranks refuses, and its group is as before."""
+    """Planning for several ranks inside a real process group raises."""
     for rank, said in enumerate(two_ranks.run(refusal)):
-        assert f"rank {rank} of 2 real ones" in said
+        assert f"rank {rank} of a real one with 2 ranks" in said
 
 
 def needed(trace: MemoryTrace) -> int:
-    """Return what the allocator takes if it has all it wants."""
+    """Return the memory that the allocator reserves without a limit."""
     sizes = [one.num_bytes for one in trace.allocations]
     return replay(trace.events, sizes, pools=trace.pools).peak_reserved_bytes
 
 
 def fits(trace: MemoryTrace, budget_bytes: int) -> bool:
-    """Return whether a budget is enough."""
+    """Return whether the trace fits into a budget."""
     sizes = [one.num_bytes for one in trace.allocations]
     return replay(trace.events, sizes, limit_bytes=budget_bytes, pools=trace.pools).fits
 
 
 @pytest.fixture(scope="module")
 def wide() -> StepSpec:
-    """A spec whose memory is its state, in pieces that are large to the allocator."""
+    """A spec whose memory is mostly state, in large allocations."""
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = model(batch).square().mean()
@@ -304,7 +304,7 @@ def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 @pytest.mark.slow
 @pytest.mark.parametrize("stateless", [False, True])
 def test_smallest_world_is_the_first_that_fits(wide: StepSpec, stateless: bool) -> None:
-    """Of all candidates in order, the first that fits is found, for every budget; None where none does."""
+    """For every budget, the search finds the first of all candidate world sizes that fits, or None."""
     wide = changed(wide, optimizer=sgd) if stateless else wide
     candidates = [2, 4, 8, 16]
     traces = {size: trace_step(replace(wide, world_size=size), 1).steady for size in candidates}
@@ -314,7 +314,7 @@ def test_smallest_world_is_the_first_that_fits(wide: StepSpec, stateless: bool) 
 
 
 def wide_layers() -> nn.Module:
-    """Return blocks of 67 million parameters."""
+    """Return blocks with 67 million parameters in total."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
 
 
@@ -329,9 +329,9 @@ def wide_layers() -> nn.Module:
     ],
 )
 def test_a_plan_says_how_devices_are_used(strategy: str, device: str, strategy_said: str, reduction_said: str) -> None:
-    """The engine decides within a plan by the memory of the device that is planned for, and the plan prints it.
+    """A plan uses the memory of the planned device to choose strategy and reduction, and prints why.
 
-    How long weights travel is not known, so that a plan with gathers has no time.
+    The time of communication is unknown, so a plan with gathers has no time.
     """
     plan = ab.plan(
         wide_layers,

@@ -1,4 +1,4 @@
-"""Seconds from operations: the roofline by hand, corrections, micro-batches and reductions."""
+"""Predicted step times: the roofline, corrections, micro-batches and reductions."""
 
 import dataclasses
 import itertools
@@ -52,7 +52,7 @@ UPDATE = Operation(name="add_", kind="other", phase="update", micro_batch=1, byt
 
 
 def trace(m: int, num_micro_batches: int = 2) -> CostTrace:
-    """Return a step: a product each way per micro-batch, one more that adds in later ones, and an update."""
+    """Return a step: products both ways per micro-batch, additions to gradients in later ones, and an update."""
     operations: list[Operation] = []
     for number in range(num_micro_batches):
         both = [product(m, micro_batch=number), product(m, phase="backward", micro_batch=number)]
@@ -63,13 +63,13 @@ def trace(m: int, num_micro_batches: int = 2) -> CostTrace:
 
 
 def plain_seconds(one: Operation) -> float:
-    """Return the roofline, written out."""
+    """Return the roofline time, written out."""
     peak = 4e9 if one.dtype == "bf16" else 1e9
     return 0.25 + max(one.flops / peak, (one.bytes_read + one.bytes_written) / 1e6)
 
 
 def test_an_operation_takes_its_arithmetic_or_its_traffic() -> None:
-    """Whichever is longer, and a launch; numbers in 16 bits have their own peak; others that of 32."""
+    """An operation takes its arithmetic or its traffic, the longer of the two, plus a launch; bf16 has its own peak."""
     heavy = Operation(name="mm", kind="matmul", phase="forward", flops=3_000_000_000, bytes_read=10)
     light = Operation(name="add", kind="other", phase="forward", bytes_read=1_000_000, bytes_written=500_000)
 
@@ -81,7 +81,7 @@ def test_an_operation_takes_its_arithmetic_or_its_traffic() -> None:
 
 
 def test_the_host_is_added_or_hidden() -> None:
-    """What Python takes per operation adds up on a CPU; an accelerator's step takes the longer of the two."""
+    """Python's time per operation is added on a CPU; on an accelerator, the longer of host and device time counts."""
     operations = [product(1), product(1, phase="backward")]
     host = dataclasses.replace(RATES, host_seconds={"forward": 2.0, "backward": 3.0})
     alone = operation_seconds(operations, RATES)
@@ -94,7 +94,7 @@ def test_the_host_is_added_or_hidden() -> None:
 
 @given(rows=st.lists(st.integers(1, 4000), min_size=1, max_size=8, unique=True), factor=st.floats(0.1, 30))
 def test_measured_operations_are_predicted_as_measured(rows: list[int], factor: float) -> None:
-    """Where all operations take a multiple of the roofline, so does the prediction, at other shapes too."""
+    """If all measured operations take a multiple of the roofline, so does every prediction, at other shapes too."""
     measured = [[(product(m), factor * plain_seconds(product(m))) for m in rows]]
     rates = calibrated(RATES, measured)
 
@@ -104,7 +104,7 @@ def test_measured_operations_are_predicted_as_measured(rows: list[int], factor: 
 
 
 def test_the_nearest_measurement_counts_most() -> None:
-    """Each shape is corrected as it was measured; between two shapes the correction lies between theirs."""
+    """Each measured shape has its own correction; between two shapes the correction is between theirs."""
     small, large = product(8), product(2048)
     rates = calibrated(RATES, [[(small, 5 * plain_seconds(small)), (large, 2 * plain_seconds(large))]])
 
@@ -117,7 +117,7 @@ def test_the_nearest_measurement_counts_most() -> None:
 
 
 def test_names_before_kinds() -> None:
-    """An operation is corrected as those of its name; where there is none, as those of its kind."""
+    """An operation uses the correction of its name, or else of its kind."""
     mm, other = product(64), product(64, name="addmm")
     rates = calibrated(RATES, [[(mm, 5 * plain_seconds(mm)), (other, 2 * plain_seconds(other))]])
 
@@ -129,7 +129,7 @@ def test_names_before_kinds() -> None:
 
 
 def test_the_band_is_what_programs_say_of_each_other() -> None:
-    """Programs that the others predict exactly leave the band of unseen models; one that they do not widens it."""
+    """The band is the default for unseen models if programs predict each other exactly; one outlier widens it."""
     alike = [[(product(m), 3 * plain_seconds(product(m)))] for m in (8, 64, 500, 2000)]
     other = [[(product(m), (24 if m == 64 else 3) * plain_seconds(product(m)))] for m in (8, 64, 500)]
 
@@ -140,7 +140,7 @@ def test_the_band_is_what_programs_say_of_each_other() -> None:
 
 
 def test_devices_of_the_table_are_uncalibrated() -> None:
-    """Every device can be predicted for, with a wide band, slower than its peaks; faster devices take less time."""
+    """Devices of the table have uncalibrated predictions with a wide band; faster devices take less time."""
     operations = [product(4096), product(4096, phase="backward"), UPDATE]
     for device in DEVICES:
         rates = rates_of(device)
@@ -153,7 +153,7 @@ def test_devices_of_the_table_are_uncalibrated() -> None:
 
 
 def test_tf32_is_asked_for() -> None:
-    """Products in 32 bits run at the rate of TF32 only where that is switched on."""
+    """float32 products run at the TF32 rate only if TF32 is enabled."""
     device = find_device("A100-80")
     assert rates_of(device).flops_per_second["fp32"] == device.peak("fp32")
     assert rates_of(device, tf32=True).flops_per_second["fp32"] == device.peak("tf32")
@@ -161,16 +161,16 @@ def test_tf32_is_asked_for() -> None:
 
 @given(m=st.integers(1, 300), traced=st.lists(st.integers(1, 20), min_size=2, max_size=2, unique=True))
 def test_costs_lie_on_a_line(m: int, traced: list[int]) -> None:
-    """Two traces give every operation at any micro-batch size, as a trace there would."""
+    """Two traces give the costs at any micro-batch size, as a trace of that size would."""
     line = fit_costs(trace(traced[0]), traced[0], trace(traced[1]), traced[1])
     assert line.at(m) == trace(m)
 
 
 def test_other_operations_are_refused() -> None:
-    """Traces that differ in an operation, in their number or not at all in size are refused."""
+    """Traces with different operations, or of the same size, raise."""
     renamed = CostTrace((product(2, name="addmm"), *trace(2).operations[1:]))
     with pytest.raises(
-        PlanError, match="operation 0 is addmm in forward at micro-batch size 2, and mm in forward at 3"
+        PlanError, match="operation 0 is addmm in forward at micro-batch size 2, but mm in forward at 3"
     ):
         fit_costs(renamed, 2, trace(3), 3)
     with pytest.raises(PlanError, match="7 operations at 2, 6 at 3"):
@@ -181,7 +181,7 @@ def test_other_operations_are_refused() -> None:
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), num_traced=st.integers(1, 3))
 def test_a_step_is_the_sum_of_its_parts(sizes: list[int], num_traced: int) -> None:
-    """Each micro-batch at its own size, the first without adding gradients, then what runs once: as written out."""
+    """A step's time is the sum of its micro-batches at their sizes and of the operations that run once."""
     line = fit_costs(trace(2, num_traced), 2, trace(3, num_traced), 3)
     found = step_seconds(line, RATES, sizes)
     adds = plain_seconds(UPDATE) * (num_traced > 1)
@@ -195,7 +195,7 @@ def test_a_step_is_the_sum_of_its_parts(sizes: list[int], num_traced: int) -> No
 
 
 def test_forwards_that_run_first_are_shared_out() -> None:
-    """Where all forwards run before the first backward, each micro-batch counts as the mean of those traced."""
+    """If all forwards run before the first backward, each micro-batch counts as the mean of those traced."""
     joint = CostTrace(
         (
             *(product(2) for _ in range(3)),
@@ -220,7 +220,7 @@ def _resized(one: Operation) -> Operation:
     backward=st.floats(0, 100),
 )
 def test_a_reduction_is_hidden_but_for_its_last_bucket(num_bytes: int, world_size: int, backward: float) -> None:
-    """A ring sends the bytes nearly twice; a backward hides all but the last bucket at most."""
+    """A ring sends the bytes almost twice; a backward hides all except the last bucket."""
     one = Reduction(num_bytes=num_bytes, world_size=world_size, link_bytes_per_second=1e8)
     sent = sum(num_bytes / world_size for _ in range(2 * (world_size - 1)))
 
@@ -233,7 +233,7 @@ def test_a_reduction_is_hidden_but_for_its_last_bucket(num_bytes: int, world_siz
 
 
 def test_the_same_batch_on_one_card_and_on_eight() -> None:
-    """Eight cards take less time than one, and no less than an eighth; alone there is no reduction."""
+    """Eight cards take less time than one but more than an eighth; one card has no reduction."""
     line = fit_costs(trace(2), 2, trace(3), 3)
     one = step_seconds(line, RATES, [16] * 8)
     link = Reduction(num_bytes=800, world_size=8, link_bytes_per_second=1e3)
@@ -245,7 +245,7 @@ def test_the_same_batch_on_one_card_and_on_eight() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    """A trace without operations, and a rank without samples, take nothing but what runs once."""
+    """A trace without operations takes no time, and a rank without samples only the time of the update."""
     nothing = fit_costs(CostTrace(()), 2, CostTrace(()), 3)
     assert step_seconds(nothing, RATES, [4]).total == 0
     idle = step_seconds(fit_costs(trace(2), 2, trace(3), 3), RATES, [])
@@ -253,7 +253,7 @@ def test_nothing_takes_no_time() -> None:
 
 
 def test_views_cost_the_host_only() -> None:
-    """On an accelerator a view takes no device time, however it is called."""
+    """On an accelerator a view takes no time."""
     view = Operation(name="t", kind="view", phase="forward")
     rates = dataclasses.replace(RATES, overlaps=True)
     assert operation_seconds(itertools.repeat(view, 5), rates) == 0
@@ -261,7 +261,7 @@ def test_views_cost_the_host_only() -> None:
 
 
 def test_float32_convolutions_run_at_tf32_speed() -> None:
-    """By default cuDNN computes them in TF32; products of matrices and convolutions in bf16 keep their own peaks."""
+    """By default, cuDNN computes float32 convolutions in TF32; matrix products and bf16 keep their own peaks."""
     device = find_device("H100")
     rates = rates_of(device)
     flops = 10**15

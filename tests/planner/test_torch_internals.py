@@ -1,4 +1,4 @@
-"""What planning asks of torch in private: what it does, and what is done where torch lacks it."""
+"""Private torch APIs that planning uses: their behavior, and the fallback if torch lacks them."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from anybatch.memory.torch_internals import FakeTensorMode
 from anybatch.parallel.torch_internals import Store
 from anybatch.planner.torch_internals import (
     checkpointed,
-    cpu_allocations,
     cuda_driver_number,
     fake_device_getter,
     imagined_store,
@@ -35,7 +34,7 @@ aten = torch.ops.aten
 
 
 def test_operations_are_found_by_name() -> None:
-    """An operation that a plan must follow is there or refused; of a list those are left out that torch lacks."""
+    """An unknown operation raises; unknown operations in a list are left out."""
     assert operation("equal.default") is aten.equal.default
     assert known_operations(["mm.default", "mm.not_there", "not_there.default"]) == {aten.mm.default}
     with pytest.raises(UnsupportedTorchError, match=r"not_there\.default"):
@@ -43,7 +42,7 @@ def test_operations_are_found_by_name() -> None:
 
 
 def test_operations_say_what_they_write_to() -> None:
-    """The description of an operation that works in place says so, by argument."""
+    """An operation's schema says which arguments it writes to."""
     in_place, pure = schema_of(aten.add_.Tensor), schema_of(aten.add.Tensor)
 
     assert (in_place.is_mutable, pure.is_mutable) == (True, False)
@@ -53,13 +52,13 @@ def test_operations_say_what_they_write_to() -> None:
 
 
 def test_kernels_of_autocast_are_listed() -> None:
-    """Matrix products have a kernel for autocast on CUDA, and additions have none."""
+    """Matrix products have a kernel for autocast on CUDA, additions do not."""
     assert "mm" in registered_operations("AutocastCUDA")
     assert "add.Tensor" not in registered_operations("AutocastCUDA")
 
 
 def test_an_operation_can_pass_by_autocast() -> None:
-    """Without its kernels autocast changes no type; outside of that context it does."""
+    """Without its kernels autocast changes no dtype; outside of the context it does."""
     one = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         with without_autocast_kernels():
@@ -68,8 +67,8 @@ def test_an_operation_can_pass_by_autocast() -> None:
 
 
 def test_registered_kernels_are_taken_back() -> None:
-    """A kernel is torch's own again afterwards, also after an error; a library that cannot be taken back is refused."""
-    with pytest.raises(KeyError), kernel_library() as library:  # noqa: PT012 (what happens inside is the claim)
+    """A replaced kernel is restored, also after an error; a library that cannot be restored raises."""
+    with pytest.raises(KeyError), kernel_library() as library:  # noqa: PT012 (the claim is about the context)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             library.impl("relu", lambda _: torch.full((1,), 7.0), "CPU", allow_override=True)
@@ -81,20 +80,20 @@ def test_registered_kernels_are_taken_back() -> None:
 
 
 class Told(Tensor):
-    """A tensor whose class is asked by each function of torch."""
+    """A tensor subclass that overrides every torch function."""
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> str:
-        """Answer in the place of torch."""
+        """Return a constant instead of calling torch."""
         return "told"
 
 
-CORE: Any = torch._C  # noqa: SLF001 (what is asked for the context)
+CORE: Any = torch._C  # noqa: SLF001 (a module that has the context's private name)
 
 
 @pytest.mark.parametrize("of", [CORE, SimpleNamespace(DisableTorchFunctionSubclass=CORE.DisableTorchFunctionSubclass)])
 def test_classes_of_tensors_can_be_passed_by(of: object) -> None:
-    """Inside, a tensor of a class is a plain one; by the other name of the context, too."""
+    """Inside the context a tensor subclass is a plain tensor, under either private name."""
     tensor = torch.ones(2).as_subclass(Told)
     with without_subclasses(of):
         assert float(tensor.sum()) == 2
@@ -102,7 +101,7 @@ def test_classes_of_tensors_can_be_passed_by(of: object) -> None:
 
 
 def test_modes_can_be_left() -> None:
-    """Inside, a ledger that is entered sees nothing; afterwards it sees again."""
+    """Inside the context a ledger sees nothing; afterwards it does again."""
     with MemoryLedger() as ledger:
         with outside_modes():
             hidden = torch.ones(100)
@@ -113,7 +112,7 @@ def test_modes_can_be_left() -> None:
 
 
 def test_a_module_is_checkpointed() -> None:
-    """The forward of a checkpointed module runs again in the backward, and its gradient is the plain one's."""
+    """The forward of a checkpointed module runs again in the backward, with the gradient of the plain module."""
     calls = []
     linear = nn.Linear(2, 1)
     linear.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -128,26 +127,20 @@ def test_a_module_is_checkpointed() -> None:
 
 
 def test_there_are_imagined_ranks() -> None:
-    """Torch has a store for ranks that are imagined."""
+    """Torch has a store for simulated ranks."""
     assert isinstance(imagined_store(), Store)
 
 
 def test_the_driver_s_number() -> None:
-    """It is what torch says of the driver, and None where torch was built without CUDA or does not say."""
+    """The driver's version comes from torch; None if torch was built without CUDA or lacks the function."""
     ask = SimpleNamespace(_cuda_getDriverVersion=lambda: 12040)
 
     assert cuda_driver_number(ask) == (None if torch.version.cuda is None else 12040)
     assert cuda_driver_number(NOTHING) is None
 
 
-def test_allocations_on_the_cpu() -> None:
-    """A tensor that is made and kept is one allocation of its bytes; what is dropped comes back."""
-    assert cpu_allocations(lambda: torch.empty(1 << 16)) == [4 << 16]
-    assert sum(cpu_allocations(lambda: torch.empty(1 << 16) is None)) == 0
-
-
 def test_the_device_of_a_tensor_without_data() -> None:
-    """It is read as the property of the same name gives it, and by that name where there is no other."""
+    """A fake tensor's device is read through the private getter, or else by its property."""
     with FakeTensorMode():
         tensor: Any = torch.empty(2, device="cuda:1")
 
@@ -159,7 +152,7 @@ def test_the_device_of_a_tensor_without_data() -> None:
 
 
 def test_tensors_without_data_can_be_made_directly() -> None:
-    """This torch has all that it takes; where one part is missing, the answer is no."""
+    """This torch has all private helpers; if one is missing, the function returns False."""
     assert makes_fake_tensors()
     assert not makes_fake_tensors([torch, None])
 
@@ -171,10 +164,9 @@ def test_tensors_without_data_can_be_made_directly() -> None:
         (without_autocast_kernels, "autocast"),
         (without_subclasses, "Planning a step"),
         (outside_modes, "within a run"),
-        (lambda of: cpu_allocations(lambda: None, of), "workspaces"),
     ],
 )
 def test_what_torch_lacks_is_refused(ask: Callable[[Any], object], purpose: str) -> None:
-    """Where nothing safe can be done instead, the error names what cannot be had."""
+    """Without a safe fallback, the error names the missing feature."""
     with pytest.raises(UnsupportedTorchError, match=purpose):
         ask(NOTHING)

@@ -1,4 +1,4 @@
-"""A plan against a step that was run."""
+"""Verification compares a plan with a real step."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ SPEC = step_spec(
 
 
 def test_a_plan_is_what_a_step_takes() -> None:
-    """What was planned for tensors is what they hold when the step is run; both are printed."""
+    """The planned memory matches the measured memory of a step, and both are printed."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
 
     found = verify(SPEC, plan.baseline, "cpu")
@@ -48,7 +48,7 @@ def test_a_plan_is_what_a_step_takes() -> None:
 
 
 def test_a_wrong_plan_is_seen() -> None:
-    """A plan for another model does not hold."""
+    """Verification detects a plan for another model."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
     wider = changed(SPEC, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
 
@@ -58,7 +58,7 @@ def test_a_wrong_plan_is_seen() -> None:
 
 
 def test_what_cannot_be_verified() -> None:
-    """Several ranks, and what is made already, are refused."""
+    """Specs with several ranks, or with a model that already exists, raise."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
     model = net()
 
@@ -67,5 +67,5 @@ def test_what_cannot_be_verified() -> None:
         built(SPEC)[0],
         changed(SPEC, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
     ):
-        with pytest.raises(PlanError, match="plan it so"):
+        with pytest.raises(PlanError, match="plan it that way"):
             verify(spec, plan.baseline, "cpu")

@@ -1,4 +1,4 @@
-"""Programs that take and let go memory, drawn by Hypothesis, and what they hold counted the plain way."""
+"""Programs of allocations and frees, drawn by Hypothesis, with their memory counted in the simplest way."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -18,7 +18,7 @@ def size_at(coefficients: Coefficients, m: int) -> int:
 
 
 def trace_of(program: list[tuple[Coefficients, int]], m: int) -> MemoryTrace:
-    """Return the trace at micro-batch size `m` of pieces with (size, number of pieces taken before it is let go)."""
+    """Return a program's trace at micro-batch size `m`; each entry is (size, later allocations until it is freed)."""
     categories, phases = get_args(Category), get_args(Phase)
     allocations = []
     events: list[int] = []
@@ -37,7 +37,7 @@ def trace_of(program: list[tuple[Coefficients, int]], m: int) -> MemoryTrace:
 
 
 def held_after_each_event(trace: MemoryTrace) -> list[int]:
-    """Return what is held after each event, counted one by one."""
+    """Return the live bytes after each event, counted one by one."""
     held: set[int] = set()
     counted = []
     for event in trace.events:
@@ -50,7 +50,7 @@ def held_after_each_event(trace: MemoryTrace) -> list[int]:
 
 
 def programs(curvature: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[Coefficients, int]]]:
-    """Return a strategy of programs with at least one piece; those that outlive the program are never let go."""
+    """Return a strategy of programs with at least one allocation; some are never freed."""
     sizes = st.tuples(st.integers(0, 5000), st.integers(0, 900), curvature)
     return st.lists(st.tuples(sizes, st.integers(0, 12)), min_size=1, max_size=25)
 
@@ -61,7 +61,7 @@ def affine_programs() -> st.SearchStrategy[list[tuple[Coefficients, int]]]:
 
 
 def largest_by_trying(peak: Callable[[int], int], budget_bytes: int, most: int) -> int:
-    """Return the largest micro-batch size up to which all fit, trying one after the other."""
+    """Return the largest micro-batch size up to which all fit, by trying each."""
     for m in range(1, most + 1):
         if peak(m) > budget_bytes:
             return m - 1

@@ -1,4 +1,4 @@
-"""The recipe "contrastive": its loss, its metric, that any cut is exact, and that naive accumulation learns less."""
+"""The recipe "contrastive": its loss and metric, exact cuts, and worse results with naive accumulation."""
 
 import dataclasses
 import math
@@ -27,12 +27,12 @@ def doubled(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def naive_loss(model: Encoders, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of a micro-batch by itself."""
+    """Return the loss over the micro-batch alone."""
     return loss(model, encode(model, batch))
 
 
 def test_what_each_encoder_sees() -> None:
-    """The vectors of the even columns depend on these alone, and have length 1; so do those of the odd ones."""
+    """Each encoder sees only the even or only the odd columns, and its vectors have length 1."""
     model, images = Encoders(), torch.rand(3, 1, 8, 8)
     changed = images.clone()
     changed[..., 1::2] = 0
@@ -44,7 +44,7 @@ def test_what_each_encoder_sees() -> None:
 
 
 def test_loss_and_retrieval_by_hand() -> None:
-    """On three pairs of which two are mixed up, both are what one computes by hand."""
+    """For three pairs with two of them swapped, loss and metric match values computed by hand."""
     model, axes = Encoders(), torch.eye(32)[:3]
     scale = float(model.logit_scale.detach().exp())
     vectors = axes, axes[[0, 2, 1]]
@@ -57,7 +57,7 @@ def test_loss_and_retrieval_by_hand() -> None:
 
 
 def test_any_cut_is_exact() -> None:
-    """In float64 the gradient of an effective batch is that of the plain loop, whatever the micro-batch size."""
+    """In float64 the gradient matches the plain loop at any micro-batch size."""
     job = dataclasses.replace(contrastive(), model=lambda: Encoders().double(), collate=doubled)
     whole, cut = (start(job, effective_batch_size=50, steps=1, micro_batch_size=size) for size in (50, 7))
     (batch,) = whole.batches
@@ -82,7 +82,7 @@ def accuracy(declared: ab.Job) -> float:
 
 
 def start_again(model: nn.Module) -> dict[str, float]:
-    """Return the metric of the model in one forward over all held-out images."""
+    """Return the metric of the model from one forward over all held-out images."""
     held_out = contrastive().evaluate
     assert held_out is not None
     data = held_out.dataset()
@@ -92,7 +92,7 @@ def start_again(model: nn.Module) -> dict[str, float]:
 
 
 def test_naive_declaration_is_refused() -> None:
-    """The first step sees that this loss is no mean over samples, and names what to declare."""
+    """The first step rejects a mean over samples for this loss and recommends the right declaration."""
     naive = dataclasses.replace(contrastive(), loss=ab.mean_over_samples(naive_loss))
     run = start(naive, epochs=1, micro_batch_size=4)
     with pytest.raises(LossError, match=r"declare ab\.joint\(encode, loss\)"):
@@ -102,7 +102,7 @@ def test_naive_declaration_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.published
 def test_naive_accumulation_learns_less() -> None:
-    """With each micro-batch's own loss the task is an easier one, and less is learnt of the one that was meant."""
+    """With the loss of each micro-batch alone, an easier task, the model learns less."""
     exact = accuracy(contrastive())
     naive = accuracy(dataclasses.replace(contrastive(), loss=ab.mean_over_samples(naive_loss)))
 

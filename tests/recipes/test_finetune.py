@@ -14,7 +14,6 @@ from anybatch.recipes.passages import Layout
 from anybatch.recipes.planning.subjects import subject_of_job
 from anybatch.recipes.run.start import start
 from anybatch.testing import relative_error
-from tests.faults import sees
 
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-12
@@ -47,32 +46,20 @@ def gradients(folder: Path, layout: Any, size: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_padded_and_packed_give_one_gradient(texts: Path) -> None:
-    """Of a Llama of transformers: un-split, cut by number, and by length, padded or packed."""
+    """A transformers Llama has one gradient un-split, cut by number, and by length, padded or packed."""
     expected = gradients(texts, "padded", None)
     budget = ab.token_budget(90)
     for layout, size in (("padded", 3), ("auto", 3), ("padded", budget), ("packed", budget), ("auto", budget)):
         assert relative_error(gradients(texts, layout, size), expected) <= TOLERANCE
 
 
-@sees(
-    "held-out batches are run whole where others are cut by length",
-    "src/anybatch/recipes/run/start.py",
-    "lengths = job.lengths if isinstance(job.lengths, str) or callable(job.lengths) else None",
-    "lengths = None",
-)
-@sees(
-    "a held-out sample longer than the budget ends the run",
-    "src/anybatch/engine/evaluation.py",
-    'dataclasses.replace(placement.budget, longer="alone")',
-    "placement.budget",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed", "auto"])
 def test_held_out_batches_are_within_the_budget(texts: Path, layout: Layout) -> None:
-    """Their metric is the plain mean over tokens, of no more tokens at once than the budget, or of one sample."""
+    """Held-out batches stay within the token budget, unless a single sample is longer, with the mean over tokens."""
     budget = 30
     job = finetune(folder=texts, layout=layout, longest=40)
-    job = dataclasses.replace(job, evaluate=ab.Evaluation(dataset=job.dataset))  # its own are all of one length
+    job = dataclasses.replace(job, evaluate=ab.Evaluation(dataset=job.dataset))  # the job's own have one length
     run = start(job, effective_batch_size=16, steps=1, check_loss=False, micro_batch_size=ab.token_budget(budget))
     model = run.engine.model
     assert isinstance(model, torch.nn.Module)
@@ -96,9 +83,9 @@ def test_held_out_batches_are_within_the_budget(texts: Path, layout: Layout) -> 
 
 @pytest.mark.slow
 def test_a_saved_model_is_taken(texts: Path, tmp_path: Path) -> None:
-    """A folder with weights and a tokeniser is what is trained, and read with."""
+    """A folder with weights and a tokenizer is loaded as the model to train and its tokenizer."""
     tokenizers = pytest.importorskip("tokenizers")
-    transformers.utils.logging.disable_progress_bar()  # whose thread would stay
+    transformers.utils.logging.disable_progress_bar()  # whose thread would stay alive
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "[PAD]": 1, "xyz": 2}, unk_token="[UNK]"))  # noqa: S106 (a word)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("xyz", "isolated")
     tokeniser = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]")  # noqa: S106
@@ -118,7 +105,7 @@ def test_a_saved_model_is_taken(texts: Path, tmp_path: Path) -> None:
 
 
 def test_passages_are_whole(texts: Path) -> None:
-    """Every byte of every passage is in one sample, but for passages of a single byte."""
+    """Samples have at most the maximum length, and a short passage is one sample."""
     job = finetune(folder=texts, longest=7)
     rows = [bytes(sample["input_ids"].tolist()) for sample in job.dataset()]
 
@@ -127,7 +114,7 @@ def test_passages_are_whole(texts: Path) -> None:
 
 
 def test_a_plan_is_of_the_longest_sample(texts: Path) -> None:
-    """Whatever comes first: memory has to have room for the longest."""
+    """A plan uses the longest sample, not the first."""
     job = finetune(folder=texts, longest=40)
     sample = subject_of_job(job).sample
 

@@ -1,4 +1,4 @@
-"""The fields of a job, and its refusals before anything is called."""
+"""The fields of a job are validated before anything is called."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def job(**changes: Any) -> ab.Job:
-    """Return a job that is valid but for the changes."""
+    """Return a job that is valid except for the changes."""
     arguments: dict[str, Any] = {
         "model": lambda: nn.Linear(2, 1),
         "optimizer": torch.optim.AdamW,
@@ -58,7 +58,7 @@ class ParameterLoss(nn.Module):
     ],
 )
 def test_valid(changes: dict[str, Any]) -> None:
-    """Functions, lambdas, classes, built-in functions and torch's own optimizers and schedulers fit as they are."""
+    """Functions, lambdas, classes, built-ins and torch's own optimizers and schedulers are accepted."""
     assert job(**changes).defaults.effective_batch_size == 2
 
 
@@ -68,7 +68,7 @@ def test_valid(changes: dict[str, Any]) -> None:
         (
             {"model": nn.Linear(2, 1)},
             ParameterError,
-            r"Job\(model=\.\.\.\) was given an object of type Linear, already made; pass a .* it: model=lambda: \.\.\.",
+            r"Job\(model=\.\.\.\) is an object of type Linear, already made; pass a .* it: model=lambda: \.\.\.",
         ),
         ({"model": {"net": nn.Linear(2, 1)}}, ParameterError, r"an object of type dict, already made; .* model=lambda"),
         (
@@ -86,7 +86,7 @@ def test_valid(changes: dict[str, Any]) -> None:
             ParameterError,
             r"optimizer\(named_parameters, learning_rate\), but <lambda>\(named\) cannot be called so: too many",
         ),
-        ({"dataset": torch.zeros(4, 2)}, DataError, r"Job\(dataset=\.\.\.\) was given an object of type Tensor"),
+        ({"dataset": torch.zeros(4, 2)}, DataError, r"Job\(dataset=\.\.\.\) is an object of type Tensor"),
         ({"dataset": lambda split: [split]}, DataError, r"must be a function dataset\(\), but <lambda>\(split\)"),
         ({"loss": "mse"}, LossError, r"Job\(loss='mse'\) must be a declared loss, such as .* an object of type str"),
         ({"loss": ParameterLoss()}, LossError, "an object of type ParameterLoss with parameters, .* into the model"),
@@ -116,7 +116,7 @@ def test_valid(changes: dict[str, Any]) -> None:
     ],
 )
 def test_refused(changes: dict[str, Any], error: type[UserError], message: str) -> None:
-    """Objects in the place of functions, and functions of other arguments, are refused by name with the right form."""
+    """Objects instead of functions, and functions with other arguments, raise with the right form."""
     with pytest.raises(error, match=message):
         job(**changes)
 
@@ -124,7 +124,7 @@ def test_refused(changes: dict[str, Any], error: type[UserError], message: str) 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: ab.Evaluation(dataset=torch.zeros(2)), DataError, r"Evaluation\(dataset=\.\.\.\) was given an object"),  # type: ignore[arg-type]
+        (lambda: ab.Evaluation(dataset=torch.zeros(2)), DataError, r"Evaluation\(dataset=\.\.\.\) is an object"),  # type: ignore[arg-type]
         (lambda: ab.Evaluation(dataset=list, metric="accuracy"), LossError, r"pass a function metric\(model, batch\)"),  # type: ignore[arg-type]
         (
             lambda: ab.Evaluation(dataset=list, effective_batch_size=0),
@@ -134,7 +134,7 @@ def test_refused(changes: dict[str, Any], error: type[UserError], message: str) 
     ],
 )
 def test_evaluation(make: Callable[[], ab.Evaluation], error: type[UserError], message: str) -> None:
-    """An evaluation is checked like a job."""
+    """An evaluation is validated like a job."""
     with pytest.raises(error, match=message):
         make()
 
@@ -147,7 +147,7 @@ def test_evaluation(make: Callable[[], ab.Evaluation], error: type[UserError], m
         ({"base_batch_size": 2.5}, BatchSizeError, "base_batch_size=2.5 must be a whole number"),
         ({"epochs": 0}, UserError, "epochs=0 must be a whole number of at least 1"),
         ({"steps": -1}, UserError, "steps=-1 must be a whole number of at least 1"),
-        ({"epochs": 1, "steps": 2}, UserError, "epochs=1 and steps=2 both say where to stop. Give one of them"),
+        ({"epochs": 1, "steps": 2}, UserError, "epochs=1 and steps=2 contradict each other. Pass one of them"),
         ({"learning_rate": 0.0}, UserError, "learning_rate=0.0 must be a finite number above 0"),
         ({"learning_rate": math.nan}, UserError, "learning_rate=nan must be a finite number above 0"),
         ({"learning_rate": "1e-3"}, UserError, "learning_rate='1e-3' must be a finite number above 0"),
@@ -155,6 +155,6 @@ def test_evaluation(make: Callable[[], ab.Evaluation], error: type[UserError], m
     ],
 )
 def test_defaults(changes: dict[str, Any], error: type[UserError], message: str) -> None:
-    """Every number is checked by itself, and epochs against steps."""
+    """Every number is validated, and epochs against steps."""
     with pytest.raises(error, match=message):
         ab.Defaults(**({"effective_batch_size": 8, "learning_rate": 0.1} | changes))

@@ -1,4 +1,4 @@
-"""The names of recipes, and the messages when there is none."""
+"""Loading recipes by name, and the messages for unknown names."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HEAD, JOB = SMALLEST_RECIPE.split("def job():\n")
 
 @pytest.fixture(autouse=True)
 def imports_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the modules that a test has loaded and where it has looked for them."""
+    """Restore the loaded modules and the import path after a test."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = set(sys.modules)
@@ -34,7 +34,7 @@ def written(folder: Path, text: str, name: str = "mine.py") -> str:
 
 
 def test_the_smallest_recipe_is_one(tmp_path: Path) -> None:
-    """The recipe that the errors show runs, and learns."""
+    """The recipe that the errors show runs and learns."""
     run = start(load_recipe(written(tmp_path, SMALLEST_RECIPE)))
     losses = [run.engine.step(batch).loss for batch in run.batches]
     assert len(losses) == 40
@@ -45,14 +45,14 @@ def test_the_smallest_recipe_is_one(tmp_path: Path) -> None:
 def test_files_and_modules_from_the_working_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file by its path and a module by its name give the same, with and without the function."""
+    """A file by path and a module by name load the same recipe, with or without the function."""
     monkeypatch.chdir(tmp_path)
     written(tmp_path, SMALLEST_RECIPE, "file.py")
     assert load_recipe(name).defaults.effective_batch_size == 16
 
 
 def test_a_module_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """package.module:function is imported as Python does."""
+    """package.module:function is imported like in Python."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     written(tmp_path, SMALLEST_RECIPE, "package/inside.py")
@@ -62,7 +62,7 @@ def test_a_module_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_file_finds_what_lies_beside_it(tmp_path: Path) -> None:
-    """Imports of a file are found as `python file.py` finds them, also those made later, and by workers."""
+    """A recipe can import files in its folder, also later and in workers."""
     written(tmp_path, SMALLEST_RECIPE, "beside.py")
     text = "from beside import job as other\n\ndef job():\n    from beside import loss\n    return other()\n"
     name = written(tmp_path, text)
@@ -83,15 +83,19 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path) -> None:
     ],
 )
 def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
-    """It is called job or recipe, or says that it returns a Job; imported ones and such with arguments do not count."""
+    """The recipe is the function called job or recipe, or the one without arguments that returns a Job."""
     assert load_recipe(written(tmp_path, text)).defaults.effective_batch_size == 16
 
 
 @pytest.mark.parametrize(
     ("text", "suffix", "message"),
     [
-        ("a = 1\n", "", "no function is called 'job' or 'recipe', .*Name it: .*mine.py:function. It defines no func"),
-        ("def f(): ...\ndef _g(): ...\n", "", r"Name it: .*mine\.py:function\. It has: f\."),
+        (
+            "a = 1\n",
+            "",
+            "no function is called 'job' or 'recipe', .*Choose one: .*mine.py:function. It defines no func",
+        ),
+        ("def f(): ...\ndef _g(): ...\n", "", r"Choose one: .*mine\.py:function\. It has: f\."),
         (
             "def job(): ...\ndef recipe(): ...\ndef f(): ...\n",
             "",
@@ -106,14 +110,14 @@ def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
         (
             "def job(width, *, depth, a=1, **b): ...\n",
             "",
-            "job of .*mine.py needs the arguments width, depth, and .*def",
+            "job of .*mine.py needs the arguments width, depth, but a recipe is called without .*def",
         ),
         ("def job(): return {}\n", "", r"job of .*mine\.py returned dict; .* smallest recipe is:\n\nimport torch\n"),
         ("def job(): pass\n", ":job", "returned NoneType; a recipe returns an ab.Job"),
     ],
 )
 def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None:
-    """Missing, ambiguous and unfit functions have messages of their own, which list the functions there are."""
+    """Missing, ambiguous and unsuitable functions raise an error that lists the functions there are."""
     with pytest.raises(UserError, match=f"(?s){message}"):
         load_recipe(written(tmp_path, text) + suffix)
 
@@ -122,7 +126,7 @@ def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None
     "name", ["digit", "digits:digits", "no.such:job", "", ":job", "a b:job", "json.tool.x", "C:job"]
 )
 def test_unknown_names(name: str) -> None:
-    """A name that is neither a recipe nor a module is answered with all that would be."""
+    """An unknown name raises an error with all valid forms."""
     with pytest.raises(
         UserError,
         match=r"no recipe and no module .* one of 'digits', 'text', 'contrastive', 'finetune', a file \(file\.py:func",
@@ -132,7 +136,7 @@ def test_unknown_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["missing.py", "missing.py:job", "folder/missing", r"C:\folder\missing.py"])
 def test_missing_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is not there is named, with where it was looked for; so is a folder in the place of a file."""
+    """A missing file raises with the folder searched; so does a folder instead of a file."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"there is no file '.*missing.*' \(looked in .*\)\. A recipe is one of 'digit"):
         load_recipe(name)
@@ -141,10 +145,10 @@ def test_missing_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_that_are_no_source(tmp_path: Path) -> None:
-    """A file must end in .py, and may not have the name of a module that is loaded."""
-    with pytest.raises(UserError, match=r"is no Python source file: its name must end in \.py"):
+    """A file must end in .py and must not have the name of a loaded module."""
+    with pytest.raises(UserError, match=r"is not a Python source file: its name must end in \.py"):
         load_recipe(written(tmp_path, SMALLEST_RECIPE, "mine.txt"))
-    with pytest.raises(UserError, match=r"json\.py cannot be imported as 'json': .* loaded already.*Rename the file"):
+    with pytest.raises(UserError, match=r"json\.py cannot be imported as 'json': .* already loaded.*Rename the file"):
         load_recipe(written(tmp_path, SMALLEST_RECIPE, "json.py"))
 
 
@@ -158,7 +162,7 @@ def test_files_that_are_no_source(tmp_path: Path) -> None:
     ],
 )
 def test_errors_of_the_user(text: str, doing: str, last: str, tmp_path: Path) -> None:
-    """An error in the user's code is shown with its traceback from the user's file on, once."""
+    """An error in the user's code shows its traceback once, starting at the user's file."""
     name = written(tmp_path, text)
     with pytest.raises(UserError) as caught:
         load_recipe(name)
@@ -176,7 +180,7 @@ def test_errors_of_the_user(text: str, doing: str, last: str, tmp_path: Path) ->
 
 
 def test_syntax_errors(tmp_path: Path) -> None:
-    """A file that does not parse is shown where it does not."""
+    """A syntax error shows its line."""
     name = written(tmp_path, "def job(:\n")
     with pytest.raises(UserError) as caught:
         load_recipe(name)
@@ -185,7 +189,7 @@ def test_syntax_errors(tmp_path: Path) -> None:
 
 
 def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that is there and imports one that is not says so, rather than that it is not there itself."""
+    """If an existing module imports a missing one, the error is about the missing one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
     written(tmp_path, "import no_such_module\n", "broken/__init__.py")
@@ -195,21 +199,21 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_our_own_errors_stay_what_they_are(tmp_path: Path) -> None:
-    """A refusal of `Job` inside a recipe is raised as it is, with its type."""
+    """A validation error of `Job` inside a recipe keeps its type."""
     text = SMALLEST_RECIPE.replace("loss=ab.mean_over_samples(loss)", "loss=None")
     with pytest.raises(LossError, match=r"Job\(loss=None\) must be a declared loss"):
         load_recipe(written(tmp_path, text))
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without scikit-learn the recipe "digits" is refused at once, with the line that installs it."""
+    """Without scikit-learn the recipe "digits" raises with the install command."""
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError, match=r"scikit-learn.* Install it: pip install 'anybatch\[recipes\]'"):
         load_recipe("digits")
 
 
 def test_the_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in recipes are jobs, and making them reads no data set."""
+    """The built-in recipes are jobs, and creating them reads no data."""
     monkeypatch.setattr(np, "loadtxt", None)
     for name in ("digits", "text", "contrastive"):
         assert isinstance(load_recipe(name), ab.Job)

@@ -1,4 +1,4 @@
-"""`ab.plan` from all that can be planned, and `anybatch demo`."""
+"""`ab.plan` for every kind of subject, and `anybatch demo`."""
 
 import dataclasses
 from collections import Counter
@@ -34,7 +34,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_a_module_is_planned() -> None:
-    """A module with its loss and a sample is planned; it is neither moved nor changed."""
+    """A module with its loss and a sample can be planned, and is not moved or changed."""
     model = nn.Linear(8, 8)
     before = model.weight.clone()
 
@@ -48,7 +48,7 @@ def test_a_module_is_planned() -> None:
 
 @pytest.mark.slow
 def test_a_configuration_is_planned() -> None:
-    """A configuration of transformers is planned for a device by name, and says what a step takes there."""
+    """A transformers configuration is planned for a device by name, with a predicted step time."""
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
@@ -63,7 +63,7 @@ def test_a_configuration_is_planned() -> None:
 
 
 def test_a_job_brings_what_is_needed() -> None:
-    """A job is planned at its own batch size."""
+    """A job is planned at its batch size."""
     job = ab.Job(
         model=lambda: nn.Linear(8, 8),
         optimizer=torch.optim.SGD,
@@ -87,7 +87,7 @@ class Block(nn.Module):
         self.linear, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute it."""
+        """Run the layer."""
         return F.gelu(self.norm(self.linear(x)))
 
 
@@ -97,13 +97,13 @@ def deep() -> nn.Module:
 
 
 def trained(**fields: Any) -> TrainSpec:
-    """Return what is trained: the deep network, but for what is given."""
+    """Return the spec of the deep network, with some fields changed."""
     defaults: dict[str, Any] = {"model": deep(), "optimizer": partial(torch.optim.SGD, lr=0.1), "loss": loss}
     return TrainSpec(**{**defaults, **fields})
 
 
 def planned(**fields: Any) -> Plan:
-    """Return the plan of a step of 64 samples in the memory of a CPU."""
+    """Return the plan of a step of 64 samples in a CPU's memory."""
     return ab.plan(
         partial(trained, **fields),
         sample=torch.zeros(1, 64),
@@ -114,7 +114,7 @@ def planned(**fields: Any) -> Plan:
 
 
 def held(plan: Plan) -> Counter[str]:
-    """Return the bytes of each category that a step is planned to take, each piece of memory once."""
+    """Return the bytes of all allocations of a planned step by category."""
     found: Counter[str] = Counter()
     for one in plan.baseline.envelope.trace.allocations:
         found[one.category] += one.num_bytes
@@ -123,7 +123,7 @@ def held(plan: Plan) -> Counter[str]:
 
 @pytest.mark.slow
 def test_an_average_is_planned() -> None:
-    """With an exponential average of the weights one copy of them more is planned than without."""
+    """An exponential moving average of the weights is planned as one more copy of them."""
     weights = sum(parameter.nbytes for parameter in deep().parameters())
 
     assert held(planned(average_decay=0.9))["optimizer"] - held(planned())["optimizer"] == weights
@@ -131,7 +131,7 @@ def test_an_average_is_planned() -> None:
 
 @pytest.mark.slow
 def test_clipping_is_planned() -> None:
-    """A module is planned with its clipping: by value nothing is measured, by norm every gradient is."""
+    """Clipping by norm is planned: it adds operations that compute norms."""
     plain, clipped = (
         {one.operation for one in planned(measure_gradient_norm=False, clip=clip).baseline.envelope.trace.allocations}
         for clip in (None, 1.0)
@@ -142,7 +142,7 @@ def test_clipping_is_planned() -> None:
 
 @pytest.mark.slow
 def test_batch_norm_is_planned() -> None:
-    """A module is planned under its policy about BatchNorm: frozen, it makes no statistics of the batch."""
+    """The BatchNorm policy is planned: frozen layers compute no batch statistics, so they allocate less."""
     kept, frozen = planned(norms="keep"), planned(norms="freeze")
 
     assert len(frozen.baseline.envelope.trace.allocations) < len(kept.baseline.envelope.trace.allocations)
@@ -150,7 +150,7 @@ def test_batch_norm_is_planned() -> None:
 
 @pytest.mark.slow
 def test_what_is_there_is_planned_and_left_alone() -> None:
-    """A `TrainSpec` is planned at its own batch size and precision, and changes of its blocks stay in the plan."""
+    """A `TrainSpec` is planned at its batch size and precision, and proposed changes do not modify its model."""
     train = trained(effective_batch_size=512, precision="bf16")
 
     plan = ab.plan(train, sample=torch.zeros(1, 64), device="cpu:8MiB")
@@ -163,7 +163,7 @@ def test_what_is_there_is_planned_and_left_alone() -> None:
 
 @pytest.mark.slow
 def test_time() -> None:
-    """With rates a step's time is there."""
+    """With rates, the plan has a step time."""
     plan = ab.plan(
         nn.Linear(64, 64),
         None,
@@ -184,7 +184,7 @@ def test_time() -> None:
     ("arguments", "said"),
     [
         ({"what": 3}, "cannot be planned"),
-        ({"what": nn.Linear(8, 8)}, "planned with its loss"),
+        ({"what": nn.Linear(8, 8)}, "needs its loss"),
         (
             {"what": nn.Linear(8, 8), "loss": loss, "sample": torch.zeros(1, 8)},
             r"effective_batch_size \(--effective-batch-size\) is required",
@@ -192,13 +192,13 @@ def test_time() -> None:
     ],
 )
 def test_what_is_missing(arguments: dict[str, object], said: str) -> None:
-    """An argument that a plan cannot do without is asked for."""
+    """A missing required argument raises with its name."""
     with pytest.raises(UserError, match=said):
         ab.plan(device="24GiB", **arguments)  # type: ignore[arg-type]
 
 
 def test_three_lines_change() -> None:
-    """The two loops of the demonstration differ in three new lines."""
+    """The two loops of the demonstration differ by three added lines."""
     lines = demonstration.changed_lines()
 
     assert len([line for line in lines if line.startswith("+")]) == 3
@@ -207,7 +207,7 @@ def test_three_lines_change() -> None:
 
 @pytest.mark.slow
 def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain loop dies of its budget, the other one finishes within it, and the gradient is exact."""
+    """The plain loop runs out of memory, and the engine's finishes with the exact gradient."""
     monkeypatch.setattr(demonstration, "NUM_STEPS", 1)
     said: list[str] = []
 
@@ -220,7 +220,7 @@ def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_an_average_of_the_weights_is_planned() -> None:
-    """A job with an average of its weights is planned one copy of them higher."""
+    """A job with an average of its weights is planned with one more copy of them."""
     job = ab.Job(
         model=lambda: nn.Linear(64, 64),
         optimizer=torch.optim.SGD,

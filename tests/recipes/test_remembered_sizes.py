@@ -1,4 +1,4 @@
-"""A job's micro-batch size is kept from one run to the next, unless it is measured again, or named."""
+"""A job's measured micro-batch size is reused by later runs, unless measured again or given."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from anybatch.recipes.run.settings import Choices
 
 
 def job() -> ab.Job:
-    """Return a job whose steps are worth timing."""
+    """Return a job whose steps are long enough to time."""
     return ab.Job(
         model=lambda: nn.Linear(1000, 64),
         optimizer=torch.optim.SGD,
@@ -27,7 +27,7 @@ def job() -> ab.Job:
 
 
 class Asked(KnownSizes):
-    """Counts how often it was asked."""
+    """Counts its look-ups."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, today=lambda: "2030-12-31")
@@ -39,13 +39,13 @@ class Asked(KnownSizes):
 
 
 def decided(folder: Path) -> str:
-    """Return how a run came to its micro-batch size, from the header of its log."""
+    """Return how a run chose its micro-batch size, from the header of its log."""
     header = next(line for line in read_jsonl(folder / "events.jsonl") if line["kind"] == "start")
     return str(header["decisions"]["micro_batch_size"])
 
 
 def test_the_next_run_takes_it_again(tmp_path: Path) -> None:
-    """The first run measures, the second one takes the same size as measured, and both logs say so."""
+    """The first run measures, the second reuses the size, and both logs record it."""
     known = Asked(tmp_path / "sizes.jsonl")
     for name in ("first", "second"):
         train(job(), tmp_path / name, known=known, stop=lambda: False)
@@ -58,7 +58,7 @@ def test_the_next_run_takes_it_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["remeasure", 4])
 def test_who_does_not_want_to_know(tmp_path: Path, size: Any) -> None:
-    """Measured again, or named, a size is neither looked up nor kept."""
+    """If a size is given or measured again, it is neither looked up nor stored."""
     known = Asked(tmp_path / "sizes.jsonl")
     train(job(), tmp_path / "run", Choices(micro_batch_size=size), known=known, stop=lambda: False)
 

@@ -1,4 +1,4 @@
-"""From a job to a run: what comes from where, and in which order."""
+"""Starting a run from a job: the source of each setting and their order."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from anybatch.errors import AnyBatchWarning, BatchSizeError, CompositionError, D
 from anybatch.recipes.job import make_model
 from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings
 from anybatch.recipes.run.start import JobRun, start
-from tests.faults import sees
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,7 @@ class Endless(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 class Unheard(torch.optim.Optimizer):
-    """An optimizer that no rule is known for."""
+    """An optimizer without a known scaling rule."""
 
     def __init__(self, parameters: object, rate: float) -> None:
         super().__init__(parameters, {"lr": rate})  # type: ignore[arg-type]
@@ -52,12 +51,12 @@ def parameters_of(run: JobRun) -> dict[str, torch.Tensor]:
 
 
 def rates_of(run: JobRun) -> list[float]:
-    """Return the learning rate that each step of a run uses."""
+    """Return the learning rate of each step of a run."""
     return [float(run.engine.step(batch).learning_rates[0]) for batch in run.batches]
 
 
 def test_a_run_is_the_plain_loop() -> None:
-    """Model, data, learning rate and number of steps are those of a loop written by hand."""
+    """Model, data, learning rate and number of steps match a hand-written loop."""
     torch.manual_seed(3)
     plain, data = nn.Linear(1, 1), JOB.dataset()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1 * 4 / 2)
@@ -71,21 +70,15 @@ def test_a_run_is_the_plain_loop() -> None:
 
 
 def test_what_is_given_comes_before_the_defaults() -> None:
-    """Batch size, learning rate and length given here are used; the rate is still that of the base batch size."""
+    """Explicit batch size, learning rate and steps override the defaults; the rate is still scaled."""
     run = start(JOB, effective_batch_size=8, learning_rate=0.01, steps=3)
     assert run.batches.effective_batch_size == 8
     assert rates_of(run) == pytest.approx([0.01 * 8 / 2] * 3)
     assert str(run.rates[0]) == "lr 0.04 = 0.01 x 4 (linear, 8 / 2 samples)"
 
 
-@sees(
-    "the learning rate follows samples that are not there",
-    "src/anybatch/recipes/run/start.py",
-    "return min(effective_batch_size, max(1, len(dataset)))",
-    "return max(effective_batch_size, len(dataset))",
-)
 def test_the_learning_rate_follows_what_a_step_sees() -> None:
-    """A step larger than the data set sees the data set, so the rate is scaled to that, with a warning."""
+    """If steps are larger than the data set, the rate is scaled to the size of the data set, with a warning."""
     run = start(JOB, effective_batch_size=4000)
     with pytest.warns(AnyBatchWarning, match=r"effective_batch_size=4,000: each step has 10"):
         assert rates_of(run) == pytest.approx([0.1 * 10 / 2] * 2)
@@ -96,7 +89,7 @@ def test_the_learning_rate_follows_what_a_step_sees() -> None:
 
 
 def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:
-    """Without a base batch size the learning rate is used as it is, whatever the optimizer."""
+    """Without a base batch size the learning rate is not scaled, for any optimizer."""
     defaults = ab.Defaults(effective_batch_size=4, learning_rate=0.1)
     assert start(dataclasses.replace(JOB, defaults=defaults, optimizer=Unheard)).rates[0].factor == 1.0
     named = dataclasses.replace(JOB.defaults, learning_rate_rule="none")
@@ -106,13 +99,13 @@ def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:
 
 
 def test_one_epoch_unless_told() -> None:
-    """Defaults without epochs and steps are one epoch."""
+    """The default is one epoch."""
     defaults = ab.Defaults(effective_batch_size=4, learning_rate=0.1)
     assert len(start(dataclasses.replace(JOB, defaults=defaults)).batches) == 3
 
 
 def test_the_scheduler_starts_from_the_scaled_rate_and_knows_the_length() -> None:
-    """The rates of a run are those of torch's own scheduler over the scaled rate and the run's number of steps."""
+    """The learning rates match torch's scheduler with the scaled rate and the run's number of steps."""
     run = start(dataclasses.replace(JOB, scheduler=CosineAnnealingLR))
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.2)
     scheduler = CosineAnnealingLR(plain, T_max=6)
@@ -125,7 +118,7 @@ def test_the_scheduler_starts_from_the_scaled_rate_and_knows_the_length() -> Non
 
 
 def test_the_clip_of_the_job_is_used() -> None:
-    """A job's clip bounds the update: at most learning rate x largest norm."""
+    """A job's clip limits the update to learning rate x maximum norm."""
     run = start(dataclasses.replace(JOB, clip=1e-3), steps=1)
     before = parameters_of(run)
     rates_of(run)
@@ -134,7 +127,7 @@ def test_the_clip_of_the_job_is_used() -> None:
 
 
 def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
-    """With an average, metrics are those of the averaged weights, which are those of the formula, step by step."""
+    """With an average, metrics use the averaged weights, which follow the formula at every step."""
     held_out = ab.Evaluation(dataset=lambda: torch.ones(1, 1), metric=lambda model, batch: model(batch)[:, 0])
     run = start(dataclasses.replace(JOB, average_decay=0.5, evaluate=held_out))
     average = parameters_of(run)
@@ -147,7 +140,7 @@ def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
 
 
 def test_norms_and_rng_of_the_job_are_used() -> None:
-    """The engine follows a job's choices about BatchNorm and random numbers."""
+    """The engine uses a job's choices for BatchNorm and random numbers."""
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     job = dataclasses.replace(JOB, model=lambda: model, norms="freeze", rng="per_sample")
 
@@ -157,7 +150,7 @@ def test_norms_and_rng_of_the_job_are_used() -> None:
 
 
 def test_the_bf16_weights_of_the_job_are_used() -> None:
-    """A model in bf16 is updated as the job says, to the weights of float32 copies; one in float32 is refused."""
+    """A bf16 model is updated as the job says, with the same result as with float32 copies; float32 raises."""
     ended = []
     ways: tuple[Bf16Weights, ...] = ("copied", "split")
     for way in ways:
@@ -174,7 +167,7 @@ def test_the_bf16_weights_of_the_job_are_used() -> None:
 
 
 def test_the_seed_decides_the_first_parameters() -> None:
-    """Equal seeds give equal models, others give others, and the caller's random numbers are as before."""
+    """Equal seeds give equal models, different seeds different ones, and the caller's random state is unchanged."""
     state = torch.get_rng_state()
     first, second, other = (make_model(JOB, seed) for seed in (0, 0, 1))
     assert isinstance(first, nn.Linear)
@@ -186,7 +179,7 @@ def test_the_seed_decides_the_first_parameters() -> None:
 
 
 def test_evaluation_is_over_all_held_out_samples_once() -> None:
-    """The metric's mean is over the held-out data, with the job's collate, at any size; None means the loss."""
+    """The metric is a mean over the held-out data, with the job's collate function; None means the loss."""
 
     def value(_: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"mean": batch.squeeze(1)}
@@ -200,7 +193,7 @@ def test_evaluation_is_over_all_held_out_samples_once() -> None:
 
 
 def test_held_out_data_may_be_a_stream() -> None:
-    """Held-out data is read in its own order, so it needs no index, whatever the training data is."""
+    """Held-out data is read in order, so it may be an iterable dataset."""
 
     class Three(torch.utils.data.IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
@@ -214,27 +207,21 @@ def test_held_out_data_may_be_a_stream() -> None:
 
 
 def test_streams() -> None:
-    """A data set without an index is a job with shuffle=False; a scheduler then needs the number of steps."""
+    """A job on an iterable dataset needs shuffle=False, and its scheduler the number of steps."""
     defaults = dataclasses.replace(JOB.defaults, epochs=None)
     job = dataclasses.replace(JOB, dataset=Endless, shuffle=False, defaults=defaults)
     assert len(rates_of(start(job, steps=2))) == 2
     scheduled = dataclasses.replace(job, scheduler=CosineAnnealingLR)
     assert len(rates_of(start(scheduled, steps=2))) == 2
-    with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Say how many"):
+    with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Set the number"):
         start(scheduled)
 
 
 RAMP = BatchRamp((2, 6), (4, None))
 
 
-@sees(
-    "a ramp's largest stage scales the learning rate",
-    "src/anybatch/recipes/run/start.py",
-    "first = sizes_of(size)[0]",
-    "first = max(sizes_of(size))",
-)
 def test_a_job_is_ramped_as_its_batches_are() -> None:
-    """Steps are those of `ab.batches`; the rate is that of the first stage in all of them, and a decision says so."""
+    """A ramped job has the steps of `ab.batches`, and the first stage's learning rate throughout."""
     job = dataclasses.replace(JOB, defaults=dataclasses.replace(JOB.defaults, effective_batch_size=RAMP))
     run = start(job, seed=3, micro_batch_size=2)
     reports = [run.engine.step(batch) for batch in run.batches]
@@ -242,13 +229,13 @@ def test_a_job_is_ramped_as_its_batches_are() -> None:
     assert [report.num_samples for report in reports] == [len(batch.sample_ids) for batch in plain]
     assert [report.num_samples for report in reports] == [2, 2, 2, 4, 4, 4, 2]
     assert [float(report.learning_rates[0]) for report in reports] == pytest.approx([0.1] * 7)
-    said = "steps of 2 for 6 samples, then 4; the learning rate is scaled to 2, and does not follow"
+    said = "steps of 2 for 6 samples, then 4; the learning rate is scaled to 2 and stays constant over the ramp"
     assert run.engine.decisions["samples"] == said
     assert job.train_spec().effective_batch_size == job.defaults.largest_batch_size == 4
 
 
 def test_a_stage_that_contradicts_is_refused_before_the_first_step() -> None:
-    """Each stage has to go with the other sizes and with the data, whenever it comes."""
+    """A ramp stage that contradicts the other sizes or the data raises before the first step."""
     choices = Choices(effective_batch_size=RAMP, micro_batch_size=2, accumulation_steps=1)
     with pytest.raises(BatchSizeError, match="effective_batch_size=4 contradicts 1 rank x accumulation_steps=1"):
         resolve_settings(JOB, choices, None, world_size=1)
@@ -256,14 +243,8 @@ def test_a_stage_that_contradicts_is_refused_before_the_first_step() -> None:
         start(JOB, effective_batch_size=BatchRamp((2, 6), (16, None)))
 
 
-@sees(
-    "a run that names micro-batches and steps keeps its job's ramp",
-    "src/anybatch/recipes/run/settings.py",
-    "effective_batch_size=resolved[0] if is_product else asked,",
-    "effective_batch_size=asked,",
-)
 def test_settings_with_a_ramp() -> None:
-    """A ramp comes from the job or the request; two of the three sizes take its place; a header gives it back."""
+    """A ramp comes from the job or the request, is overridden by two of the three sizes, and survives JSON."""
     job = dataclasses.replace(JOB, defaults=ab.Defaults(effective_batch_size=RAMP, learning_rate=0.1))
     settings = resolve_settings(job, Choices(micro_batch_size=2), None, world_size=1)
     assert (settings.effective_batch_size, settings.base_batch_size) == (RAMP, 2)

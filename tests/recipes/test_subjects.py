@@ -1,4 +1,4 @@
-"""The things that a plan can be made for."""
+"""The subjects of a plan: known models, configurations and recipes."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ PUBLISHED_POSITIONS = {"gpt2": 1_024, "llama": 131_072, "mistral": 32_768, "qwen
 
 
 def loss_of(subject: PlanSubject) -> float:
-    """Return the loss of a subject's sample, twice over."""
+    """Return the loss of a subject's sample, repeated twice."""
     torch.manual_seed(0)
     train = subject.train()
     batch = {name: torch.cat([value, value]) for name, value in subject.sample.items()}
@@ -60,7 +60,7 @@ def loss_of(subject: PlanSubject) -> float:
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_published_models_have_their_published_size(name: str) -> None:
-    """A known model has exactly as many parameters as the published one, and needs no data for that."""
+    """A known model has exactly the published number of parameters, and is built without data."""
     with torch.device("meta"):
         model = Decoder(KNOWN_MODELS[name])
 
@@ -68,26 +68,26 @@ def test_published_models_have_their_published_size(name: str) -> None:
 
 
 def test_every_known_model_is_compared() -> None:
-    """No known model goes without a published size."""
+    """Every known model has a published size to compare with."""
     assert KNOWN_MODELS.keys() == PUBLISHED_PARAMETERS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_sequences_may_be_as_long_as_published(name: str) -> None:
-    """A model takes as many tokens as it was published with; without a length, at most 8,192, which is said."""
+    """A model supports its published sequence length; the default is at most 8,192 tokens, with a note."""
     most = PUBLISHED_POSITIONS[name.partition("-")[0]]
     longest, usual = load_subject(name, sequence_length=most), load_subject(name)
 
     assert longest.sample["inputs"].shape == (1, most)
     assert usual.sample["inputs"].shape == (1, min(most, 8_192))
-    assert [f"of the {most:,} that" in note for note in usual.notes] == [True] * (most > 8_192)
-    with pytest.raises(UserError, match=f"at most {most} tokens"):
+    assert [f"supports {most:,}" in note for note in usual.notes] == [True] * (most > 8_192)
+    with pytest.raises(UserError, match=f"exceeds the {most} tokens"):
         load_subject(name, sequence_length=most + 1)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_blocks_are_called_as_in_transformers(name: str) -> None:
-    """The lines that a plan prints name the classes and places of blocks that users have."""
+    """The printed lines use the class and module names of transformers."""
     config = KNOWN_MODELS[name]
     made = transformers.AutoConfig.for_model(config.model_type, num_hidden_layers=1)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def test_blocks_are_called_as_in_transformers(name: str) -> None:
 
 
 def test_shorter_sequences_leave_the_model_as_it_is() -> None:
-    """A shorter sequence takes no positions away from a model that has learned them."""
+    """A shorter sequence keeps all learned positions of a model."""
     with torch.device("meta"):
         model = load_subject("gpt2", sequence_length=16).train().model
 
@@ -108,7 +108,7 @@ def test_shorter_sequences_leave_the_model_as_it_is() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_predictions_look_back_only(model_type: Literal["llama", "gpt2"]) -> None:
-    """A decoder's logits at a position do not move when later tokens change, and do when an earlier one does."""
+    """A decoder's logits depend on earlier tokens but not on later ones."""
     torch.manual_seed(0)
     model = Decoder(dataclasses.replace(SMALL, model_type=model_type))
     tokens = torch.randint(0, 20, (1, 8))
@@ -123,7 +123,7 @@ def test_predictions_look_back_only(model_type: Literal["llama", "gpt2"]) -> Non
 
 
 def test_shared_keys_are_repeated_keys() -> None:
-    """Attention with fewer heads of keys is attention in which each of them stands for a group of queries."""
+    """Attention with fewer key heads equals attention with these heads repeated for their groups of queries."""
     torch.manual_seed(0)
     block = DecoderBlock(dataclasses.replace(SMALL, model_type="gpt2"))
     x = torch.randn(2, 5, 32)
@@ -141,7 +141,7 @@ def test_shared_keys_are_repeated_keys() -> None:
 
 
 def test_checkpointed_blocks_give_the_same_gradient() -> None:
-    """Running blocks again in the backward changes no gradient."""
+    """Checkpointing the blocks does not change the gradient."""
     gradients = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
@@ -164,7 +164,7 @@ def test_checkpointed_blocks_give_the_same_gradient() -> None:
     ],
 )
 def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int, ...]) -> None:
-    """A configuration of transformers becomes a model whose loss can be computed on the sample that comes with it."""
+    """A transformers configuration becomes a model whose loss runs on the generated sample."""
     config = transformers.LlamaConfig(
         vocab_size=30,
         hidden_size=16,
@@ -184,7 +184,7 @@ def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int
 
 @pytest.mark.slow
 def test_models_of_two_halves_are_planned_by_their_type() -> None:
-    """T5's configuration by itself names no first word, without which its labels are not shifted: one is set."""
+    """For a T5 configuration, which has no default decoder start token, the plan sets one to shift the labels."""
     subject = load_subject("t5", sequence_length=8)
     with torch.device("meta"):
         model = subject.train().model
@@ -195,7 +195,7 @@ def test_models_of_two_halves_are_planned_by_their_type() -> None:
 
 
 def test_images_are_made_up_too() -> None:
-    """A vision model's sample has the size of its images."""
+    """A vision model gets a sample with its image size."""
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=1,
@@ -213,7 +213,7 @@ def test_images_are_made_up_too() -> None:
 
 
 def test_configuration_in_a_file(tmp_path: Path) -> None:
-    """A config.json is what its object is; a sequence may be shorter than the most there can be."""
+    """A config.json works like its configuration object; a sequence may be shorter than the maximum."""
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=40)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
 
@@ -242,12 +242,12 @@ def test_recipes_bring_their_data() -> None:
     [
         ("lama-3.1-8b", None, "Did you mean 'llama-3.1-8b'"),
         ("nothing", None, "Choose one of digits"),
-        ("digits", 128, "as its data is"),
-        ("gpt2", 2048, "at most 1024 tokens"),
-        ("missing.json", None, "no configuration that transformers knows"),
+        ("digits", 128, "has its own"),
+        ("gpt2", 2048, "exceeds the 1024 tokens"),
+        ("missing.json", None, "not a configuration of transformers"),
     ],
 )
 def test_what_cannot_be_planned(name: str, length: int | None, said: str) -> None:
-    """A name that stands for nothing, and a length that cannot be, are refused."""
+    """An unknown name and an invalid length raise."""
     with pytest.raises(UserError, match=said):
         load_subject(name, sequence_length=length)

@@ -34,13 +34,12 @@ from anybatch.recipes.text import (
     warm_up_and_cosine,
 )
 from anybatch.testing import relative_error
-from tests.faults import sees
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog. "
 
 
 def filled(folder: Path, num_files: int = 4, num_bytes: int = 2000) -> Path:
-    """Write files of repeated text, each with a name of its own inside, and return their folder."""
+    """Write files of repeated text, each with a distinct number, and return their folder."""
     for number in range(num_files):
         line = b"%d " % number + SENTENCE
         (folder / f"{number}.txt").write_bytes((line * (1 + num_bytes // len(line)))[:num_bytes])
@@ -48,7 +47,7 @@ def filled(folder: Path, num_files: int = 4, num_bytes: int = 2000) -> Path:
 
 
 def test_the_shape_and_the_size_of_the_model() -> None:
-    """256 logits per byte, at any length, and as many parameters as the formula says."""
+    """The model returns 256 logits per byte at any length, and its size matches the formula."""
     width, num_layers = 24, 3
     model = Transformer(width=width, num_layers=num_layers, num_heads=2)
     per_layer = 4 * width * width + 3 * width * (8 * width // 3) + 2 * width
@@ -59,14 +58,14 @@ def test_the_shape_and_the_size_of_the_model() -> None:
 
 
 def test_the_default_model() -> None:
-    """The recipe as it is has 0.8 million parameters."""
+    """The default model has 0.8 million parameters."""
     model = text().model()
     assert isinstance(model, nn.Module)
     assert sum(p.numel() for p in model.parameters()) == 819_840
 
 
 def test_the_model_without_data() -> None:
-    """Under fake tensors the model is built and run, shapes and all, without any memory."""
+    """The model can be built and run on fake tensors without memory."""
     with FakeTensorMode():
         model = text().model()
         assert isinstance(model, nn.Module)
@@ -76,7 +75,7 @@ def test_the_model_without_data() -> None:
 
 @given(changed=st.integers(0, 11))
 def test_no_byte_sees_what_follows(changed: int) -> None:
-    """Changing byte t leaves the outputs before t as they are, and changes those from t on."""
+    """Changing byte t leaves earlier outputs unchanged and changes those from t on."""
     model = Transformer(width=16, num_layers=2, num_heads=2).double()
     inputs = torch.randint(0, 256, (1, 12))
     others = inputs.clone()
@@ -86,20 +85,8 @@ def test_no_byte_sees_what_follows(changed: int) -> None:
     assert difference[changed:].gt(0).all()
 
 
-@sees(
-    "the times of packed samples go on",
-    "src/anybatch/recipes/text.py",
-    "for length in lengths])",
-    "for length in [sum(lengths)]])",
-)
-@sees(
-    "packed samples see those before them",
-    "src/anybatch/recipes/text.py",
-    "attend(query, key, value) if lengths is None else attend_apart(query, key, value, lengths)",
-    "attend(query, key, value)",
-)
 def test_packed_samples_are_each_as_by_themselves() -> None:
-    """Logits and gradients of samples in one row are those of each sample alone, in float64."""
+    """Samples packed into one row have the same logits and gradients as separate samples, in float64."""
     model = Transformer(width=16, num_layers=2, num_heads=2).double()
     samples = [torch.randint(0, 256, (1, length)) for length in (5, 1, 9, 5)]
     alone = torch.cat([model(sample) for sample in samples], dim=1)
@@ -113,7 +100,7 @@ def test_packed_samples_are_each_as_by_themselves() -> None:
 
 
 def test_rotation_is_the_plain_formula() -> None:
-    """As complex numbers, pair i at time t is multiplied with exp(i t 10000 ** (-2 i / head_width))."""
+    """As complex numbers, pair i at time t is multiplied by exp(i t 10000 ** (-2 i / head_width))."""
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     turned = rotate(x)
     for head in range(2):
@@ -126,7 +113,7 @@ def test_rotation_is_the_plain_formula() -> None:
 
 
 def test_rotated_products_depend_on_the_distance() -> None:
-    """The product of a rotated query and a rotated key is the same for all pairs that are equally far apart."""
+    """The product of a rotated query and key depends only on their distance."""
     query, key = torch.randn(2, 8, dtype=torch.float64)
     products = rotate(query.expand(9, 8)) @ rotate(key.expand(9, 8)).T
     for distance in range(9):
@@ -136,7 +123,7 @@ def test_rotated_products_depend_on_the_distance() -> None:
 
 
 def test_a_block_is_the_plain_formula() -> None:
-    """A block is softmax attention over masked scores and SwiGLU, both on normed copies, written out."""
+    """A block matches softmax attention with a causal mask and SwiGLU, both on normalized inputs, written out."""
     block, x = Block(8, 2).double(), torch.randn(3, 5, 8, dtype=torch.float64)
 
     def normed(x: Tensor) -> Tensor:
@@ -155,7 +142,7 @@ def test_a_block_is_the_plain_formula() -> None:
 
 
 def test_loss_and_bits_per_byte() -> None:
-    """A model that knows nothing pays ln 256 nats, which is 8 bits; one that is sure and right pays nothing."""
+    """A uniform prediction costs ln 256 nats, which is 8 bits per byte; a certain, correct one costs nothing."""
     batch = {"inputs": torch.randint(0, 256, (3, 7)), "targets": torch.randint(0, 256, (3, 7))}
 
     class Ignorant(nn.Module):
@@ -176,7 +163,7 @@ def test_loss_and_bits_per_byte() -> None:
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), context=st.integers(1, 8))
 @pytest.mark.slow
 def test_windows_are_the_text(sizes: list[int], context: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Inputs end to end are the files with a zero byte after each; targets are the same one byte on."""
+    """The joined inputs are the files with a zero byte after each; targets are shifted by one byte."""
     folder = tmp_path_factory.mktemp("text")
     contents = [bytes(range(1, size + 1)) for size in sizes]
     files = [folder / f"{number}" for number in range(len(sizes))]
@@ -184,7 +171,7 @@ def test_windows_are_the_text(sizes: list[int], context: int, tmp_path_factory: 
         file.write_bytes(content)
     joined = b"".join(content + b"\0" for content in contents)
     if len(joined) <= context:
-        with pytest.raises(DataError, match=f"hold {len(joined)} bytes together, and one window needs {context + 1}"):
+        with pytest.raises(DataError, match=f"hold {len(joined)} bytes in total, but one window needs {context + 1}"):
             Windows(files, context)
         return
     windows = Windows(files, context)
@@ -196,7 +183,7 @@ def test_windows_are_the_text(sizes: list[int], context: int, tmp_path_factory: 
 
 
 def test_files_are_in_an_order_of_their_names_alone(tmp_path: Path) -> None:
-    """The order does not depend on the folder's own place, nor on the order in which files were made."""
+    """The order of files depends only on their names, not on their folder or creation order."""
     names = [f"{number}.txt" for number in range(20)]
     orders = []
     for folder, made in ((tmp_path / "a", names), (tmp_path / "b", names[::-1])):
@@ -209,7 +196,7 @@ def test_files_are_in_an_order_of_their_names_alone(tmp_path: Path) -> None:
 
 
 def test_which_files_are_read(tmp_path: Path) -> None:
-    """Those that match, at any depth, no hidden ones, and no more once there are enough bytes."""
+    """Matching files at any depth are read, without hidden ones, until there are enough bytes."""
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / ".hidden").mkdir()
     for name in ("a.txt", "deep/er/b.txt", "deep/c.md", ".hidden/d.txt", "deep/.e.txt"):
@@ -225,7 +212,7 @@ def test_which_files_are_read(tmp_path: Path) -> None:
 
 
 def test_too_few_files(tmp_path: Path) -> None:
-    """One file cannot be both trained on and judged by, and a folder that is not there has none."""
+    """A single file, and a missing folder, raise: training and evaluation need separate files."""
     (tmp_path / "a.txt").write_bytes(b"12345")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     with pytest.raises(DataError, match=r"is a folder, and holds 1 files that match '\*\.txt' within max_bytes=None"):
@@ -235,13 +222,13 @@ def test_too_few_files(tmp_path: Path) -> None:
 
 
 def test_heads_of_odd_width() -> None:
-    """Heads must divide the width into even parts, since rotation works on pairs."""
+    """Heads need an even width, since rotation works on pairs."""
     with pytest.raises(UserError, match="width=100 must be a multiple of 2 x num_heads=4"):
         text(width=100)
 
 
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
-    """Every file is on one side, and both sides stay what they are."""
+    """Every file is used either for training or for evaluation, in every run."""
 
     def files_of(make: Callable[[], Windows]) -> set[bytes]:
         return {part.split(b" ")[0] for part in bytes(make().bytes.tolist()).split(b"\0") if part}
@@ -257,7 +244,7 @@ def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default it reads about four million bytes of Python's own sources, none of installed packages, offline."""
+    """The default data is about four million bytes of Python's standard library, read offline."""
 
     def refuse(*_: object) -> None:
         message = "the recipe opened a socket"
@@ -276,7 +263,7 @@ def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_optimizer_and_scheduler() -> None:
-    """Matrices decay and scales do not; the rate rises over a tenth of the run and ends at a tenth."""
+    """Matrices get weight decay and scales do not; the rate warms up over a tenth of the run and decays to a tenth."""
     model = Transformer(width=8, num_layers=1, num_heads=1)
     optimizer = adamw(model.named_parameters(), 0.5)
     matrices, scales = optimizer.param_groups
@@ -297,9 +284,9 @@ def test_optimizer_and_scheduler() -> None:
 
 @pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
-    """A tiny model learns a sentence by heart: from 8 bits per byte to less than 2.5, on a file it has not seen.
+    """A tiny model memorizes a sentence: from above 6 bits per byte to below 2.5, on a held-out file.
 
-    Its loss is a mean over bytes: a batch counts all its positions, none is shifted away.
+    Its loss is a mean over bytes: all positions of a batch count, without a shift.
     """
     job = text(filled(tmp_path), context=32, width=32, num_layers=1, num_heads=2)
     run = start(job, effective_batch_size=16, learning_rate=0.02, steps=60, micro_batch_size=8)
@@ -314,7 +301,7 @@ def test_it_learns(tmp_path: Path) -> None:
     ("layout", "size"), [("padded", 3), ("auto", 3), *((layout, ab.token_budget(60)) for layout in get_args(Layout))]
 )
 def test_passages_give_one_gradient_in_every_layout(tmp_path: Path, layout: Any, size: Any) -> None:
-    """That of the sum over passages by themselves, divided by all targets; and so are the bits per byte."""
+    """Loss gradient and bits per byte match the sum over separate passages divided by all targets."""
     for number in range(6):
         passages = [SENTENCE.decode() * (number * place % 3) + "xyz" for place in range(4)]
         (tmp_path / f"{number}.txt").write_text("\n\n".join(passages))

@@ -1,4 +1,4 @@
-"""The conformance kit: the engine holds in all cases, and the loop written by hand fails where it is known to."""
+"""The conformance kit passes the engine, and fails hand-written loops exactly for their known faults."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from anybatch.testing import conformance
 from anybatch.testing.conformance import CASES, EngineAdapter, HandWrittenLoop, SplitCase, TrainerStep
 from anybatch.testing.conformance.adapters import LoopFault
 
-# (case, micro-batch size) -> whether the loop with this fault is wrong there, by arithmetic
+# (case, micro-batch sizes) at which the loop with this fault is wrong, by arithmetic
 WRONG: dict[LoopFault, dict[str, set[int]]] = {
     "mean of means": {
         "ragged micro-batches": {5, 4},
@@ -31,7 +31,7 @@ WRONG: dict[LoopFault, dict[str, set[int]]] = {
         "partial last window": {12, 4, 2},
         "fewer samples than one micro-batch": {12, 4, 2},
     },
-    # Three samples, each four times, have the mean of three: only their numbers tell.
+    # Three samples, each four times, have the mean of three: only their ids show the fault.
     "duplicated samples": {
         "partial last window": {12, 4, 2},
         "fewer samples than one micro-batch": {12, 4, 2},
@@ -40,7 +40,7 @@ WRONG: dict[LoopFault, dict[str, set[int]]] = {
 
 
 class Silent:
-    """A trainer that does not tell its samples."""
+    """A trainer that does not report its samples."""
 
     def __init__(self, fault: LoopFault) -> None:
         self._loop = HandWrittenLoop(fault)
@@ -64,14 +64,14 @@ class Broken:
 
 @pytest.mark.slow
 def test_the_engine_conforms() -> None:
-    """The engine's gradient is that of the un-split batch in every case and split."""
+    """The engine's gradient matches the un-split batch in every case and split."""
     table = conformance.run(EngineAdapter())
     assert table.passed, str(table)
     assert len(table.rows) == sum(len(case.micro_batch_sizes) for case in CASES)
 
 
 def test_a_right_loop_conforms() -> None:
-    """The kit asks for nothing that a careful loop in plain torch would not have."""
+    """A careful loop in plain torch passes the kit."""
     table = conformance.run(HandWrittenLoop())
     assert table.passed, str(table)
 
@@ -94,14 +94,14 @@ def test_known_faults_are_seen(fault: LoopFault) -> None:
 @pytest.mark.parametrize("fault", ["mean of means", "constant divisor", "duplicated samples"])
 @pytest.mark.slow
 def test_faults_are_named_by_their_gradients(fault: LoopFault) -> None:
-    """A trainer that does not tell its samples is found out by its gradients where these differ."""
+    """A fault is also found by the gradients alone, where they differ."""
     rows = {(row.case, row.micro_batch_size): row for row in conformance.run(Silent(fault)).rows}
     case = "ragged micro-batches" if fault == "mean of means" else "partial last window"
     assert fault in rows[case, 4].reason
 
 
 def test_a_trainer_that_raises_fails() -> None:
-    """What a trainer raises is its verdict, and the other cases are run all the same."""
+    """If a trainer raises, that is its result, and the other cases still run."""
     table = conformance.run(Broken())
     assert not table.passed
     assert {row.reason for row in table.rows} >= {"raised RuntimeError: 12", "raised RuntimeError: 4"}
@@ -109,7 +109,7 @@ def test_a_trainer_that_raises_fails() -> None:
 
 @pytest.mark.slow
 def test_the_table_says_it() -> None:
-    """Printed, the table has a line per split: case, micro-batch size, error, verdict."""
+    """The printed table has a line per split: case, micro-batch size, error, verdict."""
     lines = str(conformance.run(HandWrittenLoop("mean of means"))).splitlines()
     assert lines[0] == "hand-written loop: mean of means: 13 of 23 hold"
     assert next(line for line in lines if line.startswith("ragged micro-batches") and " 13 " in line).endswith("exact")

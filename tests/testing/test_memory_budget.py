@@ -1,4 +1,4 @@
-"""Budgets that are enforced and faults at chosen allocations, on any machine."""
+"""Enforced memory budgets, and out-of-memory faults at chosen allocations, on any machine."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.testing import memory_budget, out_of_memory_at
-from tests.faults import sees
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
@@ -27,14 +26,8 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     return model, optimizer, step
 
 
-@sees(
-    "a budget refuses its last byte",
-    "src/anybatch/testing/memory_budget.py",
-    "if held_bytes <= self.num_bytes:",
-    "if held_bytes < self.num_bytes:",
-)
 def test_what_passes_the_budget_is_refused() -> None:
-    """As much as fits is let through, one byte more is not, and what was let go counts no longer."""
+    """Allocations up to the budget succeed, one byte more raises, and freed memory is available again."""
     with memory_budget(1000) as budget:
         one = torch.empty(600, dtype=torch.uint8)
         other = torch.empty(400, dtype=torch.uint8)
@@ -48,7 +41,7 @@ def test_what_passes_the_budget_is_refused() -> None:
 
 
 def test_the_message_is_the_allocators() -> None:
-    """It says what was asked for, what there is, what is free and what is held."""
+    """The message has the requested, total, free and held memory."""
     with memory_budget(3 * 2**20) as budget:
         held = torch.empty(2**20, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -61,7 +54,7 @@ def test_the_message_is_the_allocators() -> None:
 
 
 def test_what_was_there_before_is_booked() -> None:
-    """Modules with their buffers and gradients, optimizers with their state, tensors: each storage once."""
+    """Existing modules, optimizers and tensors count as held, each storage once."""
     model, optimizer, step = trained()
     step()
     weights = sum(p.numel() * 4 for p in model.parameters())
@@ -74,14 +67,8 @@ def test_what_was_there_before_is_booked() -> None:
         assert budget.held_bytes == weights + buffers + state
 
 
-@sees(
-    "a budget counts what it sees first",
-    "src/anybatch/testing/memory_budget.py",
-    "MemoryLedger(watcher=watcher, on_operation=book_arguments)",
-    "MemoryLedger(watcher=watcher)",
-)
 def test_what_is_seen_first_as_an_argument_never_raises() -> None:
-    """A tensor from before that an operation takes is booked, and only what the operation makes can be refused."""
+    """An existing tensor that an operation reads counts without raising; only new tensors can raise."""
     before = torch.zeros(1000)
     with memory_budget(100) as budget:
         before.add_(1)
@@ -92,7 +79,7 @@ def test_what_is_seen_first_as_an_argument_never_raises() -> None:
 
 
 def test_another_tenant_comes_and_goes() -> None:
-    """The budget can be changed in the middle; what is held stays, and the next allocation is judged anew."""
+    """The budget can be changed inside the context, and applies from the next allocation on."""
     with memory_budget(1000) as budget:
         held = torch.empty(800, dtype=torch.uint8)
         budget.num_bytes = 500
@@ -106,7 +93,7 @@ def test_another_tenant_comes_and_goes() -> None:
 @pytest.mark.parametrize("phase", [None, "forward", "backward", "update"])
 @pytest.mark.slow
 def test_each_allocation_can_fail_and_always_the_same(phase: str | None) -> None:
-    """The k-th allocation fails, whatever k, in the phase that was asked for, in the same operation each time."""
+    """Every single allocation can be made to fail, in the requested phase, in the same operation each time."""
     _, _, step = trained()
     step()
     with out_of_memory_at(0, phase=phase) as counted:  # type: ignore[arg-type]
@@ -126,19 +113,8 @@ def test_each_allocation_can_fail_and_always_the_same(phase: str | None) -> None
         assert phase in {None, failed[0][0][1]}
 
 
-@sees(
-    "faults are not counted anew",
-    "src/anybatch/testing/memory_budget.py",
-    """
-            return
-        self._since_last = 0
-""",
-    """
-            return
-""",
-)
 def test_it_fails_as_often_as_it_was_told_to() -> None:
-    """After each fault counting starts anew; after the last one nothing fails any more."""
+    """After each fault counting restarts; after the last one nothing fails."""
     with out_of_memory_at(2, times=2) as fault:
         outcomes = []
         for _ in range(8):
@@ -153,13 +129,13 @@ def test_it_fails_as_often_as_it_was_told_to() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    """Behind the contexts, also those left by an error, no mode is on and no hook is on optimizers."""
+    """After the contexts, also on an error, no dispatch mode and no optimizer hook is left."""
     _, _, step = trained()
     with pytest.raises(torch.OutOfMemoryError), memory_budget(0):
         step()
     with pytest.raises(torch.OutOfMemoryError), out_of_memory_at(1, phase="update"):
         step()
     assert _get_current_dispatch_mode_stack() == []
-    hooks = import_module("torch.optim.optimizer")  # torch.optim takes this name out of its own
+    hooks = import_module("torch.optim.optimizer")  # torch.optim deletes this name
     assert not hooks._global_optimizer_pre_hooks  # noqa: SLF001
     assert not hooks._global_optimizer_post_hooks  # noqa: SLF001

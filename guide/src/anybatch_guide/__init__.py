@@ -1,1 +1,1 @@
-"""The guide: a page that explains the batch, whose every number was computed by PyTorch, now or in a recorded run."""
+"""The guide: a page that explains gradient accumulation with numbers computed by PyTorch, live or in recorded runs."""

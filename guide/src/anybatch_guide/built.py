@@ -1,4 +1,4 @@
-"""The built page: its files by their paths, read once, and the one word in it that says where its numbers come from."""
+"""The built page: its files by path, and the meta element that selects live or static mode."""
 
 import re
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Asset:
     """A file of the page.
 
     Attributes:
-        content: its bytes.
-        media_type: what they are.
+        content: the bytes of the file.
+        media_type: value of the Content-Type header.
     """
 
     content: bytes
@@ -39,32 +39,32 @@ class Asset:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is worth compressing: fonts and pictures are compressed already."""
+        """Whether to compress the file; fonts and pictures are already compressed."""
         return self.media_type.startswith(("text/", "application/json", "image/svg"))
 
 
 def read_page(folder: Path) -> dict[str, Asset]:
-    """Return the page's files by their paths: index.html, scripts, styles, pictures, parts/NAME.js, rec/NAME.json.
+    """Return the files of the page by path: index.html, scripts, styles, pictures, parts/NAME.js, rec/NAME.json.
 
-    What has another kind of name, and what is a link, is no part of the page.
+    Links and files with other kinds of names are ignored.
 
     Raises:
-        UserError: there is no page, or it is too large to be one.
+        UserError: the page is missing or too large.
     """
     if not (folder / "index.html").is_file():
-        message = f"{folder} holds no built page (index.html). Build it with `make web`, or install a release."
+        message = f"{folder} has no built page (index.html). Build it with `make web`, or install a release."
         raise UserError(message)
     page: dict[str, Asset] = {}
     num_bytes = 0
     for file in sorted(folder.rglob("*")):
         path = file.relative_to(folder).as_posix()
         pattern = _RECORDING if file.suffix == ".json" else _ASSET
-        # A link could bring in a file from outside of the folder.
+        # A link could point to a file outside of the folder.
         if file.suffix not in MEDIA_TYPES or not pattern.fullmatch(path) or file.is_symlink() or not file.is_file():
             continue
         num_bytes += file.stat().st_size
         if num_bytes > MAX_BYTES:
-            message = f"{folder} holds more than {MAX_BYTES} bytes: that is no page of the guide."
+            message = f"{folder} has more than {MAX_BYTES} bytes, so it is not a page of the guide."
             raise UserError(message)
         page[path] = Asset(file.read_bytes(), MEDIA_TYPES[file.suffix])
     return page
@@ -77,15 +77,15 @@ def recordings(page: Mapping[str, Asset]) -> dict[str, str]:
 
 
 def with_transport(html: str, word: Literal["live", "static"]) -> str:
-    """Return the page with the word that says whether there is a server behind it.
+    """Return the page with its mode set: "live" with a server, "static" without.
 
     Raises:
-        UserError: the page has no place for it, or more than one.
+        UserError: the page does not have exactly one such meta element.
     """
     changed, num_places = _TRANSPORT.subn(rf"\g<1>{word}\g<2>", html)
     if num_places != 1:
         message = (
-            f'index.html holds <meta name="anybatch-guide" ...> {num_places} times instead of once: build it again.'
+            f'index.html has {num_places} elements <meta name="anybatch-guide" ...> instead of one: build it again.'
         )
         raise UserError(message)
     return changed

@@ -1,4 +1,4 @@
-"""Every experiment there is, by name: one for each file of `experiments`, and one for each claim."""
+"""All experiments by name: one for each file in `experiments`, and one for each claim."""
 
 import importlib
 import pkgutil
@@ -15,7 +15,7 @@ def names() -> tuple[str, ...]:
 
 
 def experiments() -> dict[str, Experiment]:
-    """Return all experiments, by their names, sorted."""
+    """Return all experiments by name, sorted."""
     modules = [
         importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)
     ]

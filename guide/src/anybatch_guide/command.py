@@ -1,4 +1,4 @@
-"""`anybatch guide`: the page that explains the batch, served, exported, or recorded again."""
+"""`anybatch guide`: serve, export or record the guide."""
 
 import argparse
 import asyncio
@@ -17,8 +17,8 @@ from anybatch_guide.built import DIST
 from anybatch_guide.export import export_file, export_folder
 
 _DESCRIPTION = (
-    "Open the guide in a browser: what gradient accumulation does, computed by PyTorch on this machine or in recorded "
-    "runs. It is served to this machine only, to whoever has the printed address."
+    "Open the guide to gradient accumulation in a browser, with numbers from PyTorch, on this machine or in recorded "
+    "runs. It is only reachable from this machine, by anyone with the printed address."
 )
 _EPILOG = (
     "`anybatch guide export DIR` writes the guide as files that any web server can serve, `anybatch guide export "
@@ -31,7 +31,7 @@ _RECORDINGS: Final = Path("guide/web/recordings")
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve, export or record, as the first word says; return the exit status."""
+    """Serve, export or record, depending on the first argument; return the exit status."""
     if words and words[0] == "export":
         return _export(words[1:])
     if words and words[0] == "record":
@@ -40,16 +40,21 @@ def run(words: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of what serves."""
+    """Return the parser of the command that serves the guide."""
     parser = Parser("guide", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
-    add("--port", type=port, default=0, metavar="N", help="to listen at (default: one that is free)")
-    add("--no-browser", action="store_true", help="print the address, and open nothing")
-    add("--keep", action="store_true", help="let a run go on when no page has watched it for a minute")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen at (default: 127.0.0.1, this machine alone)")
-    add("--allow-host", action="append", default=[], metavar="NAME", help="another name by which the server is asked")
-    add("--i-understand", action="store_true", help="that others can then read along, and compute on this machine")
-    add("--page", type=Path, metavar="FOLDER", help="another build of the page (default: the one in the package)")
+    add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
+    add("--no-browser", action="store_true", help="print the address without opening a browser")
+    add("--keep", action="store_true", help="keep a run going when no page has watched it for a minute")
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    add("--allow-host", action="append", default=[], metavar="NAME", help="additional host name of the server")
+    add("--i-understand", action="store_true", help="confirm that others can read along and compute here")
+    add("--page", type=Path, metavar="FOLDER", help="a different build of the page (default: the one in the package)")
     return parser
 
 
@@ -57,12 +62,12 @@ def _serve(words: Sequence[str]) -> int:
     given = make_parser().parse(words)
     if given.host not in _LOOPBACK and not given.i_understand:
         message = (
-            f"--host {given.host} lets other machines in, unencrypted: whoever sees the traffic has the secret, and "
-            "can let this machine compute. A tunnel does not: ssh -L PORT:127.0.0.1:PORT. If it has to be, add "
+            f"--host {given.host} opens the guide to other machines, unencrypted: whoever sees the traffic can use it "
+            "to compute on this machine. A tunnel is safe: ssh -L PORT:127.0.0.1:PORT. To open it anyway, add "
             "--i-understand."
         )
         raise UserError(message)
-    let_threads_sleep()  # for the process that computes, which inherits it
+    let_threads_sleep()  # the worker process inherits it
     from anybatch_guide.server import Serving, serve  # noqa: PLC0415 (its packages take a while, and --help none)
 
     serving = Serving(
@@ -74,20 +79,22 @@ def _serve(words: Sequence[str]) -> int:
     )
 
     def show_address(address: str, once: str) -> None:
-        sys.stdout.write(f"guide  {address}\n       for this machine and whoever has the address; Ctrl-C ends it\n")
+        sys.stdout.write(
+            f"guide  {address}\n       Only reachable from this machine, by anyone with this URL; Ctrl-C stops it.\n"
+        )
         sys.stdout.flush()
         if not given.no_browser:
             open_browser(once)
 
-    # Ctrl-C arrives here as an exception or as a server that has returned, by where in its loop it found the server.
+    # Ctrl-C raises here, or makes the server return, depending on its position in its loop.
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(serving, show_address))
-    sys.stdout.write("guide  ended\n")
+    sys.stdout.write("guide  stopped\n")
     return Status.DONE
 
 
 def open_browser(address: str) -> None:
-    """Open a browser in a window of its own, if there is one; one that would take the terminal is none."""
+    """Open a graphical browser in a new window, if there is one; text browsers do not count."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:
@@ -97,13 +104,13 @@ def open_browser(address: str) -> None:
 
 
 def _export(words: Sequence[str]) -> int:
-    parser = Parser("guide export", "Write the guide as files that need no server of ours.")
-    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="new or empty, for any web server")
-    parser.add_argument("--single-file", type=output_file, metavar="FILE", help="write one file, to open from a disk")
-    parser.add_argument("--page", type=Path, metavar="FOLDER", help="another build of the page")
+    parser = Parser("guide export", "Write the guide as files that need no anybatch server.")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="new or empty folder, for any web server")
+    parser.add_argument("--single-file", type=output_file, metavar="FILE", help="write one file for local use")
+    parser.add_argument("--page", type=Path, metavar="FOLDER", help="a different build of the page")
     given = parser.parse(words)
     if (given.folder is None) == (given.single_file is None):
-        parser.error("name a folder, or --single-file FILE")
+        parser.error("give a folder, or --single-file FILE")
     page = given.page or DIST
     written = export_file(page, given.single_file) if given.folder is None else export_folder(page, given.folder)
     sys.stdout.write(f"wrote {written}\n")
@@ -111,14 +118,12 @@ def _export(words: Sequence[str]) -> int:
 
 
 def _record(words: Sequence[str]) -> int:
-    parser = Parser("guide record", "Run the guide's experiments on one thread, and write what they returned.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of experiments (default: all)")
-    parser.add_argument("--to", type=Path, default=_RECORDINGS, metavar="FOLDER", help=f"(default: {_RECORDINGS})")
+    parser = Parser("guide record", "Run the experiments of the guide on one thread, and write their results.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of experiments (default: all)")
+    parser.add_argument("--to", type=Path, default=_RECORDINGS, metavar="FOLDER", help=f"default: {_RECORDINGS}")
     given = parser.parse(words)
     if not given.to.is_dir():
-        message = (
-            f"there is no folder {given.to}. Run it where the project was cloned, or name another one: --to FOLDER"
-        )
+        message = f"the folder {given.to} does not exist. Run this in a clone of the project, or give --to FOLDER"
         raise UserError(message)
     let_threads_sleep()
     from anybatch_guide.recording import known, record, record_apart  # noqa: PLC0415 (torch, after its threads are set)
@@ -127,14 +132,14 @@ def _record(words: Sequence[str]) -> int:
     for name in names:
         sys.stdout.write(f"{name} ...")
         sys.stdout.flush()
-        # Several are recorded in a process each, so that none depends on those before it.
+        # Each of several is recorded in a new process, so that none depends on earlier ones.
         written = record(name, given.to) if len(names) == 1 else record_apart(name, given.to)
         sys.stdout.write(f" {written}\n")
     return Status.DONE
 
 
 def port(text: str) -> int:
-    """Return the number of a port; 0 for one that is free."""
+    """Return a port number; 0 means any free port."""
     value = integer(text)
     if not 0 <= value <= _MAX_PORT:
         message = f"{text} must be from 0 to {_MAX_PORT}"

@@ -1,4 +1,4 @@
-"""Where a server of ours listens, and until when: on this machine, for whoever has the printed address."""
+"""Run a server on this machine, for anyone with the printed address, until the process is asked to stop."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ _LOOK_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """The address that is listened at.
+    """The address to listen on.
 
     Attributes:
-        host: address to listen at.
-        port: to listen at; 0 for one that is free.
-        names: by which the server may be asked, besides those of loopback.
-        limits: of connections.
+        host: address to listen on.
+        port: port to listen on; 0 for any free port.
+        names: accepted host names, in addition to loopback names.
+        limits: limits of connections.
     """
 
     host: str = "127.0.0.1"
@@ -41,19 +41,19 @@ async def serve_app(
     close_streams: Callable[[], None],
     on_listening: Callable[[str, str], None],
 ) -> None:
-    """Serve an application until the process is asked to end (SIGINT, SIGTERM).
+    """Serve an application until the process receives SIGINT or SIGTERM.
 
     Args:
-        app_for: makes it, guarded by what is admitted.
-        door: where.
-        close_streams: ends responses that have no end of their own.
-        on_listening: called once it listens, with the address to show, and one that admits a single browser, once.
+        app_for: creates the application from the admission rules.
+        door: address to listen on.
+        close_streams: ends open-ended responses.
+        on_listening: called once when listening, with the address to show, and a single-use address for one browser.
 
     Raises:
-        UserError: the address cannot be listened at.
+        UserError: the server cannot listen on the address.
     """
     sockets = _listen(door)
-    # Read from the socket, since port 0 asks for any that is free.
+    # Read from the socket, because port 0 means any free port.
     port = sockets[0].getsockname()[1]
     names = LOOPBACK_NAMES | door.names | ({door.host} - {"0.0.0.0", "::"})  # noqa: S104 (taken out, not bound)
     admission = Admission(port=port, hosts=names, once=secrets.token_urlsafe())
@@ -69,7 +69,7 @@ async def serve_app(
 
 
 async def _watch(server: uvicorn.Server, close_streams: Callable[[], None], stalled: StalledConnections) -> None:
-    """Close stalled connections while the server runs, and all streams when it wants to end: it waits for them."""
+    """Close stalled connections while the server runs, and all streams when it stops, because it waits for them."""
     while not server.should_exit:
         stalled.close(cast("set[Connection]", server.server_state.connections))
         await asyncio.sleep(_LOOK_SECONDS)  # a signal handler of the server sets `should_exit`
@@ -77,7 +77,7 @@ async def _watch(server: uvicorn.Server, close_streams: Callable[[], None], stal
 
 
 def _config(app: App, limits: Limits) -> uvicorn.Config:
-    """Return how uvicorn serves: HTTP/1.1 only, no word about itself, and no line about any request."""
+    """Return the uvicorn configuration: HTTP/1.1 only, no Server header, no request log."""
     return uvicorn.Config(
         app,
         http="h11",
@@ -88,24 +88,24 @@ def _config(app: App, limits: Limits) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         server_header=False,
-        # No proxy is expected in front, so such headers would only be a client's claims.
+        # No proxy is expected, so a client could forge such headers.
         proxy_headers=False,
         limit_concurrency=limits.num_connections,
         timeout_graceful_shutdown=5,
-        # Bounds the headers of a request, which the guard sees only when they are complete.
+        # Limits the headers of a request, which the guard sees only when they are complete.
         h11_max_incomplete_event_size=16 * 2**10,
     )
 
 
 def _listen(door: Door) -> list[socket.socket]:
-    """Return what listens: at 127.0.0.1 also at ::1, so that no other program can be localhost on this port."""
+    """Return the sockets: for 127.0.0.1 also ::1, so that no other program is localhost on this port."""
     family = socket.AF_INET6 if ":" in door.host else socket.AF_INET
     try:
         sockets = [socket.create_server((door.host, door.port), family=family)]
     except OSError as error:
         message = (
-            f"nothing can listen at {door.host}, port {door.port}: {error.strerror}. "
-            "Name another --port, or leave it out for one that is free."
+            f"cannot listen on {door.host}, port {door.port}: {error.strerror}. "
+            "Choose another --port, or omit it for any free port."
         )
         raise UserError(message) from error
     if door.host == "127.0.0.1":

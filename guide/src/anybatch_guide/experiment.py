@@ -1,4 +1,4 @@
-"""`Experiment`, a measurement whose data the page shows, and `Provenance`, where and how such data was computed."""
+"""`Experiment`, a measurement shown on the page, and `Provenance`, where and how its data was computed."""
 
 import datetime as dt
 import platform
@@ -14,24 +14,24 @@ from anybatch.engine.telemetry.notifier import software_versions
 Data = Mapping[str, Any]
 """The data of an experiment: JSON values by name."""
 Emit = Callable[[Mapping[str, Any]], None]
-"""Sends one event to the page while an experiment runs: a record of the engine, or a kind of the guide's own."""
+"""Sends one event to the page while an experiment runs: a record of the engine or of the guide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A measurement that anybody can repeat.
+    """A repeatable measurement.
 
     Attributes:
         name: its name in recordings, links and on the command line: lower case, with underscores.
-        question: what it answers, in one line.
+        question: the question it answers, in one line.
         run: function (emit) -> data. It sets its own seeds, changes no state of the process, and calls `emit` often
             enough to be cancelled: `emit` raises to end it.
-        seconds: about how long it takes on two cores.
-        runs_here: whether the page may run it. What takes minutes, or ranks, is only recorded.
+        seconds: approximate duration on two cores.
+        runs_here: whether the page may run it. Experiments that take minutes, or ranks, are only recorded.
         tolerance: the largest relative difference of a number between two recordings with the same versions; 0 for
             the same bits. Names in `noisy` are not compared.
-        noisy: names of numbers, anywhere in the data, that depend on the machine: seconds above all.
-        packages: what it measures beside torch, whose versions belong to a recording; not needed for the guide itself.
+        noisy: names of numbers, anywhere in the data, that depend on the machine, such as seconds.
+        packages: measured packages other than torch, whose versions are recorded; the guide does not need them.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Provenance:
     Attributes:
         date: the day, as 2026-11-22.
         device: type and name of the device, with the number of threads on a CPU.
-        versions: name of a piece of software to its version.
-        commit: the commit of the project it was computed with; None outside a clone.
-        command: what computes it again.
+        versions: software name to version.
+        commit: the commit of the project; None outside a clone.
+        command: the command that reproduces it.
     """
 
     date: str
@@ -66,7 +66,7 @@ class Provenance:
 def made_here(
     experiment: str, *, packages: Sequence[str] = (), commit: str | None = None, today: dt.date | None = None
 ) -> Provenance:
-    """Return the provenance of data that is computed in this process, with the versions of further packages."""
+    """Return the provenance of data computed in this process, with the versions of further packages."""
     day = dt.datetime.now(tz=dt.UTC).date() if today is None else today
     return Provenance(
         date=day.isoformat(),

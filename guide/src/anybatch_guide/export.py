@@ -1,7 +1,7 @@
-"""The guide without a server: as a folder for any web server, or as one file that opens from a disk.
+"""Export the guide without a server: as a folder for any web server, or as one local file.
 
-It is the page as it was built, with one word changed: where its numbers come from. Nothing is computed and nothing is
-asked for; what a run would show, the recordings do. The policy that the server sends as a header stands in the page.
+The exported page is the built page in static mode: it computes nothing and sends no requests, but shows
+recordings. The content security policy, which the server sends as a header, is in the page.
 """
 
 import base64
@@ -31,14 +31,14 @@ _TAG_IN_SCRIPT: Final = re.compile(r"<(?=/?script)", re.IGNORECASE)
 
 
 def export_folder(page: Path, folder: Path) -> Path:
-    """Write the guide as files into a folder that is new or empty, and return the folder.
+    """Write the guide as files into a new or empty folder, and return the folder.
 
     Raises:
-        UserError: there is no page, or there is something in the folder.
+        UserError: the page is missing, or the folder is not empty.
     """
     files = read_page(page)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        message = f"{folder} is there already, and is no empty folder. Name a new one, or empty it."
+        message = f"{folder} exists and is not an empty folder. Give a new one, or empty it."
         raise UserError(message)
     html = with_policy(with_transport(files["index.html"].content.decode(), "static"), _FOLDER_POLICY)
     for path, content in {**{path: one.content for path, one in files.items()}, "index.html": html.encode()}.items():
@@ -51,7 +51,7 @@ def export_file(page: Path, file: Path) -> Path:
     """Write the guide as one file, replacing an older one, and return the file.
 
     Raises:
-        UserError: there is no page, or it cannot be one file.
+        UserError: the page is missing, or cannot be one file.
     """
     return write_page(single_file(read_page(page)), file)
 
@@ -60,38 +60,38 @@ def write_page(html: str, file: Path) -> Path:
     """Write a page into a file, replacing an older one, and return the file.
 
     Raises:
-        UserError: it cannot be a file.
+        UserError: the file cannot be written there.
     """
     if file.is_dir() or not file.parent.is_dir():
-        message = f"{file} is a folder, or lies in one that is not there. Name a file, such as guide.html."
+        message = f"{file} is a folder, or its folder does not exist. Give a file name, such as guide.html."
         raise UserError(message)
     file.write_text(html, encoding="utf-8", newline="\n")
     return file
 
 
 def single_file(page: Mapping[str, Asset]) -> str:
-    """Return the whole page as one text: scripts, styles, font, pictures and every recording in it.
+    """Return the page as one HTML text, with inline scripts, styles, fonts, pictures and recordings.
 
     Raises:
-        UserError: the page refers to a file that it does not have, or a script to another one.
+        UserError: the page refers to a missing file, or a script refers to another script.
     """
     html = with_transport(page["index.html"].content.decode(), "static")
     scripts: list[str] = []
     styles: list[str] = []
 
     def inline_script(match: re.Match[str]) -> str:
-        # What the page would fetch when it needs it stands before the script that looks for it.
+        # Data that the page would fetch on demand comes before the script that uses it.
         paths = [*(path for path in sorted(page) if path.startswith("parts/")), match.group(1)]
         texts = [_script_text(page, path) for path in paths]
         scripts.extend(texts)
-        # A module waits for the page, as the one that was referred to did; a browser loads none from a disk by itself.
+        # Inline modules run after the page, like deferred scripts; browsers do not load module files from a disk.
         return "".join(f'<script type="module">{text}</script>' for text in texts)
 
     def inline_link(match: re.Match[str]) -> str:
         href = _HREF.search(match.group())
         if href is None or href.group(1).startswith("data:"):
             return match.group()
-        # Scripts will stand in the page, so there is nothing to load early.
+        # Scripts become inline, so preloading is not needed.
         if "modulepreload" in match.group():
             return ""
         if "stylesheet" in match.group():
@@ -99,7 +99,7 @@ def single_file(page: Mapping[str, Asset]) -> str:
             return f"<style>{styles[-1]}</style>"
         return match.group().replace(href.group(), f'href="{_data_url(page, href.group(1))}"')
 
-    # Links first: a script, once it is in the page, may hold text that looks like one.
+    # Replace links first, because an inline script may contain text that looks like a link.
     html = _LINK.sub(inline_link, html)
     html = _SCRIPT.sub(inline_script, html)
     html = html.replace("</body>", f"{''.join(_missing_recordings(page, html))}</body>", 1)
@@ -107,10 +107,10 @@ def single_file(page: Mapping[str, Asset]) -> str:
 
 
 def with_policy(html: str, policy: str) -> str:
-    """Return the page with a policy before everything that it applies to.
+    """Return the page with a content security policy before everything it applies to.
 
     Raises:
-        UserError: the page has no head that begins with its character set.
+        UserError: the head of the page does not start with its character set.
     """
     changed, num_places = re.subn(
         r'<meta charset="utf-8"\s*/?>',
@@ -120,13 +120,13 @@ def with_policy(html: str, policy: str) -> str:
         flags=re.IGNORECASE,
     )
     if not num_places:
-        message = 'index.html has no <meta charset="utf-8">, behind which the policy goes: build it again.'
+        message = 'index.html has no <meta charset="utf-8">, which has to precede the policy: build it again.'
         raise UserError(message)
     return changed
 
 
 def _file_policy(scripts: list[str], styles: list[str]) -> str:
-    """Return what one file may do: run the scripts and use the styles that stand in it, and open no connection."""
+    """Return the policy of a single file: allow its inline scripts and styles, and no connections."""
     allowed = {name: " ".join(map(_hash, texts)) or "'none'" for name, texts in (("js", scripts), ("css", styles))}
     return (
         f"default-src 'none'; script-src {allowed['js']}; style-src {allowed['css']}; img-src data:; font-src data:; "
@@ -139,14 +139,14 @@ def _hash(text: str) -> str:
 
 
 def _script_text(page: Mapping[str, Asset], path: str) -> str:
-    """Return a script as it can stand inside a page: nothing in it looks like the end of it, or like another one."""
+    """Return a script for inline use: nothing in it looks like the end or the start of a script."""
     text = _asset(page, path).content.decode()
-    # Such text stands in strings, where \x3c is the same character.
+    # Such text occurs only in strings, where \x3c is the same character.
     return _TAG_IN_SCRIPT.sub(lambda _match: r"\x3c", text)
 
 
 def _style_text(page: Mapping[str, Asset], path: str) -> str:
-    """Return a style sheet with its font and pictures in it, as it can stand inside a page."""
+    """Return a style sheet for inline use, with inline fonts and pictures."""
     text = _URL.sub(lambda match: f'url("{_url(page, match.group(2))}")', _asset(page, path).content.decode())
     return re.sub(r"<(?=/style)", r"\\3c ", text, flags=re.IGNORECASE)
 
@@ -162,15 +162,15 @@ def _data_url(page: Mapping[str, Asset], path: str) -> str:
 
 def _asset(page: Mapping[str, Asset], path: str) -> Asset:
     if path not in page:
-        message = f"the page refers to {path}, which it does not have: build it again."
+        message = f"the page refers to the missing file {path}: build it again."
         raise UserError(message)
     return page[path]
 
 
 def _missing_recordings(page: Mapping[str, Asset], html: str) -> Iterator[str]:
-    """Yield the recordings that are not in the page yet, as elements that hold data and are never run."""
+    """Yield the recordings that are not in the page yet, as JSON script elements."""
     for name, text in recordings(page).items():
         if f'id="rec-{name}"' not in html:
-            # No text in the data may end the element.
+            # The data must not contain text that ends the element.
             safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
             yield f'<script type="application/json" id="rec-{name}">{safe}</script>\n'

@@ -1,4 +1,4 @@
-"""The grid of playground runs that are recorded, for a page without an engine, and their compact form."""
+"""The grid of recorded playground runs for a page without an engine, and their compact form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +28,7 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """The defaults of a task: steps, optimizer, learning rate by optimizer, norm; and its number of classes."""
 DIGITS_LIMITS_KIB = (4096, 2048, 512)
-"""Limits of memory for micro-batches of 64 digits: one that they fit into, one for smaller ones, and one too low."""
+"""Memory limits for micro-batches of 64 digits: one that fits, one that needs smaller micro-batches, one too low."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
@@ -53,12 +53,12 @@ def task_setting(
 
 
 def opening_settings() -> list[PlaygroundSetting]:
-    """Return the settings that the page has when it opens: digits, 16 x 4 = 64, without and with each mistake."""
+    """Return the initial settings of the page: digits, 16 x 4 = 64, without and with each mistake."""
     return [task_setting("digits", 16, 4, mistake=mistake) for mistake in ("", *_MISTAKES)]
 
 
 def digits_settings() -> list[PlaygroundSetting]:
-    """Return twelve cuts with two optimizers, each mistake at three of them, two ranks, and three limits of memory."""
+    """Return twelve splits with two optimizers, each mistake at three of them, two ranks, and three memory limits."""
     found = [
         task_setting("digits", micro, accumulation, optimizer)
         for optimizer in get_args(OptimizerName)
@@ -73,13 +73,13 @@ def digits_settings() -> list[PlaygroundSetting]:
     ]
     found += [task_setting("digits", micro, 4, "sgd", ranks=2) for micro in (4, 16, 64)]
     found += [task_setting("digits", 64, 4, "sgd", memory_limit_kib=limit) for limit in DIGITS_LIMITS_KIB]
-    # The runs of the opening are in a recording of their own.
+    # The initial runs are in a separate recording.
     known = opening_settings()
     return [setting for setting in found if setting not in known]
 
 
 def spirals_settings() -> list[PlaygroundSetting]:
-    """Return three cuts of one batch, and two mistakes with each optimizer."""
+    """Return three splits of one batch, and two mistakes with each optimizer."""
     cuts = [task_setting("spirals", micro, 64 // micro) for micro in (4, 64)]
     return cuts + [
         task_setting("spirals", 16, 4, optimizer, mistake=mistake)
@@ -89,7 +89,7 @@ def spirals_settings() -> list[PlaygroundSetting]:
 
 
 def shapes_settings() -> list[PlaygroundSetting]:
-    """Return three cuts of one batch with each norm and policy about BatchNorm, and three policies on two ranks."""
+    """Return three splits of one batch with each norm and BatchNorm policy, and three policies on two ranks."""
     found = [
         task_setting("shapes", micro, 64 // micro, norm=norm)
         for norm in ("batch", "group", "none")
@@ -108,13 +108,13 @@ def shapes_settings() -> list[PlaygroundSetting]:
 
 
 def text_settings() -> list[PlaygroundSetting]:
-    """Return three cuts of one batch, and the mean of means at two of them."""
+    """Return three splits of one batch, and the mean of means at two of them."""
     found = [task_setting("text", micro, 64 // micro) for micro in (64, 16, 4)]
     return found + [task_setting("text", micro, 64 // micro, mistake="mean_of_means") for micro in (16, 4)]
 
 
 def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[str, Any]]:
-    """Run settings one after the other, and return each in compact form: the setting, metrics by step, memory."""
+    """Run settings one after another, and return each in compact form: setting, metrics by step, memory."""
     found = []
     for done, setting in enumerate(settings):
         emit({"kind": "guide.progress", "done": done, "of": len(settings), "what": as_command(setting)})
@@ -123,7 +123,7 @@ def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[
 
 
 def first_micro_batches(setting: PlaygroundSetting) -> list[dict[str, Any]]:
-    """Return what is seen of each micro-batch of the first step, for a page that steps through it."""
+    """Return the details of each micro-batch of the first step, for stepping through it on the page."""
     lines: list[Mapping[str, Any]] = []
     run(replace(setting, steps=1), lines.append, is_stepped=lambda: True)
     head = ("version", "sequence", "time_seconds", "kind", "step")
@@ -135,7 +135,7 @@ def first_micro_batches(setting: PlaygroundSetting) -> list[dict[str, Any]]:
 
 
 def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
-    """Run one setting; return its metrics by step, rounded to what a curve can show, and the surfaces of spirals."""
+    """Run one setting; return its metrics by step, rounded to the resolution of a curve, and the spiral surfaces."""
     surfaces: list[Mapping[str, Any]] = []
 
     def keep_surfaces(line: Mapping[str, Any]) -> None:
@@ -164,12 +164,12 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
 
 
 def rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
-    """Return numbers rounded to so many significant digits."""
+    """Return numbers rounded to the given number of significant digits."""
     return [None if value is None else float(f"{value:.{digits}g}") for value in values]
 
 
 def run_opening(emit: Emit) -> Data:
-    """Return the runs that the page opens with, and all that it needs to know about settings."""
+    """Return the initial runs of the page, and all data it needs about settings."""
     examples = [
         PlaygroundSetting(),
         task_setting("spirals", 4, 8, "sgd", mistake="clip_each", seed=7),
@@ -191,7 +191,7 @@ def run_opening(emit: Emit) -> Data:
 
 
 def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: float, **more: Any) -> Experiment:  # noqa: ANN401 (further data)
-    """Return the experiment that records these runs of a task."""
+    """Return the experiment that records the runs of a task."""
 
     def run_all(more: Mapping[str, Any], emit: Emit) -> Data:
         return {"runs": record_runs(settings, emit), **more}
@@ -208,4 +208,4 @@ def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: flo
 
 
 NOISY = ("samples_per_second", "first_gradient_difference", "relative_differences", "digest", "surfaces")
-"""Fields that depend on the machine: times, rounding errors, and what rounding changes."""
+"""Fields that depend on the machine: times, rounding errors, and values that rounding changes."""

@@ -1,9 +1,9 @@
-"""Who may talk to the guide: every request passes here first, and every response gets its headers here.
+"""Access control of the guide: checks every request, and sets the headers of every response.
 
-Loopback is no wall: any page that the user visits can send requests to it, and so can every user of the machine. What
-stands in the way, in this order: the name it was asked by (a foreign one is DNS rebinding), which page asks (Fetch
-metadata, Origin), no permission for anybody to read across origins, a secret that only the terminal has shown, and for
-whatever changes something a form that no HTML form can send, of limited size and within limited time.
+Loopback is not a protection: any web page and every user of the machine can send requests to it. The checks are,
+in this order: the host name (a foreign one indicates DNS rebinding), the requesting page (Fetch metadata,
+Origin), no cross-origin reads, a secret that only the terminal showed, and, for changes, a header that no
+HTML form can send, with a limited body size and time.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ class Admission:
     """The conditions under which a request is admitted.
 
     Attributes:
-        port: the server's; cookies know no ports, so theirs stands in the cookie's name.
-        hosts: names by which the server may be asked. Any port will do: tunnels change it, and rebinding needs a name.
-        secret: what the printed address carries, and later the cookie.
-        once: another secret that lets one browser in, once; what a program is started with, others may see.
+        port: port of the server; it is part of the cookie's name, because cookies do not depend on ports.
+        hosts: accepted host names. Any port is accepted: tunnels change it, and rebinding needs a name.
+        secret: the secret in the printed address, and later in the cookie.
+        once: a single-use secret for one browser, because other users can see the arguments of a program.
     """
 
     port: int
@@ -68,24 +68,24 @@ class Admission:
         return f"anybatch-{self.port}"
 
     def launches(self, key: str) -> bool:
-        """Return whether an address with this key lets a browser in."""
+        """Return whether an address with this key is accepted."""
         if self.once is not None and secrets.compare_digest(key.encode(), self.once.encode()):
-            # Used up: other users of the machine can read with what address a browser was started.
+            # Used once only: other users of the machine can read the address that a browser was started with.
             self.once = None
             return True
         return secrets.compare_digest(key.encode(), self.secret.encode())
 
     def admits(self, cookies: Iterable[bytes]) -> bool:
-        """Return whether one of the Cookie headers holds the secret under this server's name."""
+        """Return whether one of the Cookie headers contains the secret of this server."""
         pairs = [pair.strip().partition(b"=") for header in cookies for pair in header.split(b";")]
         values = [value for name, _, value in pairs if name == self.cookie_name.encode()]
-        # In constant time, so that the duration does not tell how much of a guess was right.
+        # In constant time, so that the duration does not reveal how much of a guess is correct.
         return any(secrets.compare_digest(value, self.secret.encode()) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the guard itself: a refusal, or the way to the page."""
+    """A response of the guard: a refusal, or a redirect to the page."""
 
     status: HTTPStatus
     code: str
@@ -93,7 +93,7 @@ class Answer:
     headers: tuple[Header, ...] = ()
 
     async def send(self, send: Send) -> None:
-        """Send it as JSON, and end the connection: whatever else was sent on it is not read."""
+        """Send it as JSON, and close the connection without reading the rest of it."""
         body = json.dumps({"code": self.code, "message": self.message}).encode()
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers = [*own, (b"connection", b"close"), *self.headers]
@@ -102,12 +102,12 @@ class Answer:
 
 
 class Guard:
-    """The outermost application: answers what may not pass, and passes on the rest.
+    """The outermost application: refuses invalid requests, and forwards the others.
 
     Args:
-        app: what is guarded.
-        admission: what lets a request in.
-        limits: how large and how slow a body may be.
+        app: the guarded application.
+        admission: conditions for a request.
+        limits: maximum size and time of a body.
     """
 
     def __init__(self, app: App, admission: Admission, limits: Limits) -> None:
@@ -120,7 +120,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # Nothing here speaks WebSocket, which browsers do not bind to the origin of a page.
+            # WebSockets are not used, and browsers do not restrict them to the origin of a page.
             await send({"type": "websocket.close", "code": 1008})
         else:
             await self._http(scope, receive, _with_headers(send))
@@ -135,12 +135,12 @@ class Guard:
             if isinstance(body, Answer):
                 await body.send(send)
                 return
-            # The body has been read here, and the application reads it as well.
+            # The body was read here, but the application has to read it too.
             receive = _replayed(body, receive)
         await self._app(scope, receive, send)
 
     def _answer(self, request: "_Request") -> Answer | None:
-        """Return what there is to say without looking at the body; None to let it pass."""
+        """Return a response that does not depend on the body; None to accept the request."""
         for look in (
             _look_at_host,
             _look_at_origin,
@@ -154,7 +154,7 @@ class Guard:
         return None
 
     async def _body(self, receive: Receive) -> bytes | Answer:
-        """Return a body, read as a whole; what the client says of its length is not believed."""
+        """Return the complete body; do not trust the Content-Length of the client."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
@@ -162,7 +162,7 @@ class Guard:
                     message = await receive()
                     body += message.get("body", b"")
                     if message["type"] == "http.disconnect":
-                        return Answer(HTTPStatus.BAD_REQUEST, "gone", "The connection ended inside the body.")
+                        return Answer(HTTPStatus.BAD_REQUEST, "gone", "The connection ended within the body.")
                     if len(body) > self._limits.body_bytes:
                         return _too_large(self._limits)
                     if not message.get("more_body", False):
@@ -175,7 +175,7 @@ class Guard:
 class _Request:
     """The parts of a request that the guard checks.
 
-    Paths come from the scope: a URL put together again would depend on the Host header.
+    Paths come from the scope, because a reconstructed URL would depend on the Host header.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -189,13 +189,13 @@ class _Request:
         return [value for found, value in self._headers if found == name]
 
     def one(self, name: bytes) -> bytes | None:
-        """Return the first value of a header; None if it is not there."""
+        """Return the first value of a header; None if it is missing."""
         return next(iter(self.all(name)), None)
 
 
 def host_name(host: bytes) -> str | None:
     """Return the name or address in a Host header, in lower case; None if it is neither."""
-    # latin-1 decodes every byte, so a malformed header is refused instead of an error.
+    # latin-1 decodes every byte, so a malformed header is refused and raises no error.
     match = _HOST.fullmatch(host.decode("latin-1").lower())
     return None if match is None else match.group(1) or match.group(2)
 
@@ -203,29 +203,27 @@ def host_name(host: bytes) -> str | None:
 def _look_at_host(request: _Request, admission: Admission, _limits: Limits) -> Answer | None:
     hosts = request.all(b"host")
     if len(hosts) != 1 or host_name(hosts[0]) not in admission.hosts:
-        message = "This server is asked by another name than its own; it answers to: " + ", ".join(
-            sorted(admission.hosts)
-        )
+        message = "Unknown host name; this server accepts: " + ", ".join(sorted(admission.hosts))
         return Answer(HTTPStatus.MISDIRECTED_REQUEST, "host", message)
     if request.all(b"upgrade"):
-        return Answer(HTTPStatus.BAD_REQUEST, "upgrade", "No other protocol is spoken here.")
-    # With two values, this check and the application could go by different ones.
+        return Answer(HTTPStatus.BAD_REQUEST, "upgrade", "Protocol upgrades are not supported.")
+    # With two values, this check and the application could use different ones.
     if any(len(request.all(name)) > 1 for name in _ONLY_ONCE):
-        return Answer(HTTPStatus.BAD_REQUEST, "headers", "A header that may stand once stands twice.")
+        return Answer(HTTPStatus.BAD_REQUEST, "headers", "A header that is allowed once is present twice.")
     return None
 
 
 def _look_at_origin(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
     site = request.one(b"sec-fetch-site")
-    # A typed address has no site that asks; only the page itself may be opened in that way.
+    # A typed address has no requesting site; only the page may be opened like this.
     is_page = request.path == "/" and request.one(b"sec-fetch-dest") in (None, b"document")
     if site not in (None, b"same-origin") and not (site == b"none" and is_page):
-        message = "Another page asked for this. Open the guide by its printed address, in the address bar."
+        message = "Another page sent this request. Open the guide with its printed address, in the address bar."
         return Answer(HTTPStatus.FORBIDDEN, "site", message)
-    # Browsers without Fetch metadata still send an Origin with whatever changes something.
+    # Browsers without Fetch metadata still send an Origin with changing requests.
     origin, host = request.one(b"origin"), request.one(b"host")
     if origin is not None and origin.lower() != b"http://" + (host or b"").lower():
-        return Answer(HTTPStatus.FORBIDDEN, "origin", "Another page asked for this.")
+        return Answer(HTTPStatus.FORBIDDEN, "origin", "Another page sent this request.")
     return None
 
 
@@ -235,27 +233,25 @@ def _look_at_method(request: _Request, _admission: Admission, _limits: Limits) -
     if request.method in allowed:
         return None
     headers = ((b"allow", ", ".join(allowed).encode()),)
-    return Answer(
-        HTTPStatus.METHOD_NOT_ALLOWED, "method", f"{request.method} is nothing that can be done here.", headers
-    )
+    return Answer(HTTPStatus.METHOD_NOT_ALLOWED, "method", f"The method {request.method} is not supported.", headers)
 
 
 def _look_at_secret(request: _Request, admission: Admission, _limits: Limits) -> Answer | None:
     key = _launch_key(request)
     if key is not None and admission.launches(key):
         cookie = f"{admission.cookie_name}={admission.secret}; HttpOnly; SameSite=Strict; Path=/"
-        # By a redirect, so that the secret does not stay in the address bar.
+        # Redirect, so that the secret does not stay in the address bar.
         headers = ((b"location", b"/"), (b"set-cookie", cookie.encode()))
         return Answer(HTTPStatus.SEE_OTHER, "welcome", "The page is at /.", headers)
     # A wrong key in the address is refused, even from a browser that has the cookie.
     if key is None and admission.admits(request.all(b"cookie")):
         return None
-    message = "This needs the address that was printed in the terminal, with all that is behind the question mark."
+    message = "Use the complete address from the terminal, including the part after the question mark."
     return Answer(HTTPStatus.FORBIDDEN, "secret", message)
 
 
 def _launch_key(request: _Request) -> str | None:
-    """Return what stands in the address as a key; None if there is nothing of that kind."""
+    """Return the key in the address; None if there is no key."""
     if request.path != "/" or request.method != "GET" or not 0 < len(request.query) <= _MAX_QUERY_BYTES:
         return None
     return next(iter(parse_qs(request.query.decode("latin-1")).get("k", [])), None)
@@ -264,15 +260,15 @@ def _launch_key(request: _Request) -> str | None:
 def _look_at_form(request: _Request, _admission: Admission, limits: Limits) -> Answer | None:
     if request.method not in _CHANGING:
         return None
-    # A foreign page cannot set this header without a preflight request, which is never granted here.
+    # A foreign page cannot set this header without a preflight request, which is always refused here.
     if request.one(b"x-anybatch") != b"1":
         return Answer(HTTPStatus.FORBIDDEN, "header", "A change needs the header X-Anybatch: 1.")
     media_type = (request.one(b"content-type") or b"").partition(b";")[0].strip().lower()
-    # A DELETE may come without a body, which then has no type.
+    # A DELETE may have no body, and then no type.
     if media_type != b"application/json" and not (request.method == "DELETE" and not media_type):
-        return Answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "type", "A body has to be application/json.")
+        return Answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "type", "The body must be application/json.")
     length = request.one(b"content-length")
-    # Cut first: converting thousands of digits would take long.
+    # Truncate first, because converting thousands of digits is slow.
     if length is not None and (not length.isdigit() or int(length[:20]) > limits.body_bytes):
         return _too_large(limits)
     return None
@@ -283,7 +279,7 @@ def _too_large(limits: Limits) -> Answer:
 
 
 def _with_headers(send: Send) -> Send:
-    """Return a `send` that adds the guide's headers to every response, in place of what the response says of them."""
+    """Return a `send` that sets the guide's headers in every response, replacing existing ones."""
     names = {name for name, _ in HEADERS}
 
     async def send_with_headers(message: Message) -> None:
@@ -296,7 +292,7 @@ def _with_headers(send: Send) -> Send:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read before, and then whatever comes."""
+    """Return a `receive` that replays a body that was read before, then forwards."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -1,4 +1,4 @@
-"""How much the guide lets anybody ask of it: all limits, in one frozen value."""
+"""All limits of the guide, in one frozen value."""
 
 from dataclasses import dataclass
 
@@ -10,30 +10,30 @@ class Limits:
     """Limits of a request, a stream and a run.
 
     Attributes:
-        body_bytes: most bytes of a request's body, counted as they arrive.
-        body_seconds: in which it has to arrive.
-        head_seconds: for the headers of a request to arrive, on a new connection or on one that is kept alive.
-        unread_seconds: for which nobody reads a response; then the connection is closed.
-        num_connections: connections at once; more are answered with 503. At most half of them may wait for a request.
-        num_streams: streams of events at once; more are answered with 503.
-        messages_per_second: most messages with lines that one stream gets; lines in between wait and go together.
-        message_bytes: about how large such a message gets.
-        heartbeat_seconds: after which a silent stream gets a comment.
-        behind_lines: a reader that is further behind gets no lines that only show progress.
+        body_bytes: maximum bytes of a request's body, counted on arrival.
+        body_seconds: maximum time for the body to arrive.
+        head_seconds: maximum time for the headers of a request to arrive, on a new or a kept-alive connection.
+        unread_seconds: maximum time that a response stays unread before the connection is closed.
+        num_connections: maximum connections; more are answered with 503. At most half may wait for a request.
+        num_streams: maximum event streams; more are answered with 503.
+        messages_per_second: maximum messages with lines per stream; lines in between are sent together.
+        message_bytes: approximate maximum size of such a message.
+        heartbeat_seconds: silence after which a stream gets a comment.
+        behind_lines: a reader with a larger backlog gets no progress lines.
         ring_lines: lines kept of a run.
-        ring_bytes: bytes of these lines.
-        line_bytes: largest line of a run; larger ones are left out, and counted.
-        answer_bytes: largest message of the worker: a recording.
-        starts_per_second: runs begun.
-        answer_seconds: in which the worker has to take a run, its own start included.
-        wall_seconds: most time a run takes, pauses left out.
-        paused_seconds: most time it may be paused.
-        alone_seconds: after which a run ends that no page watches.
-        resident_bytes: most memory of the worker's process.
-        terminate_seconds: after being asked to cancel, until SIGTERM.
-        kill_seconds: after being asked to cancel, until SIGKILL.
-        look_seconds: between looks at a run's time and memory.
-        retry_seconds: longest wait until a worker that does not start is started again.
+        ring_bytes: maximum bytes of these lines.
+        line_bytes: maximum size of a line of a run; larger ones are dropped and counted.
+        answer_bytes: maximum size of a message from the worker, such as a recording.
+        starts_per_second: maximum number of started runs.
+        answer_seconds: maximum time for the worker to accept a run, including its start-up.
+        wall_seconds: maximum time of a run, without pauses.
+        paused_seconds: maximum time of a pause.
+        alone_seconds: maximum time of a run without a watching page.
+        resident_bytes: maximum memory of the worker process.
+        terminate_seconds: time from the cancel request to SIGTERM.
+        kill_seconds: time from the cancel request to SIGKILL.
+        look_seconds: interval of checks of a run's time and memory.
+        retry_seconds: maximum wait before a failed worker is restarted.
     """
 
     body_bytes: int = 4 * _KIB

@@ -1,4 +1,4 @@
-"""Events for the page, one JSON object each: the engine's records as its log has them, and kinds of the guide's own."""
+"""Events for the page, one JSON object each: records of the engine in log format, and events of the guide."""
 
 import math
 import time
@@ -15,9 +15,9 @@ NOT_SHOWN = (PhaseRecord, MemoryRecord)
 
 
 class RecordLines:
-    """An observer that emits each record as one event at once, so that the receiver may pause or cancel the run.
+    """An observer that emits each record immediately as one event, so that the receiver can pause or cancel the run.
 
-    Phases and the memory of the process are left out: the page shows neither of them.
+    Phases and process memory are skipped, because the page does not show them.
 
     Args:
         emit: receives the events.
@@ -35,7 +35,7 @@ class RecordLines:
             self._emit(line_of(record, sequence=self._next(), time_seconds=self._clock()))
 
     def emit(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (whatever JSON has)
-        """Emit an event of the guide's own, of kind `guide.<kind>`."""
+        """Emit an event of the guide, of kind `guide.<kind>`."""
         head = {"version": SCHEMA_VERSION, "sequence": self._next(), "time_seconds": round(self._clock(), 6)}
         self._emit({**head, "kind": f"guide.{kind}", **fields})
 

@@ -1,4 +1,4 @@
-"""`LoopWatch`: observes a loop in plain PyTorch through hooks, so that the loop has only the lines that it shows."""
+"""`LoopWatch`: observes a loop in plain PyTorch through hooks, so that the loop needs no extra lines."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,21 +20,21 @@ from anybatch_guide.tasks.task import cross_entropy
 
 
 class _AllStepsMade(Exception):  # noqa: N818 (nothing went wrong)
-    """The steps that were asked for have been made."""
+    """All requested steps are done."""
 
 
 class LoopWatch:
-    """Reports of a loop what the engine reports of itself: micro-batches, steps, and the memory of one step.
+    """Emits the engine's records for a plain loop: micro-batches, steps, and the memory of one step.
 
-    Hooks on the model and the optimizer see where forwards and updates begin, and the criterion sees every loss. The
-    gradient norm is that of the gradients that the optimizer was given, clipped where the loop clips.
+    Hooks on the model and the optimizer see the start of forwards and updates, and the criterion sees every loss. The
+    gradient norm is the norm at the optimizer step, after clipping if the loop clips.
 
     Args:
-        setting: what the run does.
+        setting: setting of the run.
         model: the network that the loop trains.
         optimizer: its optimizer.
         metrics: receives the records.
-        view: shows each micro-batch while the loop is stepped.
+        view: shows each micro-batch in single-step mode.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LoopWatch:
         self._stack = ExitStack()
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a micro-batch; this is what the loop is given."""
+        """Return the mean cross-entropy of a micro-batch: the criterion of the loop."""
         loss = cross_entropy(outputs, targets)
         self._means.append((float(loss.detach()), items(targets)))
         return loss
@@ -78,7 +78,7 @@ class LoopWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Remove the hooks and report the end. That all steps have been made is no error."""
+        """Remove the hooks and report the end; `_AllStepsMade` does not count as an error."""
         self._stop_recording()
         self._stack.close()
         self.is_done = isinstance(error, _AllStepsMade)
@@ -87,7 +87,7 @@ class LoopWatch:
         self._metrics.observe(
             EndRecord(rank=0, status=status, num_steps=self._step, message=message, digest=None)  # type: ignore[arg-type]
         )
-        # True ends `_AllStepsMade` here; any other error goes on.
+        # True swallows `_AllStepsMade`; any other error propagates.
         return self.is_done
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -101,7 +101,7 @@ class LoopWatch:
         self._view.begin(args[0])
 
     def _end_micro_batch(self) -> None:
-        # No hook runs after a backward: the next forward, or the update, ends the micro-batch.
+        # There is no hook after a backward: the next forward, or the update, ends the micro-batch.
         if self._open_samples is not None:
             self._categorize_persistent()
             self._report_micro_batch("end")
@@ -131,18 +131,18 @@ class LoopWatch:
             message = f"the loss of step {record.step} is {record.loss}."
             raise NonFiniteError(message)
         if self._step == self._setting.steps:
-            # The loop is written by hand, and only an exception leaves it.
+            # Only an exception leaves the hand-written loop.
             raise _AllStepsMade
         self._record_memory()
 
     def _record_memory(self) -> None:
-        """Record the memory of the step that is measured, if it comes next."""
+        """Record memory if the next step is the measured one."""
         if self._step == self._metrics.measured_step:
             self._ledger = MemoryLedger(device_type="cpu")
             self._ledger.phase = "setup"
             self._categorize_persistent()
             self._ledger.phase = None
-            # Entered by hand, since another hook leaves it.
+            # Entered explicitly, because another hook exits it.
             self._ledger.__enter__()
 
     def _stop_recording(self) -> None:

@@ -1,4 +1,4 @@
-"""`MicroBatchView`: what one micro-batch is made of and adds, for a run that goes on one micro-batch at a time."""
+"""`MicroBatchView`: samples and gradient of single micro-batches, for runs in single-step mode."""
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
@@ -12,35 +12,35 @@ from anybatch.core.records import MicroBatchRecord, Record
 from anybatch_guide.tasks.task import PlaygroundTask
 
 NUM_SAMPLES: Final = 16
-"""Samples that are shown of a micro-batch, at most."""
+"""Maximum number of samples shown of a micro-batch."""
 NUM_CELLS: Final = 48
-"""Numbers that are shown of a gradient, at most."""
+"""Maximum number of components shown of a gradient."""
 
 
 class ViewObserver(Protocol):
-    """Receives what is seen of a micro-batch, while it wants it."""
+    """Receives the details of micro-batches, if requested."""
 
     @property
     def is_stepped(self) -> bool:
-        """Whether somebody looks at single micro-batches now."""
+        """Whether single micro-batches are requested now."""
         ...
 
     def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
-        """Take what was seen."""
+        """Receive the details of a micro-batch."""
         ...
 
 
 class MicroBatchView:
-    """An observer that shows each micro-batch while a run is stepped: its samples, its gradient, and the sum so far.
+    """An observer that shows each micro-batch in single-step mode: its samples, its gradient, and the sum so far.
 
-    Of the gradient it shows evenly spaced numbers of the last layer's weight: what one backward brings, seen where
-    autograd adds it, and that added to what was there before. So the sum is that of this rank, also where the last
-    backward has begun to send it. Nothing is done, and no tensor is made, while nobody looks.
+    It shows evenly spaced components of the gradient of the last layer's weight: the gradient of one backward, read
+    where autograd accumulates it, and the sum including earlier ones. The sum is local to this rank, even if the last
+    backward has started to send it. Without a viewer, the observer does nothing and creates no tensor.
 
     Args:
-        model: the network that is trained.
-        task: what its inputs are.
-        observer: receives what is seen.
+        model: the trained network.
+        task: determines the kind of inputs.
+        observer: receives the details.
     """
 
     def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver) -> None:
@@ -52,13 +52,13 @@ class MicroBatchView:
         self._samples: Mapping[str, Any] = {}
         self._before: Any = 0.0
         self._own: Any = None
-        # Where autograd adds to `.grad`: a hook there only looks. It lives as long as the node, which is kept.
+        # The node where autograd adds to `.grad`; the hook only reads. It lives as long as the node, which is kept.
         adding: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._adding, self._handle = adding, adding.register_prehook(self._see)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Take the inputs of every forward of a model, as long as this is entered."""
+        """Record the inputs of every forward of a model while the context is active."""
         handle = model.register_forward_pre_hook(lambda _, inputs: self.begin(inputs[0]))
         try:
             yield
@@ -66,7 +66,7 @@ class MicroBatchView:
             handle.remove()
 
     def begin(self, inputs: Tensor) -> None:
-        """Take the inputs of the micro-batch that comes."""
+        """Record the inputs of the next micro-batch."""
         self._own = None
         if self._observer.is_stepped:
             self._samples = self._encode(inputs[:NUM_SAMPLES])
@@ -74,8 +74,8 @@ class MicroBatchView:
             self._before = 0.0 if gradient is None else self._cells(gradient)
 
     def observe(self, record: Record, /) -> None:
-        """Report a micro-batch whose backward is over."""
-        # A policy may run all forwards first, and one backward for all of them: it has no gradients of their own.
+        """Report a micro-batch after its backward."""
+        # A policy may run all forwards first and then one backward, without separate gradients.
         if isinstance(record, MicroBatchRecord) and record.event == "end" and self._own is not None and self._samples:
             self._observer.add_micro_batch(
                 {
@@ -99,7 +99,7 @@ class MicroBatchView:
             self._own = self._cells(gradients[0])
 
     def _cells(self, gradient: Tensor) -> Any:  # noqa: ANN401 (an array of numpy)
-        # By numpy: a tensor made here would be counted as memory of the step. Indexing copies.
+        # Use numpy: a tensor would count as memory of the step. Indexing copies.
         numbers: Any = gradient.detach().reshape(-1).numpy()
         return numbers[self._places]
 
@@ -109,7 +109,7 @@ def _rounded(numbers: Any) -> list[float]:  # noqa: ANN401 (an array of numpy)
 
 
 def _images(inputs: Tensor) -> Mapping[str, Any]:
-    """Return images as bytes from the darkest to the brightest of their pixels."""
+    """Return images as bytes, scaled from their darkest to their brightest pixel."""
     pixels: Any = inputs.detach().numpy()
     low, high = float(pixels.min()), float(pixels.max())
     levels = ((pixels - low) * (255 / max(high - low, 1e-12))).round().astype("uint8")

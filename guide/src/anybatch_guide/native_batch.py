@@ -1,4 +1,4 @@
-"""The native batch beside a playground run: the same steps on one rank without accumulation, and the difference."""
+"""The native batch as reference of a playground run: the same steps on one rank without accumulation."""
 
 import itertools
 import math
@@ -20,12 +20,12 @@ from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, e
 
 
 def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, own: Tensor | None) -> float | None:
-    """Return |first gradient - that of the native batch| / |that|; None where one of them is not there, or not finite.
+    """Return |g - g_native| / |g_native| for the first gradients; None if one is missing or not finite.
 
     Args:
-        setting: what the run does.
+        setting: setting of the run.
         task: its data, network and loss.
-        own: what the first step of the run does to the parameters, of `first_step`.
+        own: change of the parameters in the first step of the run, from `first_step`.
     """
     if own is None:
         return None
@@ -37,10 +37,10 @@ def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, 
 
 
 def first_step(setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor | None:
-    """Return by how much the first step of a run moves the parameters, as one row of numbers.
+    """Return the change of the parameters in the first step of a run, as a flat tensor.
 
-    It is a step of SGD with a learning rate of 1, so whatever a mistake does to the gradient, or to the rate, on its
-    way there counts. Called on every rank that the run has, and within its memory limit; None where that is too low.
+    It is an SGD step with a learning rate of 1, so it includes every effect of a mistake on the gradient or the
+    rate. Called on every rank of the run, within its memory limit; None if the limit is too low.
     """
     parts = _first_parts(setting, task)
     if setting.mistake:
@@ -92,7 +92,7 @@ def _moved_by_loop(parts: Parts, setting: PlaygroundSetting, task: PlaygroundTas
 
 @torch.no_grad()
 def flat(model: nn.Module) -> Tensor:
-    """Return a copy of all parameters as one row of numbers in float64."""
+    """Return a copy of all parameters as a flat float64 tensor."""
     return torch.cat([parameter.flatten() for parameter in model.parameters()]).double()
 
 
@@ -104,9 +104,9 @@ def reference_run(setting: PlaygroundSetting, task: PlaygroundTask) -> "Referenc
 
 
 class ReferenceRun:
-    """A run on the native batch (the effective batch in one micro-batch), stepped beside a run to compare with.
+    """A run on the native batch (the effective batch in one micro-batch), stepped in parallel with another run.
 
-    It stops where its loss is not finite.
+    It stops if its loss is not finite.
     """
 
     def __init__(self, model: nn.Module, engine: Engine, data: Iterator[object]) -> None:
@@ -114,10 +114,10 @@ class ReferenceRun:
 
     @torch.no_grad()
     def step(self, model: nn.Module) -> float:
-        """Make one more step; return |parameters of `model` - own parameters| / |own parameters|."""
-        # The comparison below needs no gradient, but the step does.
+        """Make one more step; return |parameters of `model` - reference parameters| / |reference parameters|."""
+        # The comparison below needs no gradients, but the step does.
         with torch.enable_grad():
-            # One batch, or none where the data is at its end.
+            # One batch, or none at the end of the data.
             for batch in itertools.islice(self._data, 1):
                 self._engine.step(batch)
         own = flat(self._model)

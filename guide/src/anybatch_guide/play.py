@@ -23,10 +23,10 @@ def main(arguments: Sequence[str], write: Callable[[str], object] = sys.stdout.w
 
 
 def read(arguments: Sequence[str]) -> PlaygroundSetting:
-    """Return the setting that `name=value` arguments make of the default one.
+    """Return the default setting, changed by `name=value` arguments.
 
     Raises:
-        SettingError: a name or value that there is not.
+        SettingError: an unknown name or an invalid value.
     """
     given = {**asdict(PlaygroundSetting())}
     for argument in arguments:
@@ -34,7 +34,7 @@ def read(arguments: Sequence[str]) -> PlaygroundSetting:
         if not sign or name not in given:
             message = f"{argument!r} must be name=value, with one of {', '.join(given)}."
             raise SettingError(message, code="keys")
-        # Words stay as they are; as JSON they would need quotes.
+        # Words are kept; JSON would need quotes.
         given[name] = text if isinstance(given[name], str) else _number(text)
     return parse_setting(given)
 

@@ -1,4 +1,4 @@
-"""The playground: a run of the engine, or of a loop with a mistake in it, streamed to the page as it goes on."""
+"""The playground: a run of the engine, or of a loop with a mistake, streamed to the page."""
 
 import time
 import warnings
@@ -29,7 +29,7 @@ def run(
     clock: Callable[[], float] = time.monotonic,
     is_stepped: Callable[[], bool] = lambda: False,
 ) -> Data:
-    """Train as asked, and emit every micro-batch and step as it happens; `emit` may block, and raises to end the run.
+    """Train with a setting, and emit every micro-batch and step; `emit` may block, and raises to end the run.
 
     The plain loop, which `as_python` returns as a program with the same losses:
 
@@ -40,18 +40,18 @@ def run(
         engine.step(batch)
     ```
 
-    A reference run goes beside it, on the native batch: the same engine on one rank, without accumulation, limit or
+    A reference run uses the native batch: the same engine on one rank, without accumulation, limit or
     policy. After each step the event `guide.match` has the relative difference of the two runs' parameters, and after
-    the first one `guide.first_gradient` that of their first gradients: rounding may grow to any difference of
-    parameters, but the first gradients are the same, or this is another training. A loss that is not finite, or a
-    memory limit in which no micro-batch fits, ends the run as failed.
+    the first step, `guide.first_gradient` has the difference of their first gradients: rounding may grow to any
+    difference of parameters, but different first gradients mean different training. A loss that is not finite, or a
+    memory limit that is too low for any micro-batch, ends the run as failed.
 
     Args:
-        setting: what to do.
-        emit: receives the events: the engine's records, and kinds of the guide's own (`guide.match`, `guide.memory`,
+        setting: setting of the run.
+        emit: receives the events: records of the engine, and events of the guide (`guide.match`, `guide.memory`,
             `guide.first_gradient`, `guide.surface`, `guide.micro_batch`).
         clock: monotonic time in seconds.
-        is_stepped: function () -> whether each micro-batch is to be shown now, by a `guide.micro_batch`.
+        is_stepped: function () -> whether to show each micro-batch now, with a `guide.micro_batch`.
 
     Returns:
         The metrics of the run by step, and the peak memory of one step by category.
@@ -75,14 +75,14 @@ def run(
 
 
 def warm() -> None:
-    """Do once what takes long the first time: import scikit-learn for the images, and make one step."""
-    # Without scikit-learn there are no digits to warm up with.
+    """Warm up: import scikit-learn for the images, and make one step."""
+    # Without scikit-learn, there are no digits to warm up with.
     with suppress(DataError):
         run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 
 
 def _run_loop(setting: PlaygroundSetting, task: PlaygroundTask, metrics: RunMetrics, parts: Parts) -> None:
-    """Give a hand-written loop epoch after epoch, until it has made the steps that were asked for."""
+    """Run a hand-written loop epoch after epoch, until it has made the requested steps."""
     model, optimizer, scheduler = parts
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
     with (

@@ -1,4 +1,4 @@
-"""Programs and command lines that do what the playground did. The page fills the same templates."""
+"""Programs and command lines that repeat a playground run. The page fills the same templates."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -103,9 +103,9 @@ _CLASSES: Mapping[str, str] = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def templates() -> Mapping[str, str]:
-    """Return the program of each mistake, and those of the engine, with `$name` where something of the setting belongs.
+    """Return the program templates of each mistake and of the engine, with `$name` for values of the setting.
 
-    Those of the engine are named as `template_of` names them: one for each of what only some settings need.
+    Engine templates are named by `template_of`: one for each optional feature.
     """
     engines = {
         "": _without(_without(_ENGINE, _WITHOUT_LIMIT), _WITHOUT_GROUPS),
@@ -121,12 +121,12 @@ def templates() -> Mapping[str, str]:
 
 
 def as_python(setting: PlaygroundSetting) -> str:
-    """Return a complete program whose output is the loss of each step, the same as of `run(setting)`, to the bit."""
+    """Return a complete program that prints the loss of each step, bitwise equal to `run(setting)`."""
     return Template(templates()[template_of(setting)]).substitute(values_of(setting))
 
 
 def template_of(setting: PlaygroundSetting) -> str:
-    """Return the name of the template that a setting fills."""
+    """Return the name of the template for a setting."""
     needs = ["ghost"] * (setting.norm_policy == "ghost") + ["limit"] * (setting.memory_limit_kib > 0)
     return setting.mistake or " ".join(needs)
 
@@ -139,7 +139,7 @@ def _without(text: str, left_out: Mapping[str, str]) -> str:
 
 
 def as_command(setting: PlaygroundSetting) -> str:
-    """Return a command line that does the same; what is as by default is left out."""
+    """Return a command line for the setting, without default values."""
     default = PlaygroundSetting()
     changed = [
         f"{field.name}={getattr(setting, field.name)}"
@@ -150,7 +150,7 @@ def as_command(setting: PlaygroundSetting) -> str:
 
 
 def values_of(setting: PlaygroundSetting) -> Mapping[str, str]:
-    """Return what stands in a program for each name of a template."""
+    """Return the value of each name in a template."""
     own = {field.name: str(getattr(setting, field.name)) for field in fields(setting)}
     return {
         **own,

@@ -1,4 +1,4 @@
-"""A playground run on several ranks: processes of this machine with gloo between them, followed from here."""
+"""A playground run on several ranks: processes on this machine that communicate with gloo."""
 
 import multiprocessing
 import pickle
@@ -31,23 +31,23 @@ from anybatch_guide.tasks.task import load
 from anybatch_guide.training import RUN_ENDS, isolated, make, run_engine
 
 PATIENCE: Final = timedelta(minutes=15)
-"""How long ranks wait for each other: longer than a run may be paused."""
+"""Timeout between ranks: longer than the maximum pause of a run."""
 END_SECONDS: Final = 1.0
 LOOK_SECONDS: Final = 2.0
 
 
 class RankError(AnyBatchError, RuntimeError):
-    """A rank of a playground run has ended before its run was over."""
+    """A rank of a playground run ended before the end of the run."""
 
 
 class RankProcesses:
-    """The ranks of a run, one process each. They speak over gloo at loopback only; a file says where each is.
+    """The ranks of a run, one process each. They use gloo on loopback only, and rendezvous through a file.
 
-    Whatever a rank tells waits for an answer, so that a run that is paused here stands still there, and one that is
-    given up here ends there.
+    Every message of a rank waits for a reply, so that pausing or cancelling a run here also pauses or
+    ends it on the ranks.
 
     Args:
-        setting: what the run does.
+        setting: setting of the run.
     """
 
     def __init__(self, setting: PlaygroundSetting) -> None:
@@ -60,12 +60,12 @@ class RankProcesses:
             ours, theirs = context.Pipe()
             process = context.Process(target=_be_rank, args=(theirs, rank, setting, rendezvous), daemon=True)
             process.start()
-            theirs.close()  # only the rank keeps its end, so that its death is seen here
+            theirs.close()  # only the rank keeps its end, so that its exit closes the pipe
             self._pipes.append(ours)
             self._processes.append(process)
 
     def first_step(self) -> Tensor | None:
-        """Return by how much the first step moves the parameters; None where memory is too little for it."""
+        """Return the change of the parameters in the first step; None if memory is too low for it."""
         moved: Tensor | None = self._receive(self._pipes[0])[1]
         return moved
 
@@ -73,11 +73,11 @@ class RankProcesses:
         """Follow the run to its end.
 
         Args:
-            metrics: takes what is told: every record, and memory and steps of the first rank.
+            metrics: receives all messages: every record, and memory and steps of the first rank.
             model: gets the parameters of the first rank after each step.
 
         Raises:
-            RankError: a rank has failed in another way than a run may fail.
+            RankError: a rank failed unexpectedly.
         """
         open_pipes = list(self._pipes)
         looked_at: Connection | None = None
@@ -85,7 +85,7 @@ class RankProcesses:
             pipe = _next_of(open_pipes, looked_at)
             match self._receive(pipe):
                 case "observe", record:
-                    metrics.observe(record)  # waits where the run is paused
+                    metrics.observe(record)  # blocks while the run is paused
                     begins = isinstance(record, MicroBatchRecord) and record.event == "begin"
                     looked_at = pipe if begins and metrics.is_stepped else looked_at
                 case "add_memory", timeline:
@@ -107,7 +107,7 @@ class RankProcesses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all ranks: one that tells something finds that nobody listens."""
+        """End all ranks: their next message fails because the pipe is closed."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -119,11 +119,11 @@ class RankProcesses:
 
     @staticmethod
     def _receive(pipe: Connection) -> tuple[str, Any]:
-        """Return what a rank tells: a word, and what belongs to it."""
+        """Return a message of a rank: its kind and its content."""
         try:
             word, told = pickle.loads(pipe.recv_bytes())  # noqa: S301 (of our own process)
         except (EOFError, ConnectionError):
-            message = "A rank has ended in the middle of its run."
+            message = "A rank ended in the middle of its run."
             raise RankError(message) from None
         if word == "failed":
             raise RankError(told)
@@ -131,16 +131,16 @@ class RankProcesses:
 
 
 class _Sender:
-    """The metrics of a rank: sends all of it to the process that follows the run, and waits for its answer."""
+    """The metrics of a rank: sends everything to the parent process, and waits for its reply."""
 
     def __init__(self, pipe: Connection, rank: int, setting: PlaygroundSetting, model: nn.Module) -> None:
         self._pipe, self._model, self._is_first = pipe, model, rank == 0
-        # Memory is recorded on the first rank; the others never come to this step.
+        # Memory is recorded on the first rank; the others never reach this step.
         self.measured_step = min(1, setting.steps - 1) if rank == 0 else -1
         self.is_stepped = False
 
     def observe(self, record: Record, /) -> None:
-        """Send a record: every one that the page shows from the first rank, micro-batches alone from the others."""
+        """Send a record: all kinds from the first rank, only micro-batches from the others."""
         if isinstance(record, MicroBatchRecord) or (self._is_first and not isinstance(record, NOT_SHOWN)):
             self._tell("observe", record)
 
@@ -149,11 +149,11 @@ class _Sender:
         self._tell("add_memory", timeline)
 
     def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
-        """Send what was seen of a micro-batch."""
+        """Send the details of a micro-batch."""
         self._tell("add_micro_batch", fields)
 
     def after_step(self, step: int) -> None:
-        """Send what the step has left of the model, which is the same on all ranks."""
+        """Send the parameters after the step, which are the same on all ranks."""
         if self._is_first:
             self._tell("after_step", (step, self._model.state_dict()))
 
@@ -163,10 +163,10 @@ class _Sender:
 
 
 def _next_of(pipes: Sequence[Connection], looked_at: Connection | None) -> Connection:
-    """Return a pipe that a rank has told something by.
+    """Return a pipe with a message from a rank.
 
-    First that of the micro-batch that is looked at: another rank's, which may wait for leave to begin, would hide how
-    it ends. Where ranks meet in the middle of a micro-batch, though, its end needs the other one.
+    Prefer the rank whose micro-batch is running: another rank, which may be waiting to start, would hide the end
+    of that micro-batch. If ranks communicate within a micro-batch, though, its end needs the other rank.
     """
     if looked_at is not None and looked_at in pipes and wait([looked_at], LOOK_SECONDS):
         return looked_at
@@ -176,12 +176,12 @@ def _next_of(pipes: Sequence[Connection], looked_at: Connection | None) -> Conne
 
 
 def _send(pipe: Connection, told: object) -> None:
-    # Pickled here: a pipe of torch's would move the parameters of the model into shared memory.
+    # Pickle explicitly: a torch pipe would move the parameters of the model into shared memory.
     pipe.send_bytes(pickle.dumps(told))
 
 
 def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous: str) -> None:
-    """Be a rank, from its first step to the end of its run."""
+    """Run one rank, from its first step to the end of the run."""
     listen_at_loopback()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=setting.ranks, timeout=PATIENCE)
     try:
@@ -191,22 +191,22 @@ def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous
             if rank == 0:
                 _send(pipe, ("first_step", moved))
             parts = make(setting, task)
-            # What ends a run as failed stands in its last record; another rank's failure in that one's.
+            # The last record contains the failure; a failure of another rank is in that rank's record.
             with suppress(*RUN_ENDS, RankFailedError):
                 run_engine(setting, task, _Sender(pipe, rank, setting, parts[0]), parts)
     except (EOFError, ConnectionError):
-        return  # nobody listens any more
+        return  # the parent has closed the pipe
     except Exception as error:  # noqa: BLE001 (whatever it is, the page shows it)
         traceback.print_exc()
         _send(pipe, ("failed", f"{type(error).__name__} on rank {rank}: {error}"))
         return
-    with suppress(ConnectionError):  # a run that was cancelled may be gone by now
+    with suppress(ConnectionError):  # a cancelled run may have closed the pipe
         _send(pipe, ("over", None))
     dist.destroy_process_group()
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """Return how ranks are started: on Linux, from a process that has imported everything they need."""
+    """Return the start method of ranks: on Linux, a fork server that has imported everything they need."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

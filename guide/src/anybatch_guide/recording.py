@@ -1,4 +1,4 @@
-"""What an experiment returned, as a file: one line of JSON that says what it was computed on, and by which command."""
+"""Recordings: the result of an experiment as one line of JSON, with its device and its command."""
 
 import json
 import math
@@ -28,10 +28,10 @@ class Recording:
     """Data with its provenance.
 
     Attributes:
-        name: of the experiment.
-        question: what it answers.
-        made: where and when.
-        data: what it returned, as JSON gives it back.
+        name: name of the experiment.
+        question: the question it answers.
+        made: where and when it was computed.
+        data: the result, as decoded from JSON.
     """
 
     name: str
@@ -40,48 +40,48 @@ class Recording:
     data: Data
 
     def as_json(self) -> dict[str, Any]:
-        """Return it in the shape in which it is written."""
+        """Return the recording as a JSON object."""
         return {"name": self.name, "question": self.question, "made": asdict(self.made), "data": self.data}
 
 
 def known(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of experiments as they are, or all that there are.
+    """Return the given names of experiments, or all names if none are given.
 
     Raises:
-        UserError: one of them is no experiment.
+        UserError: one of them is unknown.
     """
     unknown = [name for name in names if name not in all_names()]
     if unknown:
-        message = f"there is no experiment {unknown[0]!r}. There are: {', '.join(all_names())}."
+        message = f"unknown experiment {unknown[0]!r}; choose from {', '.join(all_names())}."
         raise UserError(message)
     return tuple(names) or all_names()
 
 
 def record(name: str, folder: Path) -> Path:
-    """Run an experiment on one thread, write what it returned, and return the file.
+    """Run an experiment on one thread, write its result, and return the file.
 
     Raises:
-        UserError: there is no experiment of that name.
+        UserError: there is no experiment with this name.
     """
     return write_recording(recorded(experiments()[known([name])[0]]), folder)
 
 
 def record_apart(name: str, folder: Path) -> Path:
-    """Do the same in a process of its own: what was recorded before in this one changes nothing.
+    """Record in a new process, so that earlier recordings have no effect.
 
     Raises:
-        UserError: it failed; the process has said why.
+        UserError: it failed; the process has printed the reason.
     """
     command = [sys.executable, "-m", "anybatch", "guide", "record", name, "--to", str(folder)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 (our own program)
     if done.returncode:
-        message = f"{name} was not recorded: its process ended with status {done.returncode}."
+        message = f"{name} was not recorded: its process exited with status {done.returncode}."
         raise UserError(message)
     return folder / f"{name}.json"
 
 
 def recorded(experiment: Experiment) -> Recording:
-    """Run an experiment on one thread, which gives the same numbers however many there are, and return its data."""
+    """Run an experiment on one thread, so that the number of threads has no effect, and return its data."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,7 +93,7 @@ def recorded(experiment: Experiment) -> Recording:
 
 
 def as_recording(experiment: Experiment, data: Data, made: Provenance) -> Recording:
-    """Return an experiment's data as it is written, and as the page gets it from a run now."""
+    """Return the data of an experiment as a recording, for a file or for the page."""
     return Recording(name=experiment.name, question=experiment.question, made=made, data=plain(data))
 
 
@@ -106,32 +106,32 @@ def write_recording(recording: Recording, folder: Path) -> Path:
 
 
 def read_recording(file: Path) -> Recording:
-    """Return what is written in a file.
+    """Read a recording.
 
     Raises:
-        UserError: it is no recording, or that of another name.
+        UserError: the file is not a recording, or has the wrong name.
     """
     if not NAME.fullmatch(file.stem) or file.suffix != ".json":
-        message = f"{file.name!r} is no name of a recording: lower-case letters, digits and underscores, then .json."
+        message = f"{file.name!r} is not a recording's name: use lower-case letters, digits, underscores, and .json."
         raise UserError(message)
     if file.stat().st_size > MAX_FILE_BYTES:
-        message = f"{file} has {file.stat().st_size} bytes; a recording has at most {MAX_FILE_BYTES}."
+        message = f"{file} has {file.stat().st_size} bytes; the limit for a recording is {MAX_FILE_BYTES}."
         raise UserError(message)
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         made = Provenance(**found["made"])
         recording = Recording(name=found["name"], question=found["question"], made=made, data=found["data"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        message = f"{file} is no recording ({type(error).__name__}: {error}). Make it again: anybatch guide record"
+        message = f"{file} is not a recording ({type(error).__name__}: {error}). Run again: anybatch guide record"
         raise UserError(message) from error
     if recording.name != file.stem:
-        message = f"{file} holds the recording {recording.name!r}. Give it that name."
+        message = f"{file} contains the recording {recording.name!r}. Rename the file."
         raise UserError(message)
     return recording
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 (JSON is)
-    """Return a value as JSON gives it back, with NaN and infinities as the words that a run's log has for them."""
+    """Return a value as decoded from JSON, with NaN and infinities as strings, as in a run's log."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -140,18 +140,18 @@ def plain(value: object) -> Any:  # noqa: ANN401 (JSON is)
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    message = f"{type(value).__name__} {value!r} is nothing that JSON has."
+    message = f"{type(value).__name__} {value!r} cannot be written as JSON."
     raise TypeError(message)
 
 
 def differences(one: Data, other: Data, *, tolerance: float = 0.0, noisy: tuple[str, ...] = ()) -> list[str]:
-    """Return where two recordings' data differ, in words; empty where the experiment may call them the same.
+    """Return the differences of two recordings' data as texts; empty if they are equal within the tolerance.
 
     Args:
         one: data of a recording.
         other: data of another one.
         tolerance: largest relative difference of two numbers.
-        noisy: names of what is not compared; it still has to be there in both.
+        noisy: names that are not compared, but have to exist in both.
     """
     return list(_differences("data", one, other, tolerance, noisy))
 
@@ -174,11 +174,11 @@ def _differences(place: str, one: object, other: object, tolerance: float, noisy
 
 
 def commit_here() -> str | None:
-    """Return the commit this code is from, with "+" where the sources have changed since; None outside a clone."""
+    """Return the commit of this code, with "+" for changed sources; None outside a clone."""
     if not (_CLONE / ".git").exists():
         return None
     commit = _git("rev-parse", "--short=12", "HEAD")
-    # The built page lies among the sources, and no number depends on it.
+    # The built page is among the sources, but no number depends on it.
     changed = _git("status", "--porcelain", "--", "src", "guide/src", ":(exclude)guide/src/anybatch_guide/dist")
     return None if commit is None or changed is None else f"{commit}+" if changed else commit
 
@@ -192,5 +192,5 @@ def _git(*words: str) -> str | None:
 
 
 def _refuse_constant(name: str) -> float:
-    message = f"{name} is no JSON"
+    message = f"{name} is not valid JSON"
     raise ValueError(message)

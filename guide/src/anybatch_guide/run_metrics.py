@@ -26,23 +26,23 @@ NUM_SURFACES = 20
 
 
 class RunMetrics:
-    """An observer that passes a run's records on to the page, collects its metrics, and streams those of its own.
+    """An observer that forwards a run's records to the page, and collects and streams further metrics.
 
-    These are the memory of one step, the difference from the reference run after each step, and now and then the
-    probabilities that the network predicts over the plane of the spirals.
+    These are the memory of one step, the difference from the reference run after each step, and at intervals the
+    predicted probabilities over the plane of the spirals.
 
     Args:
-        setting: what the run does.
+        setting: setting of the run.
         task: its data, network and loss.
-        model: the network that is trained.
-        reference: a run without accumulation to compare with; it makes one step after each step of this run.
+        model: the trained network.
+        reference: the run without accumulation; it makes one step after each step of this run.
         lines: streams records and metrics to the page.
         clock: monotonic time in seconds, for the throughput.
-        is_stepped: function () -> whether each micro-batch is to be shown now.
+        is_stepped: function () -> whether to show each micro-batch now.
 
     Attributes:
         measured_step: number of the step whose memory is recorded.
-        first_difference: relative difference of the two runs' first gradients; to be set before the first step.
+        first_difference: relative difference of the first gradients; set it before the first step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunMetrics:
         clock: Callable[[], float],
         is_stepped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.measured_step = min(1, setting.steps - 1)  # the first one also makes the optimizer's state
+        self.measured_step = min(1, setting.steps - 1)  # the first one also creates the optimizer state
         self._setting, self._task, self._model = setting, task, model
         self._reference: ReferenceRun | None = reference
         self.first_difference: float | None = None
@@ -71,7 +71,7 @@ class RunMetrics:
         self._seconds: list[float] = []
 
     def observe(self, record: Record, /) -> None:
-        """Take the metrics from a record, and stream it; ranks but the first one tell of their micro-batches only."""
+        """Take the metrics from a record, and stream it; only micro-batches for ranks other than the first."""
         match record:
             case MicroBatchRecord(event="begin", position=0, rank=0):
                 self._begun = self._clock()
@@ -91,15 +91,15 @@ class RunMetrics:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether each micro-batch is to be shown now."""
+        """Whether to show each micro-batch now."""
         return self._is_stepped()
 
     def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
-        """Stream what was seen of a micro-batch."""
+        """Stream the details of a micro-batch."""
         self._lines.emit("micro_batch", **fields)
 
     def add_memory(self, timeline: MemoryTimeline) -> None:
-        """Keep the peak memory of the measured step by category, and stream the peak of each of its phases."""
+        """Store the peak memory of the measured step by category, and stream the peak of each phase."""
         self._peak = timeline.at(timeline.peak_moment)
         for position, phase, moment in phase_peaks(timeline):
             self._lines.emit(
@@ -111,7 +111,7 @@ class RunMetrics:
             )
 
     def after_step(self, step: int) -> None:
-        """Step the reference run and stream the difference of the parameters; now and then stream the surface."""
+        """Step the reference run and stream the parameter difference; at intervals, stream the surface."""
         if step == 0:
             self._lines.emit("first_gradient", relative_difference=self.first_difference)
         difference = self._compare()
@@ -149,12 +149,12 @@ class RunMetrics:
         try:
             return finite(self._reference.step(self._model))
         except NonFiniteError:
-            # The reference run has diverged, so there is nothing to compare with from now on.
+            # The reference run has diverged, so there is nothing left to compare with.
             self._reference = None
             return None
 
     def _samples_per_second(self) -> float | None:
-        """Return the throughput after the measured step; None under a limit: counting tensors slows a run down."""
+        """Return the throughput after the measured step; None with a limit, because counting tensors slows a run."""
         if self._setting.memory_limit_kib:
             return None
         first = self.measured_step + 1
@@ -164,7 +164,7 @@ class RunMetrics:
 
 
 def phase_peaks(timeline: MemoryTimeline) -> list[tuple[int | None, str, int]]:
-    """Return micro-batch (None for the update), phase and moment of the peak for each phase of a step, in order."""
+    """Return micro-batch (None for the update), phase and peak of each phase of a step, in order."""
     totals = timeline.totals.tolist()
     found: dict[tuple[int | None, str], int] = {}
     for moment, phase in enumerate(timeline.phases):
@@ -180,7 +180,7 @@ def digest_of(model: nn.Module) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of all parameters and buffers."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
-        # As bytes: equal digests mean equal bits, also for -0.0 and NaN.
+        # Hash bytes, so that equal digests mean equal bits, including -0.0 and NaN.
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 

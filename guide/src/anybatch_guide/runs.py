@@ -1,4 +1,4 @@
-"""One run at a time, in a process of its own: begun, paused, cancelled, limited, and streamed to the pages."""
+"""Runs: one at a time, in a worker process, with pause, cancel and limits, streamed to the pages."""
 
 import asyncio
 import secrets
@@ -24,11 +24,11 @@ State = Literal["warming", "idle", "running", "restarting"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something did not work, as the page shows it.
+    """A failure, as shown on the page.
 
     Attributes:
-        code: a short word, the same every time.
-        message: a sentence.
+        code: a short, stable word.
+        message: a sentence for the user.
     """
 
     code: str
@@ -36,12 +36,12 @@ class Failure:
 
 
 class RefusedError(UserError):
-    """A run that is not begun, or a command for one that is not there.
+    """A run that is refused, or a command for an unknown run.
 
     Attributes:
-        status: what HTTP says.
-        failure: what the page shows.
-        run: the run that goes on instead; None if there is none.
+        status: HTTP status.
+        failure: reason, shown on the page.
+        run: the id of the current run; None if nothing runs.
     """
 
     def __init__(self, status: HTTPStatus, failure: Failure, run: str | None = None) -> None:
@@ -53,17 +53,17 @@ class RefusedError(UserError):
 
 @dataclass(slots=True, kw_only=True)
 class LiveRun:
-    """A run that is under way.
+    """The current run.
 
     Attributes:
-        id: its name, drawn at random.
-        request: what was asked for: kind, and name or setting.
-        is_paused: whether it stands still.
-        accepted: becomes None once the worker takes it, and a failure if it refuses.
-        over: set when it is over.
-        ending: why it is being ended; a failure, "cancel" if a page asked for that, or None.
-        active_seconds: for which it has run.
-        idle_seconds: for which it has been paused, since it last ran.
+        id: random id.
+        request: the request: kind, and name or setting.
+        is_paused: whether it is paused.
+        accepted: resolves to None when the worker accepts it, or to a failure.
+        over: set at its end.
+        ending: the reason for ending it: a failure, "cancel" if a page cancelled it, or None.
+        active_seconds: running time.
+        idle_seconds: length of the current pause.
     """
 
     id: str
@@ -77,14 +77,14 @@ class LiveRun:
 
 
 class Runs:
-    """The worker and the run it has.
+    """The worker and its current run.
 
     Args:
-        stream: where lines and events go.
-        limits: of a run.
+        stream: receives lines and events.
+        limits: limits of a run.
         clock: monotonic time in seconds.
-        command: starts the worker.
-        keep: whether a run goes on that no page watches.
+        command: command line of the worker.
+        keep: whether a run continues without a watching page.
     """
 
     def __init__(
@@ -108,34 +108,34 @@ class Runs:
         self._starts: deque[float] = deque(maxlen=limits.starts_per_second)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
-        self._num_skipped = 0  # lines of the latest run that were no lines, or too long
+        self._num_skipped = 0  # invalid or too long lines of the latest run
         self.made: Mapping[str, Any] | None = None
 
     @property
     def worker_number(self) -> int | None:
-        """The number of the worker's process; None while there is none."""
+        """The process id of the worker; None without a worker."""
         return None if self._process is None else self._process.number
 
     def open(self) -> None:
-        """Start the worker, and keep one there from now on."""
+        """Start the worker, and restart it whenever it ends."""
         self._publish_status()
         self._spawn(self._keep_worker())
 
     async def close(self) -> None:
-        """End the worker and everything that was begun here."""
+        """End the worker and all tasks of this object."""
         self._is_closing = True
         for task in self._tasks:
             task.cancel()
-        # Tasks end the worker when they are cancelled, so they are waited for.
+        # Wait for the tasks, because they end the worker when cancelled.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, request: Mapping[str, Any], *, paused: bool = False) -> str:
-        """Begin a run and return its id, once the worker has taken it.
+        """Start a run and return its id, once the worker has accepted it.
 
         Raises:
-            RefusedError: another one is under way, or the worker does not take this one.
+            RefusedError: another run is in progress, or the worker refuses this one.
         """
-        run = self._claimed(request, paused=paused)  # nothing is awaited before: two requests cannot both find it free
+        run = self._claimed(request, paused=paused)  # no await before this: two requests cannot both find it free
         try:
             async with asyncio.timeout(self._limits.answer_seconds):
                 await self._ready.wait()
@@ -143,7 +143,7 @@ class Runs:
                 self._process.send({"do": "run", "id": run.id, **request, "paused": paused})
                 failure = await run.accepted
         except TimeoutError:
-            failure = Failure("worker", "The process that computes does not answer.")
+            failure = Failure("worker", "The worker process does not respond.")
             self._end_soon(run, failure)
         if failure is None:
             return run.id
@@ -151,36 +151,36 @@ class Runs:
         raise RefusedError(status.get(failure.code, HTTPStatus.UNPROCESSABLE_ENTITY), failure)
 
     def steer(self, run_id: str, do: Literal["pause", "resume", "micro"]) -> None:
-        """Pause a run, let it go on, or let it run one micro-batch and pause.
+        """Pause a run, resume it, or run one micro-batch and pause.
 
         Raises:
-            RefusedError: it is not the run that is under way.
+            RefusedError: it is not the current run.
         """
         run = self._current(run_id)
-        # After a single micro-batch the run stands still again.
+        # After a single micro-batch, the run is paused again.
         run.is_paused = do != "resume"
-        # The limit on pauses counts from the last command: stepping by micro-batches shows that the page is in use.
+        # The pause limit counts from the last command, because stepping shows that the page is in use.
         run.idle_seconds = 0.0
         assert self._process is not None
         self._process.send({"do": do})
         self._publish_status()
 
     def cancel(self, run_id: str) -> None:
-        """Ask a run to end, and see to it that it does.
+        """Cancel a run, and make sure that it ends.
 
         Raises:
-            RefusedError: it is not the run that is under way.
+            RefusedError: it is not the current run.
         """
         self._end_soon(self._current(run_id), "cancel")
 
     def _claimed(self, request: Mapping[str, Any], *, paused: bool) -> LiveRun:
         now = self._clock()
         if self._run is not None:
-            failure = Failure("busy", "Another run is under way.")
+            failure = Failure("busy", "Another run is in progress.")
             raise RefusedError(HTTPStatus.CONFLICT, failure, self._run.id)
-        # The deque has the latest starts: if its oldest is less than a second old, the limit is reached.
+        # The deque has the latest starts: if the oldest is less than a second ago, the limit is reached.
         if len(self._starts) == self._limits.starts_per_second and now - self._starts[0] < 1.0:
-            failure = Failure("often", f"At most {self._limits.starts_per_second} runs are begun in a second.")
+            failure = Failure("often", f"At most {self._limits.starts_per_second} runs can start per second.")
             raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, failure)
         self._starts.append(now)
         run_id = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
@@ -190,15 +190,15 @@ class Runs:
 
     def _current(self, run_id: str) -> LiveRun:
         if self._run is None or self._run.id != run_id or not self._run.accepted.done():
-            raise RefusedError(HTTPStatus.NOT_FOUND, Failure("unknown_run", "There is no such run, or it is over."))
+            raise RefusedError(HTTPStatus.NOT_FOUND, Failure("unknown_run", "There is no such run, or it has ended."))
         return self._run
 
     async def _keep_worker(self) -> None:
-        """Have a worker, for ever: when one ends, another is started."""
+        """Run a worker forever: when one ends, start another."""
         retry_seconds = _FIRST_RETRY_SECONDS
         while not self._is_closing:
             await self._listen()
-            # A worker that was ready once is restarted at once; one that never gets there, at ever longer intervals.
+            # A worker that was ready once is restarted immediately; otherwise after increasing delays.
             retry_seconds = _FIRST_RETRY_SECONDS if self._ready.is_set() else 2 * retry_seconds
             self._ready.clear()
             self._state = "restarting"
@@ -207,23 +207,23 @@ class Runs:
             await asyncio.sleep(min(retry_seconds, self._limits.retry_seconds))
 
     async def _listen(self) -> None:
-        """Start a worker and hear it out."""
+        """Start a worker and process its messages until it ends."""
         try:
             process = self._process = await WorkerProcess.start(self._command, self._limits)
-        # The server goes on without a worker, and tries again later.
+        # The server continues without a worker, and retries later.
         except OSError as error:
-            sys.stderr.write(f"anybatch guide: the process that computes cannot be started: {error}\n")
+            sys.stderr.write(f"anybatch guide: the worker process cannot be started: {error}\n")
             return
         try:
             async for answer in process.answers():
                 self._hear(answer)
         finally:
-            # First of all, so that no command is sent to a process that is being ended.
+            # First, so that no command is sent to an ending process.
             self._process = None
             await process.end(self._limits)
 
     def _hear(self, answer: Mapping[str, Any]) -> None:
-        """Take one answer of the worker."""
+        """Process one message of the worker."""
         if "ready" in answer:
             self.made = answer["made"]
             self._state = "idle"
@@ -231,7 +231,7 @@ class Runs:
             self._publish_status()
             return
         run = self._run
-        # An answer about a run that is over comes too late.
+        # Ignore late messages about a run that has ended.
         if run is None or answer.get("id") != run.id:
             return
         if "started" in answer:
@@ -248,14 +248,14 @@ class Runs:
             self._over(run, None)
 
     def _begun(self, run: LiveRun) -> None:
-        if run.accepted.done():  # too late: it is being ended
+        if run.accepted.done():  # too late: the run is ending
             return
         run.accepted.set_result(None)
         self._state = "running"
         self._num_skipped = 0
         self._stream.begin()
         self._publish_status()
-        # The time is taken here, since the task itself begins later.
+        # Take the time here, because the task starts later.
         self._spawn(self._watch(run, self._clock()))
 
     def _pass_on(self, run: LiveRun, lines: Sequence[Any]) -> None:
@@ -266,11 +266,11 @@ class Runs:
             try:
                 self._num_skipped += not self._stream.publish_line(run.id, line)
             except RingFullError:
-                self._end_soon(run, Failure("lines", "The run has written more lines than can be kept."))
+                self._end_soon(run, Failure("lines", "The run wrote more lines than can be kept."))
 
     def _over(self, run: LiveRun, ended: Failure | Literal["cancel"] | None) -> None:
-        """Close a run: it was refused, or failed, or was cancelled, or went through."""
-        # It was refused, or ended before it began: the request for it is still waiting.
+        """Finish a run that was refused, failed, was cancelled, or completed."""
+        # It was refused, or ended before it started: the request is still waiting.
         if not run.accepted.done():
             run.accepted.set_result(ended if isinstance(ended, Failure) else Failure("cancelled", "It was cancelled."))
         elif isinstance(ended, Failure):
@@ -284,16 +284,16 @@ class Runs:
             self._publish_status()
 
     def _lost(self) -> None:
-        """The worker has ended: so has its run."""
+        """Finish the run of a worker that has ended."""
         if self._run is not None:
-            lost = Failure("worker", "The process that computes has ended; another one is started.")
+            lost = Failure("worker", "The worker process ended and is being restarted.")
             self._over(self._run, self._run.ending or lost)
 
     async def _watch(self, run: LiveRun, before: float) -> None:
-        """Look at a run from time to time, from `before` on, until it is over or has taken more than it may."""
+        """Check a run at intervals, from `before` on, until it ends or exceeds a limit."""
         while not run.over.is_set():
             try:
-                # Waits for the end of the run, and looks at it each time that takes longer.
+                # Wait for the end of the run, and check it after each timeout.
                 async with asyncio.timeout(self._limits.look_seconds):
                     await run.over.wait()
             except TimeoutError:
@@ -309,14 +309,14 @@ class Runs:
     def _too_much(self, run: LiveRun) -> Failure | None:
         limits = self._limits
         if run.active_seconds > limits.wall_seconds:
-            return Failure("time", f"It took more than {limits.wall_seconds:g} seconds.")
+            return Failure("time", f"The run took more than {limits.wall_seconds:g} seconds.")
         if run.idle_seconds > limits.paused_seconds:
-            return Failure("paused", f"It was paused for more than {limits.paused_seconds:g} seconds.")
+            return Failure("paused", f"The run was paused for more than {limits.paused_seconds:g} seconds.")
         if not self._keep and self._stream.alone_seconds > limits.alone_seconds:
-            return Failure("alone", f"No page has watched it for {limits.alone_seconds:g} seconds.")
+            return Failure("alone", f"No page has watched the run for {limits.alone_seconds:g} seconds.")
         resident_bytes = None if self._process is None else self._process.resident_bytes()
         if resident_bytes is not None and resident_bytes > limits.resident_bytes:
-            return Failure("memory", f"It took more than {limits.resident_bytes / 2**30:g} GiB of memory.")
+            return Failure("memory", f"The run used more than {limits.resident_bytes / 2**30:g} GiB of memory.")
         return None
 
     def _end_soon(self, run: LiveRun, reason: Failure | Literal["cancel"]) -> None:
@@ -326,7 +326,7 @@ class Runs:
             self._spawn(self._end(run))
 
     async def _end(self, run: LiveRun) -> None:
-        """End a run: it is asked to, then its process is, then that is not asked any more."""
+        """End a run: cancel it, then send SIGTERM to its process, then SIGKILL."""
         process = self._process
         if process is None:
             return
@@ -353,6 +353,6 @@ class Runs:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        # asyncio keeps weak references only: without this one a task could vanish before it ends.
+        # asyncio keeps only weak references: without this one, a task could be garbage-collected before it ends.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
-"""The guide's server: the built page, its recordings, one stream of events, and one run at a time.
+"""The server of the guide: the built page, its recordings, one event stream, and one run at a time.
 
-A request passes the guard, and then one of these routes; what a run is given is a name and numbers within limits.
-Nothing here imports torch: that is the worker's.
+A request passes the guard, and then one of these routes. The input of a run is a name and numbers within limits.
+This module does not import torch; only the worker does.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ _MAX_WORD: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The page that is served, the address, and the limits.
+    """The served page, the address, and the limits.
 
     Attributes:
         page: folder of the built page.
-        host: address to listen at.
-        port: to listen at; 0 for one that is free.
-        names: by which the server may be asked, besides those of loopback.
-        keep: whether a run goes on that no page watches.
-        limits: of requests, streams and runs.
-        worker: command that starts the process that computes.
+        host: address to listen on.
+        port: port to listen on; 0 for any free port.
+        names: accepted host names, in addition to loopback names.
+        keep: whether a run continues without a watching page.
+        limits: limits of requests, streams and runs.
+        worker: command that starts the worker process.
     """
 
     page: Path = DIST
@@ -61,7 +61,7 @@ class Serving:
 
 
 def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, admission: Admission, limits: Limits) -> App:
-    """Return the whole application: guard, routes, and a worker that lives as long as the server does."""
+    """Return the complete application: guard, routes, and a worker with the lifetime of the server."""
 
     @contextlib.asynccontextmanager
     async def worker(_app: Starlette) -> AsyncIterator[None]:
@@ -77,27 +77,27 @@ def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, admission: A
         Route("/api/runs", _begin(runs), methods=["POST"]),
         Route("/api/runs/{run_id}", _cancel(runs), methods=["DELETE"]),
         Route("/api/runs/{run_id}/{do}", _steer(runs), methods=["POST"]),
-        # Last, since it matches every path.
+        # Last, because it matches every path.
         Route("/{path:path}", serve_files(page), methods=["GET"]),
     ]
     errors: dict[Any, Any] = {HTTPException: tell_http_error, RefusedError: _refused}
     app = Starlette(routes=routes, lifespan=worker, exception_handlers=errors)
-    # Starlette would make the address of a redirect from the Host header.
+    # Starlette would build redirect addresses from the Host header.
     app.router.redirect_slashes = False
     return Guard(app, admission, limits)
 
 
 def serve_files(page: Mapping[str, Asset]) -> Handler:
-    """Serve the files of the page, text compressed; a path is looked up in a list and never joined to a folder."""
+    """Serve the files of the page, with compressed text; paths are looked up in a dict, never joined to a folder."""
     html = with_transport(page["index.html"].content.decode(), "live").encode()
     files = {**page, "index.html": Asset(html, page["index.html"].media_type)}
-    compressed: dict[str, bytes] = {}  # as they are asked for
+    compressed: dict[str, bytes] = {}  # filled on demand
 
     async def serve_file(request: Request) -> Response:
         path = request.path_params["path"] or "index.html"
         asset = files.get(path)
         if asset is None:
-            raise HTTPException(HTTPStatus.NOT_FOUND, "There is nothing here.")
+            raise HTTPException(HTTPStatus.NOT_FOUND, "Not found.")
         headers = {"vary": "accept-encoding"}
         if not asset.is_text or not _takes_gzip(request.headers.get("accept-encoding", "")):
             return Response(asset.content, media_type=asset.media_type, headers=headers)
@@ -134,7 +134,7 @@ def _steer(runs: Runs) -> Handler:
     async def steer(request: Request) -> Response:
         do = request.path_params["do"]
         if do not in ("pause", "resume", "micro"):
-            raise HTTPException(HTTPStatus.NOT_FOUND, "There is nothing here.")
+            raise HTTPException(HTTPStatus.NOT_FOUND, "Not found.")
         _nothing(await request.body())
         runs.steer(request.path_params["run_id"], do)
         return JSONResponse({"id": request.path_params["run_id"]}, HTTPStatus.ACCEPTED)
@@ -152,10 +152,10 @@ def _cancel(runs: Runs) -> Handler:
 
 
 def asked_run(body: bytes) -> dict[str, Any]:
-    """Return what a POST asks for: kind, name or setting, and perhaps paused. The worker looks at it more closely.
+    """Return the request of a POST: kind, name or setting, and optionally paused. The worker validates the details.
 
     Raises:
-        RefusedError: it is anything else.
+        RefusedError: the request has another form.
     """
     asked = _object(body)
     fault = _fault(asked)
@@ -165,17 +165,17 @@ def asked_run(body: bytes) -> dict[str, Any]:
 
 
 def _fault(asked: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with what is asked for, as far as its form tells."""
+    """Return the error in the form of a request, or an empty text."""
     kind = asked.get("kind")
     subject = {"playground": "setting", "experiment": "name"}.get(kind if isinstance(kind, str) else "")
     if subject is None or not {"kind", subject} <= asked.keys() <= {"kind", subject, "paused"}:
-        return 'Wanted: {"kind": "playground", "setting": {...}} or {"kind": "experiment", "name": ...}.'
+        return 'Expected: {"kind": "playground", "setting": {...}} or {"kind": "experiment", "name": ...}.'
     if type(asked.get("paused", False)) is not bool:
-        return "paused is true or false."
+        return "paused must be true or false."
     if subject == "name" and not (isinstance(asked["name"], str) and _NAME.fullmatch(asked["name"])):
-        return "The name of an experiment is lower-case letters, digits and underscores."
+        return "The name of an experiment has lower-case letters, digits and underscores."
     if subject == "setting" and not _is_flat(asked["setting"]):
-        return "A setting is an object of words and numbers."
+        return "A setting must be an object of strings and numbers."
     return None
 
 
@@ -191,19 +191,19 @@ def _is_flat(setting: object) -> bool:
 
 
 def _nothing(body: bytes) -> None:
-    """Refuse a body that says something where nothing is asked."""
+    """Refuse a body that is not empty."""
     if body and _object(body):
-        raise RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, Failure("form", "Nothing is expected in the body."))
+        raise RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, Failure("form", "The body must be empty."))
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Return a body's JSON object: no constants that JSON lacks, no name twice."""
+    """Return the JSON object in a body; refuse NaN, infinities and duplicate keys."""
 
     def no_constant(name: str) -> float:
         raise ValueError(name)
 
     def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # Parsers disagree on which of two equal names counts.
+        # Parsers differ in which of two duplicate keys counts.
         if len({name for name, _ in pairs}) != len(pairs):
             raise ValueError(pairs)
         return dict(pairs)
@@ -213,7 +213,7 @@ def _object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, Failure("form", "The body has to be a JSON object."))
+        raise RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, Failure("form", "The body must be a JSON object."))
     return value
 
 
@@ -223,20 +223,20 @@ async def _refused(_request: Request, error: RefusedError) -> Response:
 
 
 async def tell_http_error(_request: Request, error: HTTPException) -> Response:
-    """Answer an error of HTTP as JSON."""
+    """Return an HTTP error as JSON."""
     word = HTTPStatus(error.status_code).name.lower()
     return JSONResponse({"code": word, "message": error.detail}, error.status_code, headers=error.headers)
 
 
 async def serve(serving: Serving, on_listening: Callable[[str, str], None]) -> None:
-    """Serve the guide until the process is asked to end (SIGINT, SIGTERM).
+    """Serve the guide until the process receives SIGINT or SIGTERM.
 
     Args:
-        serving: what, to whom.
-        on_listening: called once it listens, with the address to show, and one that admits a single browser, once.
+        serving: page, address and limits.
+        on_listening: called once when listening, with the address to show, and a single-use address for one browser.
 
     Raises:
-        UserError: there is no page, or the address cannot be listened at.
+        UserError: the page is missing, or the server cannot listen on the address.
     """
     page = read_page(serving.page)
     stream = Stream(serving.limits, time.monotonic)

@@ -1,4 +1,4 @@
-"""`PlaygroundSetting`: everything that determines a run of the playground, parsed and validated."""
+"""`PlaygroundSetting`: the complete, validated setting of a playground run."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 MAX_EFFECTIVE, MAX_SAMPLES, MAX_BYTES = 4_096, 5_000_000, 2**30
 SAMPLE_BYTES: Mapping[TaskName, int] = {"digits": 60_000, "spirals": 1_000, "shapes": 100_000, "text": 600_000}
-"""Memory that each sample of the reference run's native batch takes, roughly; a test compares with measured memory."""
+"""Approximate memory per sample of the reference run's native batch; a test compares it with measured memory."""
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "task": get_args(TaskName),
     "norm": get_args(Norm),
@@ -37,7 +37,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 class SettingError(UserError):
-    """A setting that is refused; `code` is the reason in a word or two."""
+    """A refused setting; `code` is the reason in a word or two."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -50,21 +50,21 @@ class PlaygroundSetting:
 
     Attributes:
         task: name of the data and network.
-        norm: normalization layers of the network of `shapes`; "none" for other tasks.
+        norm: normalization layers of the `shapes` network; "none" for other tasks.
         micro_batch_size: samples of one forward and backward.
         accumulation_steps: micro-batches of one optimizer step on each rank.
         optimizer: "sgd" without momentum, or "adamw", whose steps hide a gradient that is too large by a factor.
-        learning_rate: of the first step; it decays linearly to a tenth.
+        learning_rate: learning rate of the first step; it decays linearly to a tenth.
         steps: optimizer steps.
-        seed: of the initial parameters and the order of samples.
+        seed: seed of the initial parameters and the order of samples.
         precision: number format of forward and backward.
-        mistake: which wrong loop runs in the engine's place; empty for the engine.
-        ranks: processes that share each effective batch, with gloo between them.
-        norm_policy: the engine's policy about BatchNorm; "keep" where there is none.
-        memory_limit_kib: most memory that tensors of a rank may hold, in KiB; 0 for no limit.
+        mistake: the wrong loop to run instead of the engine; empty for the engine.
+        ranks: processes that share each effective batch, connected by gloo.
+        norm_policy: the engine's BatchNorm policy; "keep" without BatchNorm.
+        memory_limit_kib: memory limit for the tensors of a rank, in KiB; 0: no limit.
 
     Raises:
-        SettingError: a value is of another type or outside its limits, or together they are too much.
+        SettingError: a value has the wrong type or is out of range, or the combination exceeds a limit.
     """
 
     task: TaskName = "digits"
@@ -82,7 +82,7 @@ class PlaygroundSetting:
     memory_limit_kib: int = 0
 
     def __post_init__(self) -> None:
-        """Check every value by itself, then all of them together."""
+        """Check every value, then their combination."""
         for name, known in _CHOICES.items():
             _check_choice(name, getattr(self, name), known)
         for name, limits in LIMITS.items():
@@ -96,7 +96,7 @@ class PlaygroundSetting:
 
     @property
     def cut(self) -> str:
-        """How these samples are divided, such as `16 x 4`, or `16 x 4 x 2` on two ranks."""
+        """The split of these samples, such as `16 x 4`, or `16 x 4 x 2` on two ranks."""
         numbers = (self.micro_batch_size, self.accumulation_steps, *([self.ranks] if self.ranks > 1 else []))
         return " x ".join(map(str, numbers))
 
@@ -118,13 +118,13 @@ class PlaygroundSetting:
         needed = size * SAMPLE_BYTES[self.task]
         if needed > MAX_BYTES:
             message = (
-                f"{size} samples of {self.task!r} at once, to compare with, take about {needed // 2**20:,} MiB; at "
+                f"the native batch of {size} samples of {self.task!r} needs about {needed // 2**20:,} MiB; at "
                 f"most {MAX_BYTES // 2**20:,}."
             )
             raise SettingError(message, code="too_much_memory")
 
     def _check_engine_only(self) -> None:
-        """Refuse what a loop of plain PyTorch has not, and policies that have nothing to act on."""
+        """Refuse engine features for plain loops, and policies without BatchNorm."""
         if self.mistake and (self.ranks > 1 or self.memory_limit_kib):
             what = f"ranks={self.ranks}" if self.ranks > 1 else f"memory_limit_kib={self.memory_limit_kib}"
             message = f"{what} is for the engine; the loop {self.mistake!r} runs on one rank without a limit."
@@ -138,13 +138,13 @@ class PlaygroundSetting:
 
 
 def parse_setting(value: object) -> PlaygroundSetting:
-    """Return the setting that a JSON object stands for. It must have all of the fields, and no others.
+    """Return the setting for a JSON object, which must have exactly the fields of a setting.
 
     Raises:
-        SettingError: it is none, or one that is not run.
+        SettingError: the object is not a valid setting.
     """
     if not isinstance(value, dict):
-        message = f"a setting is a JSON object, not {type(value).__name__}."
+        message = f"a setting must be a JSON object, not {type(value).__name__}."
         raise SettingError(message, code="not_an_object")
     known = {field.name for field in fields(PlaygroundSetting)}
     if value.keys() != known:
@@ -152,7 +152,7 @@ def parse_setting(value: object) -> PlaygroundSetting:
         message = f"a setting has exactly the keys {', '.join(sorted(known))}; {missing=}, {foreign=}."
         raise SettingError(message, code="keys")
     given: Mapping[str, Any] = value
-    # JSON may write 1.0 as 1; an integer that is too large for a float is left to the check below.
+    # JSON may write 1.0 as 1; the check below refuses integers that are too large for a float.
     rate = given["learning_rate"]
     return PlaygroundSetting(
         **{**given, "learning_rate": float(rate) if type(rate) is int and abs(rate) < MAX_BYTES else rate}
@@ -166,7 +166,7 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _check_number(name: str, value: object, limits: tuple[float, float]) -> None:
-    """Refuse a number of another type (a truth value is an int to Python), or outside the limits."""
+    """Refuse a number with the wrong type (a bool is an int in Python), or out of range."""
     lowest, highest = limits
     wanted = float if name == "learning_rate" else int
     if type(value) is not wanted:
@@ -178,6 +178,6 @@ def _check_number(name: str, value: object, limits: tuple[float, float]) -> None
 
 
 def _shown(value: object) -> str:
-    """Return a value as it is written, but not all of a long one."""
+    """Return the repr of a value, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 (what fits into a line)

@@ -1,4 +1,4 @@
-"""Closes connections that hold a place without using it: no request, half a request, or a response nobody reads."""
+"""Closes stalled connections: without a request, with half a request, or with an unread response."""
 
 import time
 from collections.abc import Callable, Collection
@@ -9,10 +9,10 @@ from anybatch_guide.limits import Limits
 
 
 class Transport(Protocol):
-    """The socket of a connection, as asyncio has it."""
+    """The transport of a connection in asyncio."""
 
     def get_write_buffer_size(self) -> int:
-        """Return the number of bytes that the other side has not taken yet."""
+        """Return the number of bytes that the client has not received yet."""
 
     def abort(self) -> None:
         """Close the socket and drop these bytes."""
@@ -27,7 +27,7 @@ class Exchange(Protocol):
 
 
 class Connection(Protocol):
-    """A connection, as uvicorn keeps it."""
+    """A connection in uvicorn."""
 
     @property
     def transport(self) -> Transport:
@@ -40,12 +40,12 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far a connection is: it stalls while this stays the same.
+    """The progress of a connection: it stalls while this does not change.
 
     Attributes:
         exchange: the latest request; None before the first.
-        is_idle: whether the connection waits for a request, however many bytes of it have come.
-        unread_bytes: bytes of the response that the other side has not taken.
+        is_idle: whether the connection waits for a complete request.
+        unread_bytes: bytes of the response that the client has not received.
     """
 
     exchange: Exchange | None
@@ -56,8 +56,8 @@ class _Progress:
 class StalledConnections:
     """Closes stalled connections each time it is called.
 
-    A connection stalls while it waits for the headers of a request, or while nobody reads its response. A request that
-    the server is still answering does not stall. uvicorn itself limits neither: silent clients would fill all places.
+    A connection stalls while it waits for the headers of a request, or while its response is not read. A request that
+    the server is still processing does not stall. uvicorn limits neither, so silent clients could use all connections.
 
     Args:
         limits: how long a connection may stall, and how many may wait for a request.
@@ -84,7 +84,7 @@ class StalledConnections:
                 connection.transport.abort()
             elif progress.is_idle:
                 idle.append(connection)
-        # Whoever opens connections faster than they time out must not take all places either.
+        # A client that opens connections faster than they time out must not use all of them either.
         idle.sort(key=lambda connection: self._since[connection][1])
         for connection in idle[: max(0, len(idle) - self._limits.num_connections // 2)]:
             connection.transport.abort()

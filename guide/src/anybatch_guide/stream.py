@@ -1,9 +1,9 @@
-"""From one run to many pages: its lines are kept in a ring, and every page reads it at its own speed.
+"""Stream the lines of one run to many pages: lines are kept in a ring, and every page reads at its speed.
 
 A stream is server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). Every message with
-lines has an id; a page that comes back names the last one it saw, and goes on behind it. Nothing is kept per reader
-but how far it is: one that is slow is behind, and if it is far behind it gets no lines that only show progress. What a
-run cannot do without (start, step, diagnosis, end and their like) everybody gets.
+lines has an id; a page that reconnects sends the last id it saw, and continues after it. The only state per reader
+is its position: a slow reader with a large backlog gets no progress lines. All readers get the
+essential lines (start, step, diagnosis, end and similar).
 """
 
 import asyncio
@@ -29,13 +29,13 @@ _MAX_DIGITS: Final = 15
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the stream: a line of a run, or an event of its own.
+    """An entry of the stream: a line of a run, or another event.
 
     Attributes:
-        number: its place among all entries of this server.
+        number: its index among all entries of this server.
         event: "lines" for a line, else the event.
-        run: the run it is about; None for a status.
-        text: as JSON.
+        run: its run; None for a status.
+        text: its JSON text.
         light: whether it only shows progress.
     """
 
@@ -47,11 +47,11 @@ class Entry:
 
 
 class RingFullError(Exception):
-    """A run has written more lines than are kept, and none of them may be left out."""
+    """A run wrote more essential lines than can be kept."""
 
 
 class Ring:
-    """The lines of the latest run, in order; the oldest lines that only show progress go first."""
+    """The lines of the latest run, in order; the oldest progress lines are dropped first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -61,16 +61,16 @@ class Ring:
         self.last = 0
 
     def clear(self) -> None:
-        """Forget everything but the numbers."""
+        """Drop all entries, but keep counting numbers."""
         self._entries.clear()
         self._light.clear()
         self._num_bytes = 0
 
     def add(self, event: str, run: str | None, text: str, *, light: bool = False) -> None:
-        """Keep something.
+        """Add an entry.
 
         Raises:
-            RingFullError: there is no room, not even without lines that only show progress.
+            RingFullError: the ring is full, even without progress lines.
         """
         self.last += 1
         self._entries[self.last] = Entry(self.last, event, run, text, light)
@@ -79,23 +79,23 @@ class Ring:
             self._light.append(self.last)
         while len(self._entries) > self._limits.ring_lines or self._num_bytes > self._limits.ring_bytes:
             if not self._light:
-                # Events other than lines are few and small, and are kept beyond the limit.
+                # Events other than lines are few and small, and do not count towards the limit.
                 if event == "lines":
                     raise RingFullError
                 return
             self._num_bytes -= len(self._entries.pop(self._light.popleft()).text)
 
     def behind(self, number: int) -> Iterator[Entry]:
-        """Yield the entries after one, as far as it is still there."""
-        # Entries are in order, so the first key is the oldest one that is left.
+        """Yield the remaining entries after a number."""
+        # Entries are in order, so the first key is the oldest one.
         first = max(number + 1, next(iter(self._entries), self.last + 1))
-        # Numbers have gaps where lines that only show progress were dropped.
+        # Numbers have gaps where progress lines were dropped.
         return (self._entries[at] for at in range(first, self.last + 1) if at in self._entries)
 
 
 @dataclass(slots=True)
 class Reader:
-    """One page, and how far it is."""
+    """One page and its position."""
 
     seen: int
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,7 +105,7 @@ class Stream:
     """The stream of lines and events that pages read.
 
     Args:
-        limits: how much is kept, and how often and to how many pages it is sent.
+        limits: size of the ring, message rate and number of pages.
         clock: monotonic time in seconds.
     """
 
@@ -114,7 +114,7 @@ class Stream:
         self._clock = clock
         self._ring = Ring(limits)
         self._readers: list[Reader] = []
-        # Part of every id: after a restart a page must not go on at a number of the server before.
+        # Part of every id: after a restart, a page must not continue at a number of the previous server.
         self._name = secrets.token_hex(4)
         self._status = "{}"
         self._is_closed = False
@@ -127,11 +127,11 @@ class Stream:
 
     @property
     def alone_seconds(self) -> float:
-        """Seconds for which no page has been there; 0 while there is one."""
+        """Seconds without a connected page; 0 while there is one."""
         return 0.0 if self._readers else self._clock() - self._alone_since
 
     def begin(self) -> None:
-        """Forget the run before: another one begins, and the page that began it is there now."""
+        """Drop the previous run: a new one starts, and its page is connected."""
         self._ring.clear()
         self._alone_since = self._clock()
 
@@ -144,7 +144,7 @@ class Stream:
         self._wake()
 
     def publish_line(self, run: str, line: StreamLine) -> bool:
-        """Send a line of a run; return False for one that is too long, and not sent.
+        """Send a line of a run; return False if it is too long to send.
 
         Raises:
             RingFullError: see `Ring.add`.
@@ -162,14 +162,14 @@ class Stream:
         self._wake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one page until it goes away."""
+        """Serve one page until it disconnects."""
         if len(self._readers) >= self._limits.num_streams or self._is_closed:
-            text = f"There are {len(self._readers)} streams already. Close a tab."
+            text = f"There are already {len(self._readers)} streams. Close a tab."
             await Answer(HTTPStatus.SERVICE_UNAVAILABLE, "streams", text).send(send)
             return
-        # A browser sends this header by itself when it opens the stream again.
+        # A browser sends this header automatically when it reconnects.
         asked = next((value for name, value in scope["headers"] if name.lower() == b"last-event-id"), b"")
-        # The second header asks a proxy, such as nginx, not to hold events back.
+        # The second header asks a proxy, such as nginx, not to buffer events.
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         with self._reader(self._number(asked)) as reader:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -179,11 +179,11 @@ class Stream:
             await until_first(gone(receive), self._feed(reader, send))
 
     async def _feed(self, reader: Reader, send: Send) -> None:
-        """Send what there is, and then whatever comes, at most so many messages with lines in a second."""
-        first_status = self._ring.last  # what stands in the ring until here is older than the status sent first
+        """Send existing entries, and then new ones, within the message rate."""
+        first_status = self._ring.last  # entries up to here are older than the status sent first
         await send_text(send, message("status", self._status))
         while True:
-            # Cleared before looking, so that what comes meanwhile sets it again.
+            # Clear before reading, so that new entries set it again.
             reader.news.clear()
             text, has_lines = self._next(reader, first_status)
             if text:
@@ -204,14 +204,14 @@ class Stream:
             await send_text(send, ": beat\n\n")
 
     def _next(self, reader: Reader, first_status: int) -> tuple[str, bool]:
-        """Return messages that bring a reader further, and whether the last of them holds lines."""
+        """Return the next messages for a reader, and whether the last of them contains lines."""
         far_behind = self._ring.last - reader.seen > self._limits.behind_lines
         lines: list[str] = []
         texts: list[str] = []
         num_bytes = num_dropped = 0
         run: str | None = None
         for entry in self._ring.behind(reader.seen):
-            # The lines so far go out first, so that the order stays.
+            # Send the lines so far first, to keep the order.
             if entry.event != "lines" and lines:
                 break
             reader.seen = entry.number
@@ -226,7 +226,7 @@ class Stream:
             if num_bytes > self._limits.message_bytes:
                 break
         if lines:
-            # Put together as text, since the lines are JSON already.
+            # Join as text, because the lines are already JSON.
             data = f'{{"run":{json.dumps(run)},"dropped":{num_dropped},"lines":[{",".join(lines)}]}}'
             texts.append(message("lines", data, self._id(reader.seen)))
         return "".join(texts), bool(lines)
@@ -235,7 +235,7 @@ class Stream:
         return f"{self._name}-{number}"
 
     def _number(self, asked: bytes) -> int:
-        """Return how far a page is that comes back; 0 for one that has seen nothing of this server."""
+        """Return the position of a reconnecting page; 0 for a page that is new to this server."""
         name, _, number = asked.decode("latin-1").partition("-")
         is_known = name == self._name and number.isdecimal() and len(number) <= _MAX_DIGITS
         return min(int(number), self._ring.last) if is_known else 0
@@ -263,25 +263,25 @@ async def until_first(*ways: Awaitable[None]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        # Cancelled tasks are waited for, so that none goes on in the background.
+        # Wait for cancelled tasks, so that none continues in the background.
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
 
 
 async def gone(receive: Receive) -> None:
-    """Wait until the other side has gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_text(send: Send, text: str) -> None:
-    """Send a part of a response that goes on."""
+    """Send a part of an unfinished response."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 def message(event: str, data: str, number: str | None = None) -> str:
-    """Return a server-sent event; JSON as written here has no line breaks."""
+    """Return a server-sent event; the JSON has no line breaks."""
     head = f"event: {event}\n" if number is None else f"event: {event}\nid: {number}\n"
     return f"{head}data: {data}\n\n"
 

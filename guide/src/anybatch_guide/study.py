@@ -1,8 +1,8 @@
-"""Small training runs by batch size, learning rate and seed: what experiments about the size of the batch consist of.
+"""Small training runs by batch size, learning rate and seed, for the experiments about batch size.
 
-They are the studies of `benchmarks/`, made small enough to be made again within minutes. A run goes through a number of
-epochs, in one order for each seed, whatever its batch size. The rate rises over a tenth of the samples and comes down
-along a cosine; nothing is clipped, since that would hide where a rate is too high.
+They are the studies of `benchmarks/`, small enough to be repeated within minutes. A run makes a fixed number of
+epochs, in an order that depends on the seed and not on the batch size. The rate warms up over a tenth of the samples
+and decays along a cosine; gradients are not clipped, because that would hide rates that are too high.
 """
 
 import math
@@ -39,11 +39,11 @@ class StudyRun:
         task: "digits" or "text".
         optimizer: its class.
         batch_size: samples of one step.
-        learning_rate: the highest of the run.
+        learning_rate: maximum learning rate of the run.
         epochs: passes over the data.
         betas: momentum of SGD, or the pair of AdamW.
-        eps: of AdamW.
-        seed: of the parameters and the order.
+        eps: epsilon of AdamW.
+        seed: seed of the parameters and the order.
     """
 
     task: Literal["digits", "text"]
@@ -57,7 +57,7 @@ class StudyRun:
 
 
 class SmallNetwork(nn.Sequential):
-    """The network of `digits` with two of its convolutions and a quarter of its channels: 1,946 parameters."""
+    """The `digits` network with two of its convolutions and a quarter of its channels: 1,946 parameters."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -75,7 +75,7 @@ def task_of(name: str) -> PlaygroundTask:
 
 
 def new_model(run: StudyRun) -> nn.Module:
-    """Return the model of a run, drawn by its seed; the process's random state is left as it was."""
+    """Return the model of a run, initialized with its seed; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(run.seed)
         return task_of(run.task).model()
@@ -119,7 +119,7 @@ def engine_of(run: StudyRun, model: nn.Module, **options: Any) -> ab.Engine:  # 
 
 
 def trained(run: StudyRun) -> tuple[nn.Module, list[float]]:
-    """Return the trained model and the loss of each step, which ends where the loss is not finite any more."""
+    """Return the trained model and the losses by step, up to the first loss that is not finite."""
     model, losses = new_model(run), list[float]()
     with engine_of(run, model) as engine:
         try:
@@ -130,7 +130,7 @@ def trained(run: StudyRun) -> tuple[nn.Module, list[float]]:
 
 
 def held_out_loss(run: StudyRun) -> float:
-    """Return the loss on held-out samples behind a run; infinite where it diverged."""
+    """Return the loss on held-out samples after a run; infinite if it diverged."""
     model, losses = trained(run)
     return judged(model, run)[0] if math.isfinite(losses[-1]) else math.inf
 
@@ -146,7 +146,7 @@ def judged(model: nn.Module, run: StudyRun) -> tuple[float, float]:
 
 
 def noise_scale_of(run: StudyRun) -> float:
-    """Return the noise scale before the middle of a run, as the engine measures it over about 40 steps, in samples."""
+    """Return the noise scale in samples before the middle of a run, measured by the engine over about 40 steps."""
     model, steps = new_model(run), num_steps_of(run)
     scales = list[float]()
     noise = GradientNoise(every=1, decay=0.95)
@@ -159,7 +159,7 @@ def noise_scale_of(run: StudyRun) -> float:
 
 
 def whole_spec(run: StudyRun, model: nn.Module) -> tuple[TrainSpec, Batch, Hardware]:
-    """Return what `measure_sharpness` takes, over all samples that a run was trained on."""
+    """Return the input of `measure_sharpness`, over all training samples of a run."""
     task = task_of(run.task)
     spec = TrainSpec(
         model=model, optimizer=lambda named: torch.optim.SGD(named, lr=0.0), loss=task.loss, measure_gradient_norm=False

@@ -1,7 +1,7 @@
-"""Which line of a program runs, in which order, and what a few of its variables hold then: traced, never guessed.
+"""Trace the executed lines of a program, in order, with the values of a few variables.
 
-A line is noted before it runs; what it changed is what is found when the next one is about to run. So the values that
-stand with a line are those after it.
+A line is recorded before it runs; its changes are read just before the next line runs. So the values of a line
+are the values after it.
 """
 
 import ast
@@ -29,7 +29,7 @@ from torch import nn
 from anybatch.parallel.launchers import listen_at_loopback
 
 LOSSES = {"loss": ("loss", "total"), "loss_sum": ("loss_sum",)}
-"""What is shown to the names of variables that may hold it; only one number in a tensor counts as one."""
+"""Displayed value to the names of variables that may contain it; tensors need exactly one element."""
 MODELS = ("model", "ddp", "network")
 TIME_LIMIT_SECONDS = 300
 UPDATES = ("optimizer.step()", "engine.step(")
@@ -37,11 +37,11 @@ UPDATES = ("optimizer.step()", "engine.step(")
 
 @dataclass(frozen=True, slots=True)
 class TracedFile:
-    """A file whose lines are watched.
+    """A traced file.
 
     Attributes:
-        path: where it is.
-        name: how the page calls it: its path in the repository.
+        path: path of the file.
+        name: its name on the page: its path in the repository.
     """
 
     path: Path
@@ -49,12 +49,12 @@ class TracedFile:
 
     @property
     def digest(self) -> str:
-        """Return sha256 of the file, which says whether a trace is of the file as it is."""
+        """Return the SHA-256 of the file, to check that a trace belongs to its current content."""
         return sha256(self.path.read_bytes()).hexdigest()
 
     @property
     def main_line(self) -> int:
-        """Return the line of `if __name__ == "__main__"`; what the module does before it is not noted."""
+        """Return the line of `if __name__ == "__main__"`; module-level lines before it are not recorded."""
         body = ast.parse(self.path.read_text(encoding="utf-8")).body
         found = [node.lineno for node in body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
         return found[-1] if found else 0
@@ -62,21 +62,21 @@ class TracedFile:
 
 @dataclass(slots=True)
 class LineTrace:
-    """A trace, while it is made: use it in a `with`. Of one thread, and of no file but the given ones.
+    """A trace of one thread and the given files, recorded in a `with` block.
 
     Args:
-        sources: the files.
-        repeats: how often one line is noted at most; how many were left out stands with the next that is noted.
-        vectors: whether all numbers of the model and its gradient are noted too: for small models.
+        sources: the traced files.
+        repeats: maximum number of records per line; the number of skipped lines is in the next record.
+        vectors: whether to record all weights and gradients too, for small models.
 
     Attributes:
-        numbers: of each noted line, the number of its file in `sources` and its own.
-        skipped: how many lines ran unnoted just before it.
-        values: of each noted line, what the variables hold after it: micro_batches (backwards since the last update),
-            updates, loss, loss_sum, gradient_norm; a name is missing while there is none.
-        states: of each noted line, weights and gradient after it, if these are noted.
-        printed: what the program has printed after it, in characters.
-        output: all that it printed.
+        numbers: for each recorded line, the index of its file in `sources`, and its line number.
+        skipped: number of unrecorded lines just before it.
+        values: for each recorded line, the values after it: micro_batches (backwards since the last update),
+            updates, loss, loss_sum, gradient_norm; a name is missing while it has no value.
+        states: for each recorded line, weights and gradient after it, with `vectors`.
+        printed: number of printed characters after it.
+        output: the complete output.
     """
 
     sources: Sequence[TracedFile]
@@ -99,26 +99,26 @@ class LineTrace:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> Self:
-        """Begin to watch the calling thread."""
+        """Start to trace the calling thread."""
         for number, source in enumerate(self.sources):
             self._texts.append(source.path.read_text(encoding="utf-8").splitlines())
             self._files[str(source.path)] = number
             self._main.append(source.main_line)
         self._stack.enter_context(contextlib.redirect_stdout(self.output))
-        # What traced before, such as a debugger or a coverage tool, goes on afterwards.
+        # An earlier tracer, such as a debugger or a coverage tool, is restored afterwards.
         self._stack.callback(sys.settrace, sys.gettrace())
         sys.settrace(self._called)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop watching; what traced before goes on."""
+        """Stop tracing, and restore an earlier tracer."""
         self._stack.close()
         # A frame keeps its variables alive.
         self._under_way.clear()
 
     def _called(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
         code = frame.f_code
-        inner = code.co_name.startswith("<") and code.co_name != "<module>"  # differs from one Python to the next
+        inner = code.co_name.startswith("<") and code.co_name != "<module>"  # differs between Python versions
         return None if inner or code.co_filename not in self._files else self._watched
 
     def _watched(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
@@ -126,9 +126,9 @@ class LineTrace:
             self._finish(frame)
         if event == "line":
             file = self._files[frame.f_code.co_filename]
-            if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a class: it runs when it is imported
+            if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class: it runs on import
                 noted = frame.f_lineno > self._main[file] > 0
-            else:  # a line before its own function belongs to no function: import hooks put decorators there
+            else:  # a line before its function: import hooks put decorators there
                 noted = frame.f_lineno >= frame.f_code.co_firstlineno
             if noted:
                 self._note(frame, (file, frame.f_lineno))
@@ -148,11 +148,11 @@ class LineTrace:
         self._unnoted = 0
 
     def _finish(self, frame: FrameType) -> None:
-        """Look at what the line before has changed."""
+        """Record the changes of the previous line."""
         place = self._under_way.pop(frame, None)
         if place is not None:
             text = self._texts[place[0]][place[1] - 1]
-            # By the text of the line, since calls into torch are not traced.
+            # Detect it from the text of the line, because calls into torch are not traced.
             if ".backward(" in text:
                 self._now["micro_batches"] += 1
             if any(update in text for update in UPDATES):
@@ -160,7 +160,7 @@ class LineTrace:
                 self._now["micro_batches"] = 0
         self._look(frame.f_locals)
         if self.values and not self._unnoted:
-            # A copy, since later lines change the values.
+            # Copy, because later lines change the values.
             self.values[-1] = dict(self._now)
             if self.vectors and self._model is not None:
                 self.states[-1] = state_of(self._model())
@@ -169,15 +169,13 @@ class LineTrace:
     def _look(self, names: Mapping[str, Any]) -> None:
         found = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
         if found is not None:
-            self._model = weakref.ref(
-                found
-            )  # DDP has to be gone before its process group: no reference to it may remain
+            self._model = weakref.ref(found)  # DDP has to be freed before its process group: keep no reference to it
         model = None if self._model is None else self._model()
         gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         if gradients:
             self._now["gradient_norm"] = float(torch.stack([g.detach().norm() for g in gradients]).norm())
         else:
-            # Gradients that were cleared have no norm, which is not the same as 0.
+            # Cleared gradients have no norm, which differs from 0.
             self._now.pop("gradient_norm", None)
         for shown, kept in LOSSES.items():
             loss = next((names[name] for name in kept if name in names), None)
@@ -186,7 +184,7 @@ class LineTrace:
 
 
 def state_of(model: nn.Module | None) -> dict[str, list[float]]:
-    """Return weights and gradient of a model as numbers in a row; a gradient that was cleared is missing."""
+    """Return weights and gradient of a model as flat lists; None for a cleared gradient."""
     parameters = [] if model is None else list(model.parameters())
     found = {"weights": [parameter.detach() for parameter in parameters]}
     if parameters and all(parameter.grad is not None for parameter in parameters):
@@ -199,7 +197,7 @@ def state_of(model: nn.Module | None) -> dict[str, list[float]]:
 
 
 def columns(lines: LineTrace) -> dict[str, Any]:
-    """Return a trace as JSON: numbers in rows, and of each variable only its changes, as [index of the line, value]."""
+    """Return a trace as JSON: lists of numbers, and for each variable its changes as [index of the line, value]."""
     names = sorted({name for values in lines.values for name in values})
     changes: dict[str, list[list[float | None]]] = {name: [] for name in names}
     for index, values in enumerate(lines.values):
@@ -215,7 +213,7 @@ def columns(lines: LineTrace) -> dict[str, Any]:
             for source in lines.sources
         ],
         "lines": [number for _, number in lines.numbers],
-        # Left out where all lines are of one file, to save bytes.
+        # Omitted for a single file, to save bytes.
         "file_of": [] if not any(files) else files,
         "skipped": [[index, count] for index, count in enumerate(lines.skipped) if count],
         "values": changes,
@@ -226,7 +224,7 @@ def columns(lines: LineTrace) -> dict[str, Any]:
 
 
 def _changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[Any]]]:
-    """Return of weights and gradient only where they change: [index of the line, numbers or None]."""
+    """Return only the changes of weights and gradient: [index of the line, numbers or None]."""
     found: dict[str, list[list[Any]]] = {"weights": [], "gradients": []}
     for index, state in enumerate(states):
         for name, changes in found.items():
@@ -236,13 +234,13 @@ def _changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list
 
 
 def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6, vectors: bool = False) -> dict[str, Any]:
-    """Return the trace of the first of these files, run as a program in a process of its own.
+    """Return the trace of the first of these files, run as a program in a new process.
 
-    Python 3.11 has been seen to spin for ever in a traced call of a function that ran often before the trace began.
+    Python 3.11 can loop forever in a traced call of a function that ran often before the trace started.
 
     Raises:
         TimeoutError: the program does not end.
-        EOFError: it failed; it has said why.
+        EOFError: the program failed and printed the reason.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -266,14 +264,14 @@ def _serve_program(sources: Sequence[TracedFile], *, answer: Connection, repeats
 def trace_rank(
     source: TracedFile, function: str, *, rank: int = 0, num_ranks: int = 2, repeats: int = 6
 ) -> dict[str, Any]:
-    """Return the trace of one rank of a program, whose ranks are started by calling a function of it.
+    """Return the trace of one rank of a program, whose ranks are started by calling one of its functions.
 
     `function` is called in fresh processes with (rank, number of ranks, where to meet) if it is `run_rank`, as in the
-    ladder, and otherwise with (rank, number of ranks) once the process group is there.
+    ladder, and otherwise with (rank, number of ranks) after the process group is set up.
 
     Raises:
         TimeoutError: the program does not end.
-        EOFError: the rank failed; it has said why.
+        EOFError: the rank failed and printed the reason.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="anybatch-lines-") as folder:
@@ -292,10 +290,10 @@ def trace_rank(
 
 
 def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Connection, what: str) -> dict[str, Any]:
-    """Start processes, return what comes through the pipe, and leave none of them behind."""
+    """Start processes, return the object from the pipe, and end all of them."""
     for process in processes:
         process.start()
-    # Only the child keeps its end, so that its death ends the pipe.
+    # Only the child keeps its end, so that its exit closes the pipe.
     theirs.close()
     try:
         if not ours.poll(TIME_LIMIT_SECONDS):
@@ -305,7 +303,7 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
     finally:
         ours.close()
         for process in processes:
-            # A process that has answered ends by itself; one that hangs is killed.
+            # A process that has answered exits; one that hangs is killed.
             process.join(10)
             process.kill()
             process.join()
@@ -317,7 +315,7 @@ def _serve_rank(
 ) -> None:
     torch.set_num_threads(1)
     program = runpy.run_path(str(source.path), run_name="traced")
-    # Other ranks run unwatched: without files no line is noted.
+    # Other ranks are not traced: without files, no line is recorded.
     watched = LineTrace([source] if answer is not None else [], repeats)
     with watched:
         if function == "run_rank":
@@ -332,11 +330,11 @@ def _joined(function: Any, rank: int, num_ranks: int, meeting: str) -> None:  # 
     listen_at_loopback()
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     function(rank, num_ranks)
-    # Reference cycles may keep DDP alive, which has to be gone before its process group.
+    # Reference cycles may keep DDP alive, which has to be freed before its process group.
     gc.collect()
     torch.distributed.destroy_process_group()
 
 
 def _steps(numbers: Sequence[int]) -> list[list[int]]:
-    """Return only where a row of numbers changes: [index, number]."""
+    """Return only the changes in a list of numbers: [index, number]."""
     return [[i, number] for i, number in enumerate(numbers) if number != (numbers[i - 1] if i else 0)]

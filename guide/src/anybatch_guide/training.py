@@ -1,4 +1,4 @@
-"""The parts of a playground run, and the engine's loop over it: the same on one rank and on each of two."""
+"""The parts of a playground run, and its engine loop: the same on one rank and on each of two."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -24,16 +24,16 @@ from anybatch_guide.tasks.task import PlaygroundTask
 FINAL_FACTOR = 0.1
 """The learning rate decays linearly to this fraction of its first value."""
 MAX_NORM = 1.0
-"""The norm to which gradients are clipped where the mistake is about clipping; no other run clips."""
+"""The maximum gradient norm for the clipping mistake; other runs do not clip."""
 KIBIBYTE = 2**10
 RUN_ENDS = (NonFiniteError, MemoryExhaustedError, torch.OutOfMemoryError)
-"""What ends a run as failed, which is a result like any other: its last record says so."""
+"""Errors that end a run as failed, with a last record as for any result."""
 Parts = tuple[nn.Module, Optimizer, LinearLR]
 _OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 class StepMetrics(Observer, ViewObserver, Protocol):
-    """Collects the metrics of a run on this rank, or sends them to where they are collected."""
+    """Collects the metrics of a run on this rank, or sends them to the collector."""
 
     @property
     def measured_step(self) -> int:
@@ -41,17 +41,17 @@ class StepMetrics(Observer, ViewObserver, Protocol):
         ...
 
     def add_memory(self, timeline: MemoryTimeline) -> None:
-        """Take the memory of the measured step."""
+        """Receive the memory of the measured step."""
         ...
 
     def after_step(self, step: int) -> None:
-        """Take that a step is over: the model is as it left it."""
+        """Receive the end of a step, with the updated model."""
         ...
 
 
 @contextmanager
 def isolated(num_threads: int = 1) -> Iterator[None]:
-    """Compute on so many threads with a random state of its own; restore threads and random state afterwards."""
+    """Set the number of threads, and restore it and the random state afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -63,7 +63,7 @@ def isolated(num_threads: int = 1) -> Iterator[None]:
 
 def make(setting: PlaygroundSetting, task: PlaygroundTask) -> Parts:
     """Return a new network, its optimizer and scheduler."""
-    # Seeded for each network, so that a run and its reference run begin with the same parameters.
+    # Seed for each network, so that a run and its reference run start with the same parameters.
     torch.default_generator.manual_seed(setting.seed)
     model = task.model()
     optimizer = _OPTIMIZERS[setting.optimizer](model.parameters(), lr=setting.learning_rate)
@@ -76,7 +76,7 @@ def batches_of(setting: PlaygroundSetting, task: PlaygroundTask) -> Batches:
 
 
 def policy_of(name: NormPolicy) -> Policy | PolicyName:
-    """Return the engine's policy about BatchNorm of a name of the playground."""
+    """Return the engine's BatchNorm policy for a name in the playground."""
     return Ghost(GHOST_SAMPLES) if name == "ghost" else name
 
 
@@ -89,7 +89,7 @@ def engine_of(
     norms: Policy | PolicyName = "keep",
     observer: Observer | None = None,
 ) -> Engine:
-    """Return an engine that trains these parts as asked."""
+    """Return an engine for these parts and this setting."""
     model, optimizer, scheduler = parts
     return Engine(
         model,
@@ -105,9 +105,9 @@ def engine_of(
 
 
 def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> AbstractContextManager[object]:
-    """Return a context in which tensors hold no more than the setting allows, besides the data set.
+    """Return a context with the memory limit of the setting, in addition to the data set.
 
-    What these parts hold counts. A sample of the data set would count as all of it, so it is allowed beside the limit.
+    The parts count towards the limit. A sample would count as the whole data set, so the data set is exempt.
     """
     if not setting.memory_limit_kib:
         return nullcontext()
@@ -117,8 +117,8 @@ def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> A
 
 
 def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMetrics, parts: Parts) -> None:
-    """Make the steps of a run in the engine, and have the memory of one of them recorded."""
-    # The view comes first: it reads a gradient before the engine's own hook may send it.
+    """Make the steps of a run in the engine, and record the memory of one of them."""
+    # The view comes first: it reads a gradient before the engine's hook may send it.
     with closing(MicroBatchView(parts[0], task, metrics)) as view:
         engine = engine_of(
             setting,
@@ -131,7 +131,7 @@ def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMe
         with engine, view.watching(parts[0]):
             for step, batch in enumerate(batches_of(setting, task)):
                 recording = record_memory(engine) if step == metrics.measured_step else None
-                # What the recording makes of it at its end is none of the step's memory.
+                # Memory of processing the record does not belong to the step.
                 with recording or nullcontext(), limited(setting, task, parts):
                     engine.step(batch)
                 if recording is not None:

@@ -1,8 +1,8 @@
-"""The process that computes: started warm, asked in lines of JSON, and ended by the end of its standard input.
+"""The worker process: warmed up at start, controlled by JSON lines, and ended by the end of its standard input.
 
 `python -m anybatch_guide.worker`. It reads `{"do": "run", "id": ..., "kind": "experiment", "name": ...}`, or a
 playground's setting, or pause, resume, micro and cancel; it writes `ready`, `started`, `lines`, `result` and one of
-`done`, `failed` and `cancelled`. What can be asked for is a name that is in the catalogue, and numbers within limits:
+`done`, `failed` and `cancelled`. Requests contain only names from the catalogue, and numbers within limits:
 no path, no module, no expression.
 """
 
@@ -31,7 +31,7 @@ Command = Mapping[str, Any]
 
 
 class UnknownError(UserError):
-    """A request for something that is not run here; `code` is the reason in a word or two."""
+    """A refused request; `code` is the reason in a word or two."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -40,11 +40,11 @@ class UnknownError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run of the playground that may begin.
+    """A validated run of the playground.
 
     Attributes:
         run: function (emit, is_stepped) -> its metrics.
-        command: what computes them again.
+        command: the command that reproduces them.
     """
 
     run: Callable[[Emit, Callable[[], bool]], Data]
@@ -52,7 +52,7 @@ class Prepared:
 
 
 class CancelledError(BaseException):
-    """A run was cancelled. No `Exception`: an experiment that catches its own errors must not catch this."""
+    """A run was cancelled. Not an `Exception`, so that experiments that catch errors do not catch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Repertoire:
     """The experiments and runs that a worker offers.
 
     Attributes:
-        experiments: by name.
-        playground: function (setting, as JSON gave it) -> run; raises UserError on a setting that may not be run.
-        warm: called before the worker says that it is ready: does once what the first run would otherwise wait for.
+        experiments: experiments by name.
+        playground: function (JSON setting) -> run; raises UserError for an invalid setting.
+        warm: warm-up, called before the worker reports that it is ready.
     """
 
     experiments: Mapping[str, Experiment]
@@ -71,10 +71,10 @@ class Repertoire:
 
 
 class Gate:
-    """Where a run waits while it is paused, and where it ends when it is cancelled: every event passes here.
+    """Pauses and cancels a run: every event passes through the gate.
 
-    A paused run waits before a micro-batch, or where an experiment reports its progress. One
-    micro-batch at a time lets it through once: the update belongs to the last micro-batch of its step.
+    A paused run waits before a micro-batch, or when an experiment reports its progress. A single
+    micro-batch lets it through once: the update belongs to the last micro-batch of its step.
     """
 
     def __init__(self, *, paused: bool) -> None:
@@ -92,11 +92,11 @@ class Gate:
             self._changed.notify_all()
 
     def is_stepped(self) -> bool:
-        """Whether the run stands still, or goes on by one micro-batch."""
+        """Whether the run is paused, or runs a single micro-batch."""
         return self._state != "open"
 
     def wait_before(self, line: Mapping[str, Any]) -> None:
-        """Wait before an event for as long as the run is paused.
+        """Wait before an event while the run is paused.
 
         Raises:
             CancelledError: the run was cancelled.
@@ -115,12 +115,12 @@ def _is_place_to_wait(line: Mapping[str, Any]) -> bool:
 
 
 class Worker:
-    """Runs what it is asked to, one after the other.
+    """Runs requests one after another.
 
     Args:
-        repertoire: what it can be asked for.
-        answers: where its lines go.
-        made: the provenance of what it computes.
+        repertoire: the available experiments and runs.
+        answers: receives its output lines.
+        made: the provenance of its results.
     """
 
     def __init__(self, repertoire: Repertoire, answers: BinaryIO, made: Provenance) -> None:
@@ -131,8 +131,8 @@ class Worker:
         self._asked: SimpleQueue[tuple[Command, Gate]] = SimpleQueue()
 
     def read(self, commands: BinaryIO) -> None:
-        """Take commands until there are no more; then the server is gone, and the process ends, whatever it does."""
-        # For commands that come before the first run.
+        """Process commands until the server closes the pipe; then exit immediately."""
+        # For commands before the first run.
         gate = Gate(paused=False)
         for text in commands:
             command = json.loads(text)
@@ -141,11 +141,11 @@ class Worker:
                 self._asked.put((command, gate))
             else:
                 gate.set(command["do"])
-        # `sys.exit` would end this thread only, and a run that computes would go on.
+        # `sys.exit` would only end this thread, and a run would continue.
         os._exit(0)
 
     def work(self) -> None:
-        """Say that it is ready, and run what it is asked to, for ever."""
+        """Report that it is ready, and process requests forever."""
         self._write_answer({"ready": True, "made": asdict(self._made)})
         while True:
             command, gate = self._asked.get()
@@ -159,10 +159,10 @@ class Worker:
         except AnyBatchError as error:
             return {"failed": {"code": str(getattr(error, "code", "refused")), "message": str(error)}}
         except MemoryError:
-            return {"failed": {"code": "memory", "message": "There is not enough memory."}}
+            return {"failed": {"code": "memory", "message": "Not enough memory."}}
         except Exception as error:  # noqa: BLE001 (whatever it is, the next run has to find a worker)
             traceback.print_exc()
-            message = f"It ended with {type(error).__name__}; the terminal shows where."
+            message = f"The run ended with {type(error).__name__}; see the terminal for details."
             return {"failed": {"code": "error", "message": message}}
         return {"done": True}
 
@@ -170,7 +170,7 @@ class Worker:
         run = command["id"]
 
         def emit(line: Mapping[str, Any]) -> None:
-            # First the gate, then the event: a paused run waits before it reports that a micro-batch begins.
+            # First the gate, then the event: a paused run waits before it reports the start of a micro-batch.
             gate.wait_before(line)
             self._write_answer({"id": run, "lines": [plain(line)]})
 
@@ -180,7 +180,7 @@ class Worker:
         self._write_answer({"id": run, "result": recording.as_json()})
 
     def _found(self, command: Command, gate: Gate) -> tuple[Experiment, str]:
-        """Return what is to be run, and the command that runs it again."""
+        """Return the requested run, and the command that repeats it."""
         if command["kind"] == "playground":
             prepared = self._repertoire.playground(command["setting"])
 
@@ -194,15 +194,15 @@ class Worker:
     def _experiment(self, name: str) -> Experiment:
         experiment = self._repertoire.experiments.get(name)
         if experiment is None:
-            message = f"There is no experiment {name!r}."
+            message = f"Unknown experiment {name!r}."
             raise UnknownError(message, code="unknown_experiment")
         if not experiment.runs_here:
-            message = f"{name} is only recorded: anybatch guide record {name}"
+            message = f"{name} can only be recorded: anybatch guide record {name}"
             raise UnknownError(message, code="only_recorded")
         return experiment
 
     def _write_answer(self, answer: Mapping[str, Any]) -> None:
-        # Encoded before the lock is taken, so that only the writing is done under it.
+        # Encode before taking the lock, so that only writing happens under it.
         text = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         with self._writing:
             self._answers.write(text)
@@ -210,29 +210,29 @@ class Worker:
 
 
 def work(repertoire: Callable[[], Repertoire]) -> None:
-    """Make this process a worker; it never returns.
+    """Turn this process into a worker; never return.
 
     Args:
-        repertoire: function () -> what it can be asked for; called once, when the process is set up.
+        repertoire: function () -> the repertoire; called once, after the set-up of the process.
     """
-    # What is printed while something runs must not stand between the answers.
+    # Output of a run must not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with suppress(OSError):
         os.nice(NICENESS)
-    # One core is left to the server and the browser.
+    # Leave one core to the server and the browser.
     torch.set_num_threads(max(1, _num_cores() - 1))
     made = replace(made_here("", commit=commit_here()), command="anybatch guide")
     known = repertoire()
     worker = Worker(known, answers, made)
-    # Commands are read before the warm-up: the end of the server has to end this process at any time.
+    # Read commands before the warm-up, because the end of the server has to end this process at any time.
     threading.Thread(target=worker.read, args=(sys.stdin.buffer,), name="commands", daemon=True).start()
     known.warm()
     worker.work()
 
 
 def everything() -> Repertoire:
-    """Return all that the guide has."""
+    """Return all experiments and runs of the guide."""
     return Repertoire(experiments=experiments(), playground=_playground, warm=playground.warm)
 
 

@@ -1,4 +1,4 @@
-"""The worker seen from the server: a process of its own, lines in, lines out, and a way to end it that always works."""
+"""The worker from the server's side: a process with lines in and out, which can always be ended."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,11 @@ COMMAND: Final = (sys.executable, "-m", "anybatch_guide.worker")
 
 
 class WorkerProcess:
-    """A worker that was started. Made by `start`.
+    """A running worker, created by `start`.
 
     Args:
-        process: with pipes for both streams, in a session of its own.
-        folder: for its temporary files and those of its ranks, which end by signals; removed after its end.
+        process: process with pipes for both streams, in a new session.
+        folder: temporary files of the worker and its ranks, which end by signals; removed after its end.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, folder: "tempfile.TemporaryDirectory[str]") -> None:
@@ -30,7 +30,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], limits: Limits) -> "WorkerProcess":
-        """Start a worker. It is in a session of its own: Ctrl-C is for the server, and its group can be ended."""
+        """Start a worker in a new session, so that Ctrl-C reaches only the server, and the whole group can be ended."""
         folder = tempfile.TemporaryDirectory(prefix="anybatch-guide-", ignore_cleanup_errors=True)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -48,17 +48,17 @@ class WorkerProcess:
 
     @property
     def number(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command; one to a worker that has ended is lost, and its end is seen elsewhere."""
+        """Send a command; it is lost if the worker has ended, which is detected elsewhere."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(json.dumps(command, allow_nan=False).encode() + b"\n")
 
     async def answers(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield its answers until it ends. An answer that is not JSON, or is too long, ends it."""
+        """Yield its answers until it ends. An invalid or too long answer ends it."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -78,7 +78,7 @@ class WorkerProcess:
                 os.killpg(self._process.pid, number)
 
     async def end(self, limits: Limits) -> None:
-        """End it now: it has nothing to save."""
+        """Kill it: it has nothing to save."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self.signal(signal.SIGTERM)
@@ -91,7 +91,7 @@ class WorkerProcess:
         self._folder.cleanup()
 
     def resident_bytes(self) -> int | None:
-        """Return the memory that it holds; None where the system does not report it."""
+        """Return its resident memory; None if the system does not report it."""
         try:
             pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
         except (OSError, IndexError):

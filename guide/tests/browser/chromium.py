@@ -1,4 +1,4 @@
-"""A page in a real browser, watched: whatever it asks for, and whatever goes wrong on it."""
+"""A page in a real browser, with a record of its requests and errors."""
 
 import functools
 import http.server
@@ -17,17 +17,16 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, 
 from guide.tests.page import WEB
 
 AXE = WEB / "node_modules" / "axe-core" / "axe.min.js"
-ALIVE = "select:enabled"  # the light can be chosen once the page is alive
+ALIVE = "select:enabled"  # enabled once the page is hydrated
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 SMALL: dict[str, Any] = {"viewport": {"width": 320, "height": 640}}
 UNUSED = (
-    *("WebUIOmniboxPopup", "WebUIOmniboxAimPopup"),  # two pages of the browser's own, made again with every window
+    *("WebUIOmniboxPopup", "WebUIOmniboxAimPopup"),  # two of the browser's internal pages, created with every window
     *("AimEnabled", "MediaRouter", "NetworkTimeServiceQuerying", "OptimizationHints", "PaintHolding"),
     *("LensOverlay", "PreconnectToSearch"),
 )
-"""What the browser is to do without: what takes a quarter of the time of opening a page, and what Playwright names,
-whose list this takes the place of."""
+"""Browser features to disable: these take a quarter of a page's opening time. Replaces Playwright's own list."""
 
 ORPHANS = """main => {
     const walker = document.createTreeWalker(main, NodeFilter.SHOW_TEXT), found = [];
@@ -59,24 +58,24 @@ CLIPPED = """() => {
     }
     return found;
 }"""
-"""Texts that what they stand in cuts off; what can be moved sideways there, such as a table, is not."""
+"""Texts that their containers cut off, except scrollable ones such as tables."""
 
 
 class Files(http.server.SimpleHTTPRequestHandler):
-    """Any web server: it serves files, and knows no policy but the one that stands in the page."""
+    """A plain web server without policy headers: the only policy is in the page."""
 
     def end_headers(self) -> None:
-        """End the connection, so that no thread waits for a browser that has gone."""
+        """Close the connection, so that no thread waits for a closed browser."""
         self.send_header("Connection", "close")
         super().end_headers()
 
     def log_message(self, *_arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @dataclass
 class Watched:
-    """A page, and all that went wrong on it."""
+    """A page with its errors and requests."""
 
     page: Page
     context: BrowserContext
@@ -101,7 +100,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def absent(message: str) -> None:
-    """Skip a test that lacks something of the system, or fail it where that has been installed on purpose."""
+    """Skip a test without a system requirement, or fail if it was installed on purpose."""
     if os.environ.get("ANYBATCH_BROWSER") == "required":
         pytest.fail(message)
     pytest.skip(message)
@@ -109,7 +108,7 @@ def absent(message: str) -> None:
 
 @contextmanager
 def launched() -> Iterator[Browser]:
-    """Start the system's Chromium, or say what is missing."""
+    """Start the system's Chromium, or report it as missing."""
     program = os.environ.get("ANYBATCH_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
     if not Path(program).exists():
         absent(f"THE PAGE IS NOT TESTED: there is no Chromium at {program}; `make browser` installs one")
@@ -122,12 +121,12 @@ def launched() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, address: str, ready: str = ALIVE, **options: Any) -> Iterator[Watched]:
-    """Open the page and wait until it has come to life; whatever it complains of is kept.
+    """Open the page, wait for hydration, and record its errors and requests.
 
     Args:
-        browser: that opens it.
+        browser: the browser.
         address: of the page.
-        ready: what is there once the page is alive; nothing is waited for without scripts.
+        ready: selector of an element that a hydrated page has; ignored without scripts.
         options: of the browser's context.
     """
     context = browser.new_context(**options)
@@ -161,7 +160,7 @@ def scroll_through(page: Page) -> None:
 
 @contextmanager
 def unfolded(page: Page) -> Iterator[None]:
-    """Open every fold, and have what is not on the screen drawn too; afterwards all is as it was."""
+    """Open every fold and draw all sections; restore both afterwards."""
     page.evaluate("""async () => {
         document.querySelectorAll('main details').forEach(fold => fold.open = true);
         document.querySelectorAll('main section').forEach(part => part.style.contentVisibility = 'visible');
@@ -177,10 +176,10 @@ def unfolded(page: Page) -> Iterator[None]:
 
 
 def bring_to_life(page: Page) -> None:
-    """Bring every part into view once, those in folds too, and wait for all of them to come to life."""
+    """Scroll every part into view once, including folds, and wait for hydration."""
     folds = page.locator("main details.deeper")
     folds.evaluate_all("folds => folds.forEach(fold => fold.open = true)")
-    # In one go: a request for each part takes the browser twice the time.
+    # One call, as a call per part takes twice the time.
     page.evaluate("""async () => {
         for (const part of document.querySelectorAll('[data-later]')) {
             part.scrollIntoView({block: 'center', behavior: 'instant'});
@@ -192,7 +191,7 @@ def bring_to_life(page: Page) -> None:
 
 
 def come_to(page: Page, part: str) -> Locator:
-    """Bring a part of the page into view, and return it once it is alive."""
+    """Scroll a part of the page into view, and return it when it is hydrated."""
     place = page.locator(f"#{part}")
     place.scroll_into_view_if_needed()
     expect(place.locator("[data-later]").first).to_have_attribute("data-later", "alive")

@@ -1,4 +1,4 @@
-"""Every element of the list that the page answers is where `docs/guide.md` says, and does what it is there for."""
+"""Every element of the list in `docs/guide.md` is in its part of the page and works."""
 
 import re
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ class Row:
     """An element of the list.
 
     Attributes:
-        element: what it is, as the table in `docs/guide.md` says.
-        place: the part of the page it is in.
-        there: selector of what shows it.
-        text: what it has to say.
+        element: its name in the table in `docs/guide.md`.
+        place: its part of the page.
+        there: its selector.
+        text: its expected text.
     """
 
     element: str
@@ -45,8 +45,8 @@ def readout(name: str) -> str:
 
 ROWS = (
     Row("title", "top", "h1", "Gradient accumulation"),
-    Row("promise in one line", "top", ".lead", "The training of a large batch in the memory of a small one"),
-    Row("call to begin", "top", "role=link[name=/^Begin/]", "Begin"),
+    Row("promise in one line", "top", ".lead", "Train with a large batch in the memory of a small one"),
+    Row("call to begin", "top", "role=link[name=/^Start/]", "Start"),
     Row("memory: slider of the batch size", "gpu-memory", slider("Batch size")),
     Row("memory: slider of the GPU's memory", "gpu-memory", slider("Memory of the GPU")),
     Row("memory: whether it fits", "gpu-memory", ".verdict", "Does not fit"),
@@ -76,29 +76,29 @@ ROWS = (
     Row("playground: effective batch, 64", "playground", ".batch strong", "64"),
     Row("playground: loss, 2.30", "playground", readout("current loss"), "2.30"),
     Row("playground: optimizer steps, 0", "playground", readout("optimizer steps"), "0"),
-    Row("playground: memory, foretold", "playground", readout("peak memory"), "1.4\u00a0MiB"),
+    Row("playground: predicted memory", "playground", readout("peak memory"), "1.4\u00a0MiB"),
 )
 
 
 def what(place: Locator, row: Row) -> Locator:
-    """Return what shows an element, in its part of the page."""
+    """Return the locator of an element, in its part of the page."""
     return place.locator(row.there).locator("visible=true").first
 
 
 def says(found: Locator) -> str:
-    """Return what an element says: its value if it is a field, else its text."""
+    """Return the value of a field, or the text of another element."""
     return str(found.evaluate("one => one.matches('input') ? one.value : one.textContent"))
 
 
 def is_there(page: Page, row: Row) -> bool:
-    """Return whether an element is seen in its place now, and says what it has to."""
+    """Return whether an element is visible in its place, with the expected text."""
     found = what(page.locator(f"#{row.place}"), row)
     return found.count() == 1 and found.is_visible() and row.text in says(found)
 
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, address: str) -> Iterator[Page]:
-    """Open the exported page, and bring all of it to life."""
+    """Open the exported page, and hydrate all of it."""
     with opened(browser, address, **DESKTOP) as watched:
         bring_to_life(watched.page)
         yield watched.page
@@ -108,7 +108,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.element)
 def test_an_element_is_on_the_page(page: Page, row: Row) -> None:
-    """Each element is seen in the part that the table names; and a page without it is found out."""
+    """Each element is visible in its part of the page, and a page without it fails."""
     place = come_to(page, row.place) if row.place != "top" else page.locator("#top")
     found = what(place, row)
     found.scroll_into_view_if_needed()
@@ -132,12 +132,12 @@ def test_the_table_is_the_list() -> None:
 
 
 def test_the_elements_do_what_they_are_there_for(page: Page) -> None:
-    """Sliders turn the verdict and the bars, the sum grows by a press, and the loop moves its counters and its line."""
+    """Sliders change the verdict and bars, a button changes the sum, and the loop advances its counters and line."""
     memory = come_to(page, "gpu-memory")
     memory.locator(slider("Batch size")).press("Home")
     expect(memory.locator(".verdict")).to_have_text("Fits")
     split = come_to(page, "split")
-    split.get_by_role("button", name="Take one back").click()
+    split.get_by_role("button", name="Remove one").click()
     expect(split.locator(".count")).to_contain_text("3 of 4 added")
     loop = come_to(page, "loop")
     counts = loop.locator(".counts").inner_text()
@@ -155,7 +155,7 @@ def test_the_elements_do_what_they_are_there_for(page: Page) -> None:
 
 @pytest.mark.parametrize(("motion", "seconds"), [("no-preference", 0.6), ("reduce", 0.0)])
 def test_cells_part_when_a_cut_is_chosen(browser: Browser, address: str, motion: str, seconds: float) -> None:
-    """Nothing moves before a cut is chosen; then the cells part, at once where motion is not wanted."""
+    """Nothing moves before a split is chosen; then the cells part, immediately with reduced motion."""
     with opened(browser, f"{address}#split", **DESKTOP, reduced_motion=motion) as watched:
         part = come_to(watched.page, "split")
         drawing = part.locator("figure svg path.of-1").locator("visible=true").first

@@ -1,4 +1,4 @@
-"""Parts that come to life near the screen: what is fetched when, and that they can be used by whoever comes to them."""
+"""Parts hydrated near the screen fetch their data on demand and work."""
 
 import json
 import re
@@ -20,7 +20,7 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def alive(browser: Browser, address: str) -> Iterator[Watched]:
-    """A page whose parts have all come to life."""
+    """A fully hydrated page."""
     with opened(browser, address, **DESKTOP) as watched:
         bring_to_life(watched.page)
         yield watched
@@ -29,7 +29,7 @@ def alive(browser: Browser, address: str) -> Iterator[Watched]:
 
 
 def fetched(watched: Watched) -> set[str]:
-    """Return the names of recordings that the page has asked for."""
+    """Return the names of recordings that the page has requested."""
     return {re.sub(r".*/rec/|\.json.*", "", url) for url in watched.requests if "/rec/" in url}
 
 
@@ -39,17 +39,17 @@ def summary(page: Page, title: str) -> Locator:
 
 
 def said(part: Locator) -> list[str]:
-    """Return the words of a part, but for the buttons of tables, which show once they can be opened."""
+    """Return the words of a part, except those of table buttons, which appear after hydration."""
     return re.sub(r"Data table\s+for “[^”]*”", "", part.inner_text()).split()
 
 
 def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> None:
-    """Nothing of these parts is fetched with the page; what each says is there before, and stays when they come."""
+    """The data of these parts is fetched when they are near; their text exists before and stays the same."""
     with opened(browser, address, **PHONE) as watched:
         page = watched.page
 
         assert fetched(watched) & set(PARTS.values()) == set()
-        # What is not drawn has no words.
+        # Text of undrawn elements is empty.
         page.evaluate(
             "document.querySelectorAll('main section').forEach(one => one.style.contentVisibility = 'visible')"
         )
@@ -64,19 +64,19 @@ def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> 
 
 
 def asked(watched: Watched) -> set[str]:
-    """Return the files that the page has asked for, recordings apart."""
+    """Return the files that the page has requested, without recordings."""
     paths = {url.removeprefix(watched.origin.partition("#")[0]) for url in watched.requests}
     return {path for path in paths if not path.startswith(("rec/", "data:", "#"))}
 
 
 def test_the_first_screen_needs_little(browser: Browser, address: str) -> None:
-    """The page is alive with one script, no recording has been fetched, and no part further down has come."""
+    """The page starts with one script, without recordings or parts further down."""
     with opened(browser, address, **DESKTOP) as watched:
         expect(watched.page.locator("#top").get_by_role("slider", name="Micro-batch")).to_be_enabled()
         early = {name.removeprefix("parts/") for name in asked(watched) if name.startswith("parts/")}
 
         assert asked(watched) >= {"", "app.js", "app.css"}
-        assert early <= {"kit.js", "gpu_memory.js", "split_sum.js"}  # what is near the first screen
+        assert early <= {"kit.js", "gpu_memory.js", "split_sum.js"}  # parts near the first screen
         assert fetched(watched) <= {"memory_wall", "split_sum"}
         assert "math.woff2" not in asked(watched)
         assert watched.page.locator("main details.deeper [data-later=waiting]").count() > 0
@@ -84,7 +84,7 @@ def test_the_first_screen_needs_little(browser: Browser, address: str) -> None:
 
 @pytest.mark.parametrize(("part", "script"), [("planner", "planner.js"), ("forecast", "forecast.js")])
 def test_a_link_brings_what_it_leads_to(browser: Browser, address: str, part: str, script: str) -> None:
-    """A link to a fold opens it, and fetches its script and recordings; its controls work, and no other part comes."""
+    """A link to a fold opens it, fetches its script and data, and no other part's."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         assert f"parts/{script}" not in asked(watched)
@@ -100,7 +100,7 @@ def test_a_link_brings_what_it_leads_to(browser: Browser, address: str, part: st
 
 
 def test_a_part_that_cannot_come_stays_readable(browser: Browser, address: str) -> None:
-    """Where a script cannot be fetched, the part says so in its element, and its text stays."""
+    """If a script cannot be fetched, the part is marked as failed, and its text stays."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         page.route("**/parts/mathematics.js", lambda route: route.abort())
@@ -111,33 +111,33 @@ def test_a_part_that_cannot_come_stays_readable(browser: Browser, address: str) 
 
 
 def test_lanes_follow_keys(alive: Watched) -> None:
-    """With the arrow keys the lanes show another way, and the sentence below says its bytes."""
+    """With the arrow keys the lanes show another strategy, and the sentence below shows its bytes."""
     page = alive.page
     said = summary(page, "One step, rank by rank")
     expect(said).to_contain_text("3.38 MiB")
-    page.get_by_role("radio", name="no_sync, right").focus()
+    page.get_by_role("radio", name="no_sync, correct").focus()
     page.keyboard.press("ArrowRight")
-    expect(said).to_contain_text("around the backward only")
+    expect(said).to_contain_text("no_sync, backward only")
     expect(said).to_contain_text("13.5 MiB")
     page.get_by_role("figure", name="One step, rank by rank").locator("label", has_text="4").click()
     expect(said).to_contain_text("4 ranks")
 
 
 def test_a_cap_makes_the_recorded_cut(alive: Watched) -> None:
-    """Moved by keys, the cap gives the micro-batches that the engine made, in words and in the drawing."""
+    """Keys move the cap to the recorded micro-batches, in words and in the drawing."""
     page = alive.page
-    figure = page.get_by_role("figure", name="One batch of sentences, cut")
+    figure = page.get_by_role("figure", name="One batch of sentences, split")
     figure.locator("label", has_text="ab.token_budget").click()
     figure.get_by_role("slider").focus()
     page.keyboard.press("Home")
     data = json.loads((RECORDINGS / "length_cuts.json").read_text(encoding="utf-8"))["data"]
     (way,) = [one for one in data["ways"] if one["cap"] == data["caps"][0] and one["way"] == "token_budget"]
-    expect(summary(page, "One batch of sentences, cut")).to_contain_text(f"{len(way['cuts'])} micro-batches")
+    expect(summary(page, "One batch of sentences, split")).to_contain_text(f"{len(way['cuts'])} micro-batches")
     expect(figure.locator(".wide svg text")).to_have_count(len(way["cuts"]))
 
 
 def test_what_is_ticked_is_shown_with_its_number(alive: Watched) -> None:
-    """A tick by the space key adds a cause with its recorded number, its line and its command; taken away, it goes."""
+    """The space key adds a cause with its recorded error, line and command, and removes it."""
     page = alive.page
     box = page.locator("#why-wrong").get_by_label("BatchNorm", exact=True)
     within = page.locator("#why-wrong")

@@ -1,4 +1,4 @@
-"""The page that `anybatch guide` serves, used as a visitor would: what it shows is what the engine does meanwhile."""
+"""The page of `anybatch guide` in use: it shows the state of the engine."""
 
 import re
 import signal
@@ -22,7 +22,7 @@ SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser")
 PATIENCE = 180_000.0  # milliseconds
 BRIGHT = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data
     .filter((level, at) => at % 4 === 0 && level > 100).length"""
-"""How many pixels of a picture are bright."""
+"""Number of bright pixels in a picture."""
 
 skip_without("sklearn", "anybatch[guide]")
 
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def guide(browser: Browser, server: Served) -> Iterator[Watched]:
-    """Open the printed address; afterwards, nothing has gone wrong, and nobody else was asked."""
+    """Open the printed address; afterwards, check for errors and foreign requests."""
     with visited(browser, server) as watched:
         yield watched
 
@@ -47,7 +47,7 @@ def guide(browser: Browser, server: Served) -> Iterator[Watched]:
 
 @contextmanager
 def visited(browser: Browser, server: Served) -> Iterator[Watched]:
-    """Open the printed address, with patience for an engine that starts."""
+    """Open the printed address, with a long timeout for the start of the engine."""
     with opened(browser, server.address, **DESKTOP) as watched:
         watched.page.set_default_timeout(PATIENCE)
         expect.set_options(timeout=PATIENCE)
@@ -55,16 +55,16 @@ def visited(browser: Browser, server: Served) -> Iterator[Watched]:
 
 
 def button(part: Locator, name: str) -> Locator:
-    """Return a button by its whole name."""
+    """Return a button by its full name."""
     return part.get_by_role("button", name=name, exact=True)
 
 
 def playground(page: Page, setting: PlaygroundSetting) -> Locator:
-    """Bring a setting to the playground, as a link does, and wait until it can be trained."""
+    """Apply a setting like a link, and wait until it can be trained."""
     words = f"v=1&micro={setting.micro_batch_size}&accumulation={setting.accumulation_steps}&steps={setting.steps}"
     words += f"&seed={setting.seed}&task={setting.task}&norm={setting.norm}&policy={setting.norm_policy}"
     words += f"&ranks={setting.ranks}&limit={setting.memory_limit_kib}"
-    # Until the page has heard of it, Train would run what was there before.
+    # Until the page handles the change, Train would use the previous setting.
     page.evaluate(
         """words => new Promise(done => {
             const hash = '#playground?' + words
@@ -80,12 +80,12 @@ def playground(page: Page, setting: PlaygroundSetting) -> Locator:
 
 
 def steps(part: Locator) -> Locator:
-    """Return the number of optimizer steps that the page tells."""
+    """Return the displayed number of optimizer steps."""
     return part.locator("dl div", has_text="optimizer steps").locator("data")
 
 
 def test_a_run_is_the_librarys(guide: Watched) -> None:
-    """Train runs the chosen setting in the engine: the losses on the page are those of the same run in Python."""
+    """Train runs the chosen setting in the engine, with the same losses as in Python."""
     setting = PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=12, seed=5)
     part = playground(guide.page, setting)
     button(part, "Train").click()
@@ -100,7 +100,7 @@ def test_a_run_is_the_librarys(guide: Watched) -> None:
 
 
 def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
-    """A run that begins with one micro-batch waits after it, goes on by one at a time, by itself again, and stops."""
+    """A run can start with one micro-batch, step by single micro-batches, resume, and stop."""
     part = playground(guide.page, PlaygroundSetting(micro_batch_size=4, accumulation_steps=3, steps=400, seed=6))
     where, one = part.locator(".where"), button(part, "Run one micro-batch")
     for step, position in ((1, 1), (1, 2), (1, 3), (2, 1)):
@@ -109,7 +109,7 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
         expect(part.locator(".seen p").first).to_have_text(f"micro-batch {position} of 3: 4 samples")
         expect(part.locator(".seen path.gradient")).to_have_count(2)
         assert part.locator(".seen canvas").evaluate(BRIGHT) > 50
-    button(part, "Go on").click()
+    button(part, "Resume").click()
     expect(steps(part)).to_have_text(re.compile(r"[1-9]\d+"))
     button(part, "Pause").click()
     expect(where).to_contain_text("paused")
@@ -119,35 +119,35 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
 
 
 def test_two_ranks_are_run_here(guide: Watched) -> None:
-    """On two ranks the page has the losses of one rank's run, the native batch's, and what each rank sends."""
+    """On two ranks the page shows the losses of an equivalent run on one rank, and the bytes each rank sends."""
     setting = PlaygroundSetting(micro_batch_size=4, accumulation_steps=2, steps=4, seed=11, ranks=2)
     part = playground(guide.page, setting)
     button(part, "Run one micro-batch").click()
     expect(part.locator(".seen p").first).to_contain_text("micro-batch 1 of 2: 4 samples")
     expect(part.locator(".where")).to_contain_text("on each rank, paused")
-    button(part, "Go on").click()
+    button(part, "Resume").click()
     expect(steps(part)).to_have_text("4")
     expect(button(part, "Train")).to_be_enabled()
     expect(part.locator(".batch")).to_contain_text("4 \u00d7 2 \u00d7 2 = 16")
     expect(part.locator(".which")).to_have_text("digits 4 \u00d7 2 \u00d7 2 ranks, SGD (run here)")
-    expect(part.get_by_text("Each rank sends 259 KiB of gradients a step")).to_be_visible()
+    expect(part.get_by_text("Each rank sends 259 KiB of gradients per step")).to_be_visible()
     expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
-    one = replace(setting, ranks=1, accumulation_steps=4)  # the same samples a step
+    one = replace(setting, ranks=1, accumulation_steps=4)  # the same samples per step
     assert part.locator("dl data").first.inner_text() == f"{run(one, lambda _: None)['losses'][-1]:.3g}"
 
 
 @pytest.mark.parametrize(
     ("kib", "told", "judged"),
     [
-        (2048, "run again in micro-batches of 32, then 16. Each sample counts once.", "the same, up to rounding"),
+        (2048, "repeated in micro-batches of 32, then 16. Each sample counts once.", "the same, up to rounding"),
         (512, "cannot be smaller than one sample", "nothing to compare yet"),
     ],
 )
 def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> None:
-    """Within too low a limit the engine goes on in smaller parts, and the page says so; or it ends, and says why."""
+    """With a low limit, the engine retries in smaller parts, or fails, and the page shows it."""
     setting = PlaygroundSetting(micro_batch_size=64, accumulation_steps=2, steps=3, seed=12, memory_limit_kib=kib)
     part = playground(guide.page, setting)
-    expect(part.locator(".next").first).to_contain_text("more than the limit, so memory will run out")
+    expect(part.locator(".next").first).to_contain_text("above the limit, so the run will run out of memory")
     button(part, "Train").click()
     expect(part.locator(".readouts")).to_contain_text(told)
     expect(button(part, "Train")).to_be_enabled()
@@ -156,7 +156,7 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
 
 @pytest.mark.parametrize(("policy", "judged"), [("exact", "the same, up to"), ("keep", "over each micro-batch")])
 def test_a_policy_is_measured(guide: Watched, policy: NormPolicy, judged: str) -> None:
-    """A policy about BatchNorm that is picked is the one that runs, and is compared with the native batch."""
+    """The selected BatchNorm policy runs, and is compared with the native batch."""
     setting = PlaygroundSetting(
         task="shapes", norm="batch", micro_batch_size=8, accumulation_steps=2, steps=3, seed=13, norm_policy=policy
     )
@@ -169,7 +169,7 @@ def test_a_policy_is_measured(guide: Watched, policy: NormPolicy, judged: str) -
 
 
 def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
-    """A run that is pinned stays in the drawing beside the next one, which has a mistake and is another run."""
+    """A pinned run stays in the chart with the next one, which has a mistake."""
     page = guide.page
     part = playground(page, PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=15, seed=7))
     button(part, "Train").click()
@@ -178,16 +178,16 @@ def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
     expect(button(part, "Train")).to_be_enabled()
     part.get_by_label("Mistake").select_option("zero_each")
     button(part, "Train").click()
-    expect(part.locator(".judged.other")).to_contain_text("only the last micro-batch is left of it")
+    expect(part.locator(".judged.other")).to_contain_text("only the last micro-batch contributes")
     expect(steps(part)).to_have_text("15")
 
     expect(part.get_by_text("pin 1: digits").first).to_be_visible()
-    part.get_by_text("Take it along").click()
+    part.get_by_text("Copy as link or code").click()
     expect(part.locator("pre[aria-label='command line']")).to_contain_text("mistake=zero_each")
 
 
 def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
-    """While a slider moves, and in a second tab, what is shown is the run under way, with its own batch and name."""
+    """While a slider moves, and in a second tab, the page shows the current run, with its batch and name."""
     page = guide.page
     part = playground(
         page, PlaygroundSetting(task="spirals", micro_batch_size=8, accumulation_steps=2, steps=900, seed=9)
@@ -199,9 +199,9 @@ def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
     second.goto(page.url.split("#")[0])
     come_to(second, "playground")
     for tab in (page, second):
-        expect(tab.locator("#playground .which")).to_have_text("spirals 8 \u00d7 2, SGD (under way)")
+        expect(tab.locator("#playground .which")).to_have_text("spirals 8 \u00d7 2, SGD (running)")
         expect(tab.locator("#playground .batch strong")).to_have_text("16")
-        expect(tab.get_by_label("Run under way")).to_contain_text("playground")
+        expect(tab.get_by_label("Run in progress")).to_contain_text("playground")
     expect(part.locator(".next").first).to_contain_text("256 \u00d7 2 = 512")
     second.close()
     button(part, "Stop").click()
@@ -210,7 +210,7 @@ def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
 
 
 def test_a_run_that_is_not_made_says_why(guide: Watched) -> None:
-    """What ends a run, or keeps it from beginning, such as the limit of time, is told wherever one is on the page."""
+    """The reason for ending or refusing a run, such as the time limit, is visible everywhere on the page."""
     page = guide.page
     message = "It took more than 120 seconds."
     page.route("**/api/runs", lambda route: route.fulfill(status=409, json={"code": "time", "message": message}))
@@ -221,11 +221,11 @@ def test_a_run_that_is_not_made_says_why(guide: Watched) -> None:
     expect(bar).to_contain_text(message)
     bar.get_by_role("button", name="Close").click()
     expect(bar).to_have_count(0)
-    guide.faults.clear()  # the browser writes down every answer of 409
+    guide.faults.clear()  # the browser logs every 409 response
 
 
 def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
-    """A run that has begun and ended before the answer to its order is there stays on the page as it was."""
+    """A run that starts and ends before the response to its request stays on the page."""
     page = guide.page
     part = playground(page, PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=11, seed=8))
     held: list[tuple[Route, APIResponse]] = []
@@ -243,8 +243,8 @@ def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
 
 
 def test_a_figure_is_run_here(guide: Watched) -> None:
-    """The figure then shows what this machine computed, says so, and goes back to the recording when asked."""
-    figure = come_to(guide.page, "mathematics").locator("figure", has_text="Check it with other numbers")
+    """The figure shows live data, marked as such, and can return to the recording."""
+    figure = come_to(guide.page, "mathematics").locator("figure", has_text="Try other splits and formats")
     chip = figure.locator(".chip").first
     expect(chip).to_contain_text("recorded")
     expect(figure.get_by_role("button", name="Run it here")).to_be_enabled()
@@ -256,12 +256,12 @@ def test_a_figure_is_run_here(guide: Watched) -> None:
 
 
 def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
-    """When a server, one of the test's own, ends, the page says that it has gone, and keeps what it shows."""
+    """When the server stops, the page reports it, and keeps its data."""
     with Served(tmp_path, command=SERVE) as server, visited(browser, server) as watched:
         part = playground(watched.page, PlaygroundSetting())
         server.process.send_signal(signal.SIGINT)
         note = watched.page.get_by_role("status", name="The server")
-        expect(note).to_contain_text("The server has gone")
+        expect(note).to_contain_text("The server has stopped")
 
         expect(button(part, "Train")).to_be_disabled()
         expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD (ready, at step 0)")

@@ -1,4 +1,4 @@
-"""The guide as one file, opened from a disk as somebody does who was sent it."""
+"""The guide as a single file, opened from disk."""
 
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from guide.tests.browser.chromium import (
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export it."""
+    """Export the guide."""
     return export_file(DIST, tmp_path_factory.mktemp("exported") / "guide.html")
 
 
 @pytest.mark.parametrize("look", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any]) -> None:
-    """It comes to life and is read to its end without an error, and no other file or server is asked for."""
+    """The file hydrates and scrolls to its end without errors or requests."""
     with opened(browser, file.as_uri(), **look) as watched:
         scroll_through(watched.page)
         bring_to_life(watched.page)
@@ -36,7 +36,7 @@ def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any
 
 
 def test_recordings_are_in_it(browser: Browser, file: Path) -> None:
-    """A task that the page would fetch where it is served is there, with its runs; no engine is promised."""
+    """A task that a served page would fetch is embedded with its runs, without an engine."""
     with opened(browser, file.as_uri(), **DESKTOP) as watched:
         part = come_to(watched.page, "playground")
         part.locator("label", has_text="shapes").click()

@@ -1,4 +1,4 @@
-"""The page of `anybatch watch` in a browser: it follows logs as they grow, and takes nothing in them for markup."""
+"""The page of `anybatch watch` in a browser: it follows growing logs, and never interprets them as markup."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ AMISS = "This part of the log could not be drawn"
 
 
 def grown(path: Path, *lines: bytes) -> None:
-    """Write on at the end of a log."""
+    """Append to a log."""
     with path.open("ab") as file:
         file.write(b"".join(lines))
 
@@ -38,7 +38,7 @@ def one_step(number: int, loss: float, rank: int) -> bytes:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> tuple[Path, Callable[[int, float], None]]:
-    """Return the folder of a run of two ranks, and what makes a step of it."""
+    """Return the folder of a run of two ranks, and a function that writes a step."""
     logs = [tmp_path / "live" / name for name in ("events.jsonl", "events-rank-1.jsonl")]
     logs[0].parent.mkdir()
     for rank, log in enumerate(logs):
@@ -54,7 +54,7 @@ def two_ranks(tmp_path: Path) -> tuple[Path, Callable[[int, float], None]]:
 def test_it_follows_two_ranks(
     browser: Browser, two_ranks: tuple[Path, Callable[[int, float], None]], tmp_path: Path
 ) -> None:
-    """Steps appear as they are logged, half a line does not, lanes have a row per rank, and an end is told."""
+    """Logged steps appear, incomplete lines do not, lanes have a row per rank, and the end is shown."""
     folder, make = two_ranks
     make(0, 2.5)
     with (
@@ -86,7 +86,7 @@ def test_it_follows_two_ranks(
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the page of all hostile logs into a file."""
+    """Write the page of all hostile logs to a file."""
     folder = tmp_path_factory.mktemp("hostile")
     for name, content in hostile_logs():
         run = folder / f"<img src=x onerror=hurt()> {name}".replace("/", " ")
@@ -99,14 +99,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: Browser, hostile: Path) -> Iterator[Watched]:
-    """Open that page; afterwards, nothing has been asked for."""
+    """Open that page, and afterwards check that it made no requests."""
     with opened(browser, hostile.as_uri(), **PHONE) as watched:
         yield watched
         assert [url for url in watched.requests if not url.startswith("data:")] == [hostile.as_uri()]
 
 
 def test_hostile_logs_stay_text(page: Watched) -> None:
-    """Each hostile run is chosen in turn: no element comes of it, nothing runs, each part is drawn, no text cut."""
+    """For each hostile run: no injected element, no script, all parts drawn, no text cut off."""
     rows = page.page.locator("main li .name")
     assert rows.count() == len(list(hostile_logs()))
     for at in range(rows.count()):
@@ -122,7 +122,7 @@ def test_hostile_logs_stay_text(page: Watched) -> None:
 
 
 def test_an_exported_page_says_when(browser: Browser, tmp_path: Path) -> None:
-    """A page in a file is whole from a disk, says when it was written and that nothing is live, and has no faults."""
+    """An exported page works from a disk, shows its date and that it is static, and has no errors."""
     (tmp_path / "run").mkdir()
     grown(tmp_path / "run" / "events.jsonl", start(), *(step(n, 1 / (n + 1), 2.0 + n) for n in range(50)))
     assert command.run([str(tmp_path / "run"), "--export", str(tmp_path / "page.html")]) == Status.DONE

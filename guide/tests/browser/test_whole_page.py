@@ -1,6 +1,6 @@
-"""The page as a whole, in a real browser, in every way it may be looked at.
+"""The complete page in a real browser, on every device and with every display preference.
 
-What only looks shares two pages, on a desktop and on a phone, that have come to life once.
+Read-only tests share two hydrated pages, one on a desktop and one on a phone.
 """
 
 import re
@@ -32,14 +32,14 @@ from guide.tests.browser.chromium import (
 
 @dataclass(frozen=True)
 class Look:
-    """A way to look at the page.
+    """A way to view the page.
 
     Attributes:
-        device: the page that is looked at.
-        media: how: what is not named is as the page was opened.
-        size: of the window, where it is another one.
-        rules: of axe, whose outcome can be another one than in the looks before; None for all.
-        planted: what axe has to find beside what is on the page, an element and its style, by the rule that does.
+        device: the page to view.
+        media: media features to emulate; others stay as the page was opened.
+        size: of the window, if different.
+        rules: axe rules whose result can differ from earlier looks; None for all.
+        planted: extra faults that axe must find: rule -> (element, style).
     """
 
     device: str
@@ -58,13 +58,13 @@ CUT_OFF = ("div", "overflow: auto; width: 2rem; height: 1rem; white-space: nowra
 PICTURE = ("img", "width: 1rem")
 LOOKS: dict[str, Look] = {
     "light": Look("desktop", planted={"image-alt": PICTURE, "color-contrast": PALE}),
-    # Nothing but colours depends on the light; and that all of it is there on phones is seen in the dark.
+    # Only colors depend on the scheme; the dark phone covers everything else.
     "dark": Look("desktop", {"color_scheme": "dark"}, rules=COLOURS, planted={"color-contrast": GREY}),
     "forced colours": Look("desktop", {"forced_colors": "active"}, rules=COLOURS, planted={"color-contrast": FORCED}),
-    # On phones other drawings are shown, and other sizes.
+    # Phones show other drawings and sizes.
     "phone, dark, reduced motion": Look("phone", planted={"image-alt": PICTURE, "color-contrast": GREY}),
-    "phone": Look("phone", LIGHT, rules=()),  # seen on the next
-    # The same elements as on a phone (`test_a_small_phone_shows_what_a_phone_does`), in the other light and closer.
+    "phone": Look("phone", LIGHT, rules=()),  # covered by the next
+    # The same elements as on a phone (`test_a_small_phone_shows_what_a_phone_does`), in the other scheme and smaller.
     "small": Look(
         "phone",
         LIGHT,
@@ -118,16 +118,16 @@ MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => 
 
 @pytest.fixture(scope="module")
 def desktop(browser: Browser, address: str) -> Iterator[Watched]:
-    """The page on a desktop, in the light, alive in all its parts."""
+    """The page on a desktop in the light scheme, fully hydrated."""
     with opened(browser, address, **DESKTOP, color_scheme="light") as watched:
         scroll_through(watched.page)
-        bring_to_life(watched.page)  # or a request would be under way when the page is closed
+        bring_to_life(watched.page)  # or a request would be in progress on close
         yield watched
 
 
 @pytest.fixture(scope="module")
 def phone(browser: Browser, address: str) -> Iterator[Watched]:
-    """The page on a phone, in the dark and without motion, alive in all its parts."""
+    """The page on a phone in the dark scheme with reduced motion, fully hydrated."""
     with opened(browser, address, **PHONE, color_scheme="dark", reduced_motion="reduce") as watched:
         scroll_through(watched.page)
         bring_to_life(watched.page)
@@ -136,7 +136,7 @@ def phone(browser: Browser, address: str) -> Iterator[Watched]:
 
 @contextmanager
 def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
-    """Look at a page in some way, and after that as it was opened."""
+    """View a page in some way, and restore it afterwards."""
     look = LOOKS[name]
     watched = pages[look.device]
     page, size = watched.page, watched.page.viewport_size
@@ -144,7 +144,7 @@ def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
     assert size is not None
     page.set_viewport_size(look.size or size)  # type: ignore[arg-type]
     page.emulate_media(**look.media)
-    # Colours that fade into each other have done so.
+    # Finish color transitions.
     page.evaluate("""async () => {
         await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
         for (const one of document.getAnimations()) if (one instanceof CSSTransition) one.finish();
@@ -158,13 +158,13 @@ def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def pages(desktop: Watched, phone: Watched) -> dict[str, Watched]:
-    """Both pages, by their name."""
+    """Both pages, by name."""
     return {"desktop": desktop, "phone": phone}
 
 
 @pytest.fixture(scope="module")
 def judged(pages: dict[str, Watched]) -> dict[str, Watched]:
-    """Both pages, with axe in them."""
+    """Both pages, with axe loaded."""
     if not AXE.exists():
         absent(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
     for watched in pages.values():
@@ -174,7 +174,7 @@ def judged(pages: dict[str, Watched]) -> dict[str, Watched]:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_nothing_goes_wrong(pages: dict[str, Watched], look: str, address: str) -> None:
-    """However it is looked at: no error, nothing against the policy, no foreign request, nothing wider than it."""
+    """In every look the page has no errors, policy violations, foreign requests or horizontal overflow."""
     with looked_at(pages, look) as watched:
         scroll_through(watched.page)
         width, room = watched.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
@@ -187,7 +187,7 @@ def test_nothing_goes_wrong(pages: dict[str, Watched], look: str, address: str) 
 
 
 def test_faults_are_seen(browser: Browser, address: str) -> None:
-    """An inline style, a picture from elsewhere and an error in a script are each noticed."""
+    """An inline style, a foreign image and a script error are each detected."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         page.evaluate("document.body.setAttribute('style', 'color: red')")
@@ -201,13 +201,13 @@ def test_faults_are_seen(browser: Browser, address: str) -> None:
 
 
 def axe(page: Page, rules: Sequence[str] | None, within: str | None = None) -> list[str]:
-    """Return what axe finds."""
+    """Return axe's violations."""
     return list(page.evaluate(AXE_RUN, [rules, within]))
 
 
 @pytest.mark.parametrize("look", [name for name, look in LOOKS.items() if look.rules != ()])
 def test_it_is_accessible(judged: dict[str, Watched], look: str) -> None:
-    """Axe finds nothing, with every fold open too; nor would it find nothing whatever there is."""
+    """Axe finds no violations with every fold open, and does find planted ones."""
     with looked_at(judged, look) as watched, unfolded(watched.page):
         page, rules = watched.page, LOOKS[look].rules
         assert axe(page, rules) == []
@@ -221,7 +221,7 @@ def test_it_is_accessible(judged: dict[str, Watched], look: str) -> None:
 
 
 def test_a_small_phone_shows_what_a_phone_does(pages: dict[str, Watched]) -> None:
-    """At 320 and at 390 pixels the same elements are shown, with every fold open: only their places differ."""
+    """At 320 and 390 pixels the same elements are visible with every fold open."""
     with looked_at(pages, "phone") as watched, unfolded(watched.page):
         shown = watched.page.evaluate(SHOWN)
     with looked_at(pages, "small") as watched, unfolded(watched.page):
@@ -234,7 +234,7 @@ def test_a_small_phone_shows_what_a_phone_does(pages: dict[str, Watched]) -> Non
 
 
 def test_every_number_says_where_it_is_from(desktop: Watched) -> None:
-    """Each digit in the text stands in an element with `data-from`; code and equations may hold others."""
+    """Each digit in the text is inside an element with `data-from`; code and equations are exempt."""
     page = desktop.page
     with unfolded(page):
         main = page.locator("main")
@@ -250,7 +250,7 @@ def test_every_number_says_where_it_is_from(desktop: Watched) -> None:
 
 
 def test_every_control_has_a_name_and_can_be_reached(desktop: Watched) -> None:
-    """With the tab key alone, focus comes to every control of the text, and each has a name."""
+    """The tab key reaches every control of the text, and each control has a name."""
     page = desktop.page
     main = page.locator("main")
     page.evaluate(REACHED)
@@ -273,7 +273,7 @@ def test_the_skip_link_comes_first(browser: Browser, address: str) -> None:
 
 
 def test_scripts_add_no_words(browser: Browser, address: str) -> None:
-    """Without scripts, all of the text, the equations, the code and the drawings are there already."""
+    """Without scripts the text, equations, code and drawings are already complete."""
     with opened(browser, address, **DESKTOP, java_script_enabled=False) as still:
         words = still.page.locator("main").evaluate(WORDS)
         drawings = still.page.locator("main figure svg").count()
@@ -288,7 +288,7 @@ def test_scripts_add_no_words(browser: Browser, address: str) -> None:
 
 
 def test_a_number_that_is_touched_tells_its_origin(phone: Watched) -> None:
-    """A tap on a number opens what it says of itself; Escape closes it."""
+    """A tap on a number opens its origin, and Escape closes it."""
     page = phone.page
     number = page.locator("main data[title]").first
     title = number.get_attribute("title")
@@ -301,7 +301,7 @@ def test_a_number_that_is_touched_tells_its_origin(phone: Watched) -> None:
 
 @pytest.mark.parametrize("part", ["playground", "planner", "walk"])
 def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
-    """An address with settings comes to its part, with the folds around it open, and not to the top of the page."""
+    """A link with settings scrolls to its part and opens the folds around it."""
     with opened(browser, f"{address}#{part}?v=1&micro=4", **DESKTOP) as watched:
         place = watched.page.locator(f"#{part}")
         expect(place).to_be_in_viewport()
@@ -312,7 +312,7 @@ def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
 
 
 def test_formulas_fit_on_a_phone(phone: Watched) -> None:
-    """No equation of the chapters is wider than its place on a phone."""
+    """No equation is wider than its container on a phone."""
     with unfolded(phone.page):
         wide = phone.page.evaluate("""() => [...document.querySelectorAll('main .equation')]
             .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)""")
@@ -322,7 +322,7 @@ def test_formulas_fit_on_a_phone(phone: Watched) -> None:
 
 @pytest.mark.parametrize("look", ["phone", "small"])
 def test_no_word_of_a_drawing_is_cut(pages: dict[str, Watched], look: str) -> None:
-    """Every word in every drawing lies within it on phones, and one that does not is found."""
+    """All text in drawings is inside them on phones, and a misplaced word is detected."""
     with looked_at(pages, look) as watched, unfolded(watched.page):
         page = watched.page
 
@@ -336,7 +336,7 @@ def test_no_word_of_a_drawing_is_cut(pages: dict[str, Watched], look: str) -> No
 
 @pytest.mark.parametrize("look", ["light", "phone", "small"])
 def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
-    """No text is cut off by what it stands in, tables and code aside, which can be moved; and one that is is found."""
+    """No text is cut off by its container, except in scrollable tables and code, and cut text is detected."""
     with looked_at(pages, look) as watched, unfolded(watched.page):
         page = watched.page
 
@@ -348,7 +348,7 @@ def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
 
 
 def test_a_figure_names_every_recording_that_it_shows(desktop: Watched) -> None:
-    """The small button of a figure that draws two recordings and tables a third says how to make each of them again."""
+    """The button of a figure with data from three recordings has the commands to record each of them."""
     figure = desktop.page.locator("#why-wrong figure")
     said = figure.locator("[popover]").text_content() or ""
 
@@ -356,7 +356,7 @@ def test_a_figure_names_every_recording_that_it_shows(desktop: Watched) -> None:
 
 
 def test_no_chapter_is_marked_above_the_first(desktop: Watched) -> None:
-    """The list of chapters marks the one that is read, and none once the reader is back at the top."""
+    """The list of chapters marks the current one, and none at the top of the page."""
     page = desktop.page
     marked = page.locator("nav.wide [aria-current]")
     page.evaluate("document.querySelector('#mathematics').scrollIntoView({behavior: 'instant'})")
@@ -377,25 +377,25 @@ def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) 
 
 
 def test_the_first_screen_is_the_machine(browser: Browser, address: str) -> None:
-    """One slider cuts the batch and lowers the memory, the loss stays; one switch breaks it; and there is a way on."""
+    """On the first screen a slider splits the batch and lowers the memory with equal loss, and a switch breaks it."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         top = page.locator("#top")
         summary = top.locator("figcaption p").first
-        expect(top.get_by_role("link", name="Begin")).to_be_in_viewport()
+        expect(top.get_by_role("link", name="Start")).to_be_in_viewport()
         expect(summary).to_contain_text("1.37 MiB")
         top.get_by_role("slider", name="Micro-batch").press("End")
         expect(summary).to_contain_text("64 parts of a single sample")
-        expect(summary).to_contain_text("The loss is the same in every step")
+        expect(summary).to_contain_text("The loss of every step matches")
         top.get_by_role("switch", name="Forget to divide").check()
-        expect(summary).to_contain_text("Not divided by 64")
+        expect(summary).to_contain_text("Without dividing by 64")
         top.get_by_role("spinbutton").fill("3")
         top.get_by_role("spinbutton").press("Enter")
-        expect(top.get_by_role("status")).to_have_text("There is no 3 here; the nearest is 4.")
+        expect(top.get_by_role("status")).to_have_text("3 is not available; the nearest value is 4.")
 
 
 def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, address: str) -> None:
-    """Without an engine, the first thing that is touched may be a slider; pins outlast a reload, and can be removed."""
+    """Without an engine a slider works as the first control, and pins survive a reload and can be removed."""
     with opened(browser, f"{address}#playground", **DESKTOP) as watched:
         page = watched.page
         part = page.locator("#playground")
@@ -413,7 +413,7 @@ def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, addres
 
 
 def test_an_exported_playground_has_ranks_limits_and_micro_batches(browser: Browser, address: str) -> None:
-    """Without an engine, two ranks and a limit are what was recorded, and the first step is gone through one by one."""
+    """Without an engine, two ranks and a limit show recordings, and the first step runs by single micro-batches."""
     with opened(browser, address, **DESKTOP) as watched:
         part = come_to(watched.page, "playground")
         expect(part.get_by_role("slider", name="Micro-batch")).to_have_attribute("max", "3")

@@ -1,7 +1,7 @@
 /**
- * The script in parts: `app.js`, which is there from the start, `parts/NAME.js`, which comes when its part is near the
- * screen, and `parts/kit.js`, what several parts share. A chunk is a function in a table, so that it makes no difference
- * whether its file was fetched or stands in the page: a page that is one file may import nothing.
+ * The script in parts: `app.js`, which is loaded first, `parts/NAME.js`, which is loaded when its part is near the
+ * screen, and `parts/kit.js`, which several parts share. A chunk is a function in a table, so that it makes no difference
+ * whether its file was fetched or is inline: a single-file page cannot import anything.
  */
 
 /** @typedef {import("vite").Rolldown.OutputChunk} Chunk */
@@ -16,13 +16,13 @@ const STATIC = /\brequire\((["'`])[^"'`]*?([\w-]+)\.js\1\)/g;
 const DYNAMIC = /Promise\.resolve\(\)\.then\(\(\)=>require\((["'`])[^"'`]*?([\w-]+)\.js\1\)\)/g;
 
 /**
- * Chunks as the bundler gave them (CommonJS), as files.
+ * Turn the chunks of the bundler (CommonJS) into files.
  * @param {Chunk[]} chunks
  * @returns {Map<string, string>}
  */
 export function chunkFiles(chunks) {
   const byName = new Map(chunks.map((chunk) => [chunk.fileName, chunk]));
-  /** What has to be there for the page to begin. */
+  /** Chunks that the page needs first. */
   const first = /** @type {Set<string>} */ (new Set());
   /** @param {Chunk | undefined} chunk */
   const visit = (chunk) => {
@@ -40,7 +40,7 @@ export function chunkFiles(chunks) {
 }
 
 /**
- * Puts a chunk into the table.
+ * Put a chunk into the table.
  * @param {string} name
  * @param {string} chunk
  */

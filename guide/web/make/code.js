@@ -1,6 +1,6 @@
 /**
  * `<Code file="examples/a.py" lines="3-20" mark="7-8" />` or `<Code lang="python" text={`...`} />` gets its lines
- * while the page is built, as spans with classes: nothing of Shiki travels, and no inline style.
+ * at build time, as spans with classes: the page contains no Shiki code and no inline styles.
  */
 import { readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
@@ -13,7 +13,7 @@ const USE = /<Code\s+(?<attributes>(?:[a-z]+(?:="[^"]*"|=\{`[^`]*`\}|=\{[^`{}]*\
 const ATTRIBUTE = /(?<name>[a-z]+)(?:="(?<plain>[^"]*)"|=\{`(?<text>[^`]*)`\}|=\{(?<dynamic>[^`{}]*)\})?/g;
 const LANGUAGES = { py: "python", sh: "bash", toml: "toml", json: "json" };
 
-/** Files of the project that the page quotes; part of what the build is made from. @type {Set<string>} */
+/** Files of the project that the page quotes; they are inputs of the build. @type {Set<string>} */
 export const quoted = new Set();
 
 const highlighter = await createHighlighter({

@@ -1,14 +1,14 @@
-/** What the built page was made from, as one digest that needs no Node to be computed again (guide/tests/test_dist.py). */
+/** Digest of the page's sources, which can be recomputed without Node (guide/tests/test_dist.py). */
 import { createHash } from "node:crypto";
 import { readdirSync, readFileSync } from "node:fs";
 
 import { ROOT } from "./code.js";
 
-/** Files of guide/web/ that have no part in the page. */
+/** Files of guide/web/ that are not part of the page. */
 const APART = /^guide\/web\/(node_modules|tests|\.[^/]*)\/|\.md$|^guide\/web\/vitest\.config\.js$/;
 
 /**
- * Paths of all sources, from the root of the project on, sorted.
+ * Paths of all sources, relative to the project root, sorted.
  * @param {Iterable<string>} quoted files outside guide/web/ that the page quotes
  */
 export function sources(quoted) {

@@ -1,6 +1,6 @@
 /**
- * Drawings as they travel. Places are told to a tenth of their unit, which is less than a screen shows, and the points of
- * a curve each from the one before. A part that comes to life draws its own again.
+ * Compact drawings. Coordinates are rounded to a tenth of their unit, below screen resolution, and the points of
+ * a curve are relative. A hydrated part draws its own again.
  */
 const DRAWING = /<svg\b.*?<\/svg>/gs;
 const PLACES = /(?<= (?:points|transform|x|y|x1|x2|y1|y2|cx|cy|r|rx|width|height)=")[^"]*/g;
@@ -21,7 +21,7 @@ function shorter(places) {
 }
 
 /**
- * "M1 2L3 5" as "M1 2l2 3"; a point on a level or upright line between two others is left out.
+ * "M1 2L3 5" as "M1 2l2 3"; inner points of horizontal and vertical lines are removed.
  * @param {string} path
  */
 export function stepwise(path) {

@@ -1,6 +1,6 @@
 /**
- * `<Tex t={String.raw`...`} />` becomes MathML while the page is built: nothing of KaTeX travels.
- * Browsers lay out MathML, screen readers read it, and it needs no inline style, which the page's policy forbids.
+ * `<Tex t={String.raw`...`} />` becomes MathML at build time: the page contains no KaTeX code.
+ * Browsers lay out MathML, screen readers read it, and it needs no inline styles, which the page's policy forbids.
  */
 import katex from "katex";
 
@@ -27,7 +27,7 @@ export function equations() {
 }
 
 /**
- * One equation as MathML that stands in a Svelte template.
+ * One equation as MathML for a Svelte template.
  * @param {string} tex
  * @param {boolean} block
  */

@@ -1,6 +1,6 @@
 /**
- * What is in a `Later` travels once, as what was rendered beforehand: for the script that brings the page to life, the
- * element is compiled without it, and Svelte walks past. When it is near the screen, it is brought to life by itself.
+ * The content of a `Later` is sent once, as pre-rendered HTML: for the hydration script, the
+ * element is compiled without it, and Svelte skips it. It is hydrated separately when it is near the screen.
  */
 const INSIDE = /(?<=\{@attach whenNear\}>).*(?=<\/div>)/;
 

@@ -1,7 +1,7 @@
 /**
- * Builds the page into a folder: `node make/page.js [FOLDER]`, by default the one that is committed.
- * The script is built, then a version of it that renders the page beforehand, then the files are put together.
- * The same sources give the same bytes, wherever they lie.
+ * Build the page into a folder: `node make/page.js [FOLDER]`; default: the committed one.
+ * Build the script, then a version that pre-renders the page, then assemble the files.
+ * The same sources give the same bytes, in any location.
  */
 import { mkdtempSync, mkdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
@@ -28,7 +28,7 @@ const folder = resolve(process.argv[2] ?? join(ROOT, "guide/src/anybatch_guide/d
 const work = mkdtempSync(join(tmpdir(), "anybatch-page-"));
 try {
   const guide = await builtScript("src/main.ts", [...settings.preprocess, proseOnce(), contentLater()], "cjs");
-  // drawn in the browser only, so it brings all its prose along
+  // rendered in the browser only, so its script contains all of its text
   const watch = await builtScript("src/watch/main.ts", settings.preprocess, "iife");
   const all = recordings();
   const { render } = await import(pathToFileURL(await builtRenderer()).href);
@@ -51,10 +51,10 @@ try {
 }
 
 /**
- * The script that brings a page to life, and its style sheet.
+ * The hydration script of a page, and its style sheet.
  * @param {string} entry
  * @param {import("svelte/compiler").PreprocessorGroup[]} preprocess
- * @param {"cjs" | "iife"} format in parts that are fetched when they are needed, or whole
+ * @param {"cjs" | "iife"} format in parts that are fetched on demand, or as one file
  */
 async function builtScript(entry, preprocess, format) {
   const built = await build({
@@ -62,14 +62,14 @@ async function builtScript(entry, preprocess, format) {
     build: {
       write: false,
       target: "es2022",
-      cssTarget: ["chrome123", "firefox120", "safari17.5"], // which have light-dark(): it stays as it is
+      cssTarget: ["chrome123", "firefox120", "safari17.5"], // they support light-dark(), so it is kept
       modulePreload: false,
       assetsInlineLimit: 0,
       cssCodeSplit: false,
       rolldownOptions: {
         input: join(WEB, entry),
         onwarn: (warning, otherwise) => {
-          if (warning.code !== "EMPTY_IMPORT_META") otherwise(warning); // of Vite's own helper, which then does without
+          if (warning.code !== "EMPTY_IMPORT_META") otherwise(warning); // from Vite's helper, which works without it
         },
         output: { format, entryFileNames: "app.js", chunkFileNames: ({ name }) => `parts/${lowered(name)}.js`, assetFileNames: "app.[ext]" },
       },
@@ -89,7 +89,7 @@ function lowered(name) {
   return name.replace(/(?<=[a-z])(?=[A-Z])/g, "_").toLowerCase().replace(/\W/g, "_");
 }
 
-/** The same page as a program that renders it. */
+/** The page as a program that pre-renders it. */
 async function builtRenderer() {
   await build({
     ...common(settings.preprocess),
@@ -115,7 +115,7 @@ function common(preprocess) {
         configFile: false,
         preprocess,
         onwarn: (warning, otherwise) => {
-          if (warning.code !== "a11y_missing_content") otherwise?.(warning); // prose that travels once looks empty to it
+          if (warning.code !== "a11y_missing_content") otherwise?.(warning); // prose that is sent once looks empty to it
         },
       }),
     ],
@@ -138,7 +138,7 @@ function page(source, body, data) {
 }
 
 /**
- * What the files were made from, and their own digests.
+ * The sources of the files, and the digests of the files.
  * @param {Map<string, string | Uint8Array>} files
  */
 function account(files) {
@@ -154,7 +154,7 @@ function account(files) {
 }
 
 /**
- * Write into an empty folder, so that nothing is left of an earlier build.
+ * Write into an empty folder, so that no file of an earlier build remains.
  * @param {Map<string, string | Uint8Array>} files
  */
 function write(files) {

@@ -1,11 +1,11 @@
 /**
- * Prose travels once. The page is rendered beforehand, and a script that brings it to life never touches a paragraph
- * without expressions: Svelte walks past it. So for the script, such elements are compiled without their children.
- * Where an element might be made anew (in a block, or in a component that may not show what it is given) it stays whole.
+ * Prose is sent once. The page is pre-rendered, and the hydration script never changes a paragraph
+ * without expressions: Svelte skips it. So for the script, such elements are compiled without their children.
+ * Elements that may be re-created (in a block, or in a component that may not render its children) stay complete.
  */
 import { parse } from "svelte/compiler";
 
-/** Components that show their children always, from the very beginning. */
+/** Components that always render their children. */
 const TRANSPARENT = new Set(["Figure", "Code", "Aside", "Predict"]);
 
 /** @returns {import("svelte/compiler").PreprocessorGroup} */

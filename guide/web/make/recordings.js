@@ -1,4 +1,4 @@
-/** The recordings of guide/web/recordings: what stands behind the page's numbers. */
+/** The recordings in guide/web/recordings, the source of the page's numbers. */
 import { readdirSync, readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 
@@ -13,7 +13,7 @@ export function recordings() {
 }
 
 /**
- * What the page says about every recording, also about those it fetches when they are needed.
+ * Metadata of every recording, including those fetched on demand.
  * @param {Map<string, string>} all
  */
 export function about(all) {
@@ -24,9 +24,9 @@ export function about(all) {
 }
 
 /**
- * Elements that hold recordings in the page, and which ones the parts of the page fetch.
+ * Elements with the embedded recordings, and the recordings that each part fetches.
  * @param {Map<string, string>} all
- * @param {Record<string, string[]>} needs by part; those of "" stand in the page
+ * @param {Record<string, string[]>} needs by part; those of "" are embedded
  */
 export function recordingElements(all, { "": embedded = [...all.keys()], ...needs } = {}) {
   const elements = [element("rec-index", JSON.stringify(about(all))), element("rec-needs", JSON.stringify(needs))];

@@ -1,4 +1,4 @@
-/** Brings the rendered page to life; while writing, without one, makes it. */
+/** Hydrate the pre-rendered page; during development, render it. */
 import { hydrate, mount } from "svelte";
 
 import App from "./App.svelte";

@@ -1,4 +1,4 @@
-/** Renders the page while it is built. */
+/** Render the page at build time. */
 import { render as renderComponent } from "svelte/server";
 
 import App from "./App.svelte";
@@ -6,7 +6,7 @@ import { hold, used } from "./data/recordings";
 import { prepare } from "./kit/prepared";
 import { parts } from "./sections";
 
-/** The page's body, and the recordings that its parts ask for; "" is the page itself, before any part. */
+/** The body of the page, and the recordings that its parts request; "" is the page itself. */
 export async function render(recordings: Map<string, string>): Promise<{ body: string; needs: Record<string, string[]> }> {
   hold(recordings);
   await prepare(parts);

@@ -7,7 +7,7 @@ import { best, computed, mean, padding, samplesFor, stepsFor, type LengthCuts, t
 
 const recorded = <Data>(name: string) => (JSON.parse(readFileSync(new URL(`../recordings/${name}.json`, import.meta.url), "utf-8")) as { data: Data }).data;
 
-test("a mean over seeds is infinite where one of them is", () => {
+test("a mean over seeds is infinite if one of them is", () => {
   expect(mean([1, 2])).toBe(1.5);
   expect(mean([1, "Infinity"])).toBe(Infinity);
 });
@@ -18,19 +18,19 @@ test("the best rate is that of the recording", () => {
   }
 });
 
-test("at the noise scale a batch takes twice the fewest steps and twice the fewest samples", () => {
+test("at the noise scale a batch takes twice the minimum of steps and twice the minimum of samples", () => {
   expect([stepsFor(64, 64), samplesFor(64, 64)]).toEqual([2, 2]);
   expect(stepsFor(1, 1000) / stepsFor(2, 1000)).toBeCloseTo(2, 2);
   expect(samplesFor(2000, 1) / samplesFor(1000, 1)).toBeCloseTo(2, 2);
 });
 
-test("padding is what is computed and belongs to no sentence", () => {
+test("padding is the computed tokens that belong to no sentence", () => {
   expect(computed([[3, 5], [2]])).toBe(12);
   expect(padding([[3, 5], [2]])).toBeCloseTo(2 / 12);
   expect(padding([[4, 4], [1]])).toBe(0);
 });
 
-test("every cut has all sentences once, and the budget never computes more than cuts of one size", () => {
+test("every split has all sentences once, and the budget never computes more than splits of one size", () => {
   const { lengths, caps, ways } = recorded<LengthCuts>("length_cuts");
   const all = [...lengths].sort((a, b) => a - b);
   for (const cap of caps) {
@@ -45,7 +45,7 @@ test("every cut has all sentences once, and the budget never computes more than 
   }
 });
 
-test("micro-batches are drawn side by side, within the width and not over each other", () => {
+test("micro-batches are drawn next to each other, within the width and without overlap", () => {
   const cuts = [[10, 40], [40], [5, 6, 7], [50, 50]];
   const blocks = placed(cuts, 2, 9, 200);
   for (const block of blocks) expect(block.x + block.longest * 2).toBeLessThanOrEqual(200);

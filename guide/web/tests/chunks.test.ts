@@ -11,12 +11,12 @@ const CHUNKS = [
   chunk("parts/shared.js", 'exports.name="shared"'),
 ];
 
-test("what the page begins with is one file, a part comes with what it shares, and nothing runs twice", async () => {
+test("the page starts with one file, a part loads its shared code, and nothing runs twice", async () => {
   const files = chunkFiles(CHUNKS);
   expect([...files.keys()].sort()).toEqual(["app.js", "parts/far.js", "parts/kit.js"]);
   const said: string[] = [];
   vi.stubGlobal("said", said);
-  // as in a page that is one file: everything is there before it is looked for
+  // as in a single-file page: everything is loaded before it is used
   for (const name of ["parts/kit.js", "parts/far.js"]) (0, eval)(files.get(name) ?? "");
   (0, eval)((files.get("app.js") ?? "").replace('require("app")}', 'globalThis.found=require;require("app")}'));
   expect(said).toEqual(["app"]);
@@ -26,14 +26,14 @@ test("what the page begins with is one file, a part comes with what it shares, a
   vi.unstubAllGlobals();
 });
 
-test("an import on demand that is written otherwise is refused", () => {
+test("any other form of dynamic import is refused", () => {
   expect(() => chunkFiles([chunk("app.js", "0", { isEntry: true, dynamicImports: ["parts/far.js"] })])).toThrow("0 found");
 });
 
-test("a drawing keeps its places to a tenth, and words their digits", () => {
+test("coordinates are rounded to a tenth, and digits in text stay", () => {
   const drawing = '<p>1.2345</p><svg viewBox="0 0 9 9" aria-label="0.123"><path d="M1.004 2L3.26 1.5L4 1.5L5 9"></path><rect x="0.123456" height="1e-7" opacity="0.98765"></rect></svg>';
   expect(rounded(drawing)).toBe('<p>1.2345</p><svg viewBox="0 0 9 9" aria-label="0.123"><path d="M1 2l2.3-0.5l0.7 0l1 7.5"></path><rect x="0.1" height="1e-7" opacity="0.99"></rect></svg>');
   const steps = "M0 0" + Array.from({ length: 400 }, (_, at) => `L${(at + 1) / 3} ${Math.sin(at)}`).join("");
   const end = [...rounded(`<svg><path d="${steps}"/></svg>`).matchAll(/l(-?[\d.]+) ?(-?[\d.]+)/g)].reduce((place, [, x]) => place + Number(x), 0);
-  expect(end).toBeCloseTo(400 / 3, 1); // nothing adds up along a curve
+  expect(end).toBeCloseTo(400 / 3, 1); // rounding errors do not accumulate along a curve
 });

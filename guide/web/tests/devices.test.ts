@@ -16,7 +16,7 @@ const STEP: RankStep = {
   ],
 };
 
-test("exposed is what lies between the last gradient and the last sum", () => {
+test("exposed communication is the time between the last gradient and the last sum", () => {
   expect(exposed(STEP)).toEqual({ from: 6, to: 9 });
   expect(sentBytes(STEP)).toBe(120);
   const hidden = { ...STEP, buckets: STEP.buckets.map((one) => ({ ...one, done: 5.5 })) };
@@ -24,7 +24,7 @@ test("exposed is what lies between the last gradient and the last sum", () => {
   expect(longestExposed([hidden, STEP])).toBe(3);
 });
 
-test("without no_sync, and with it around the backward only, as many gradients travel as there are micro-batches", () => {
+test("without no_sync, and with it around the backward only, gradients are sent in every micro-batch", () => {
   const { worlds, num_micro_batches: number } = recorded<Timeline>("ddp_timeline");
   for (const { ways } of worlds) {
     const sent = (way: string) => sentBytes(ways[way]![0]!);
@@ -35,7 +35,7 @@ test("without no_sync, and with it around the backward only, as many gradients t
   }
 });
 
-test("what programs printed is read as it stands there, and a missing line is an error", () => {
+test("printed numbers are read from the output, and a missing line is an error", () => {
   const { programs } = recorded<{ programs: Record<string, { output: string }> }>("walk_ladder");
   const output = programs["08_no_sync.py"]!.output;
   const sent = (around: string) => printed(output, new RegExp(`around ${around} +(\\d+) bytes`));
@@ -44,12 +44,12 @@ test("what programs printed is read as it stands there, and a missing line is an
   expect(() => sent("the moon")).toThrow(/nothing like/);
 });
 
-test("every link has three strategies for a batch that stays, and three numbers of micro-batches for one that grows", () => {
+test("every link has three strategies for a fixed batch, and three numbers of micro-batches for a growing batch", () => {
   const all = recorded<Forecasts>("forecasts");
   for (const link of links(all)) {
     const own = all.forecasts.filter((one) => one.link === link);
     expect(own.filter((one) => one.scaling === "strong").map(nameOf)).toEqual(["all_reduce", "zero1", "fsdp"]);
-    expect(own.filter((one) => one.scaling === "weak").map(nameOf)).toEqual(["1 micro-batch a step", "4 micro-batches a step", "16 micro-batches a step"]);
+    expect(own.filter((one) => one.scaling === "weak").map(nameOf)).toEqual(["1 micro-batch per step", "4 micro-batches per step", "16 micro-batches per step"]);
     for (const { rows } of own) expect(rows.map((row) => row.world_size)).toEqual(own[0]!.rows.map((row) => row.world_size));
   }
 });

@@ -30,7 +30,7 @@ async function opened() {
 
 beforeEach(() => vi.unstubAllGlobals());
 
-test("a run that has just begun takes a command before the stream has told of it", async () => {
+test("a run that has just started accepts a command before the stream reports it", async () => {
   const { command, guide, start } = await opened();
   const id = await start({ kind: "experiment", name: "one_batch", paused: true } as never);
   expect(guide.status.run).toBeNull();
@@ -38,13 +38,13 @@ test("a run that has just begun takes a command before the stream has told of it
   expect(asked).toEqual(["api/runs", "api/runs/abc/micro"]);
 });
 
-test("without a run, no command goes up", async () => {
+test("without a run, no command is sent", async () => {
   const { command } = await opened();
   await command("pause");
   expect(asked).toEqual([]);
 });
 
-test("a server that has gone is known, and what it was doing is not; a stream that stands again says what is so", async () => {
+test("a lost server is detected and its status cleared; a new connection restores the status", async () => {
   const { guide } = await opened();
   const running = { worker: "running", run: "abc", kind: "experiment", name: "one_batch", paused: false };
   Stream.latest.say("status", running);
@@ -55,7 +55,7 @@ test("a server that has gone is known, and what it was doing is not; a stream th
   expect(guide).toMatchObject({ lost: false, status: running });
 });
 
-test("a run that was ended for its time is told, until the next one is asked for", async () => {
+test("a run that exceeded its time limit is reported, until the next request", async () => {
   const { guide, start } = await opened();
   Stream.latest.say("failed", { run: "abc", code: "time", message: "It took more than 120 seconds." });
   expect(guide.trouble).toEqual({ code: "time", message: "It took more than 120 seconds." });
@@ -63,7 +63,7 @@ test("a run that was ended for its time is told, until the next one is asked for
   expect(guide.trouble).toBeNull();
 });
 
-test("a part that comes to life during a run hears it from the beginning, and a result that is there already", async () => {
+test("a part hydrated during a run gets its lines from the start, and results that already arrived", async () => {
   const { onLines, Shown } = await opened();
   const { hold } = await import("../src/data/recordings");
   const recording = { name: "one_batch", question: "?", made: {}, data: "recorded" };

@@ -10,7 +10,7 @@ import { momentAt, type Trace, window as shownLines } from "../src/math/trace";
 const recorded = (name: string) => JSON.parse(readFileSync(new URL(`../recordings/${name}.json`, import.meta.url), "utf8")).data;
 
 describe("a strip", () => {
-  it("has a bar up for what is above zero, down for what is below, none for zero, and none longer than its box", () => {
+  it("has bars up for positive values, down for negative ones, none for zero, and none longer than its box", () => {
     expect(bars([1, -1, 0, 5], 1, 40, 20)).toBe("M1.4 10h7.2v-8h-7.2zM11.4 10h7.2v8h-7.2zM31.4 10h7.2v-8h-7.2z");
   });
 });
@@ -35,7 +35,7 @@ describe("a trace", () => {
     output: "hi",
   };
 
-  it("knows of each line what its variables held after it", () => {
+  it("has the values of the variables after each line", () => {
     expect(momentAt(trace, 0)).toEqual({ file: 0, line: 1, skipped: 0, values: { updates: 0, loss: null }, printed: "" });
     expect(momentAt(trace, 2)).toEqual({ file: 0, line: 2, skipped: 7, values: { updates: 1, loss: 0.5 }, printed: "hi" });
   });
@@ -52,14 +52,14 @@ describe("a trace", () => {
 });
 
 describe("a program", () => {
-  it("is coloured without losing a character", () => {
+  it("is highlighted without losing a character", () => {
     for (const file of recorded("walk_anybatch").files as Trace["files"]) {
       const lines = file.text.split("\n");
       expect(coloured(lines).map((words) => words.map((word) => word.text).join(""))).toEqual(lines);
     }
   });
 
-  it("has words of their kinds", () => {
+  it("has tokens with kinds", () => {
     expect(coloured(['for x in f(1):  # "all"'])[0]?.filter((word) => word.kind)).toEqual([
       { kind: "keyword", text: "for" },
       { kind: "keyword", text: "in" },
@@ -74,7 +74,7 @@ describe("a log", () => {
   const data = recorded("full_loop");
   const events = eventsOf(data.log);
 
-  it("adds up to what its own line about the step says", () => {
+  it("adds up to the values in its step line", () => {
     for (const event of events.filter((one) => one.kind === "step")) {
       const known = knownAt(events, event.index);
       expect(known.added).toBe(4);
@@ -90,7 +90,7 @@ describe("a log", () => {
     expect(spans.every((span) => span.to >= span.from)).toBe(true);
   });
 
-  it("has a gradient that is there before the update and gone after it", () => {
+  it("has a gradient before the update and none after it", () => {
     const update = events.findIndex((event) => event.name === "update" && event.event === "end");
     expect(stripAt(events, update - 1, data.strips).some((cell) => cell !== 0)).toBe(true);
     expect(stripAt(events, update, data.strips).every((cell) => cell === 0)).toBe(true);

@@ -20,7 +20,7 @@ test("a line is one phase, and a backward is two", () => {
   expect(phases.filter((phase) => phase === "update")).toHaveLength(2);
 });
 
-test("what a micro-batch adds is what p.grad grows by, and p.grad is there before it is added", () => {
+test("p.grad grows by the gradient of the micro-batch, and exists before the addition", () => {
   let sum = trace.vectors.weights.find(([, numbers]) => numbers)?.[1]?.map(() => 0) ?? [];
   for (const moment of moments) {
     if (moment.phase === "clear") sum = sum.map(() => 0);
@@ -31,7 +31,7 @@ test("what a micro-batch adds is what p.grad grows by, and p.grad is there befor
   }
 });
 
-test("the weights move at the update alone, by the gradient times the rate of 1", () => {
+test("the weights move only at the update, by the gradient times the rate of 1", () => {
   let weights = moments[0]?.weights ?? [];
   for (const moment of moments) {
     if (moment.phase === "update") {

@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import { allowed } from "../src/math/allowed";
 import { blockOf, cells } from "../src/math/halving";
 
-describe("a batch that comes apart", () => {
+describe("a split batch", () => {
   it.each([64, 32, 16, 8, 4, 2, 1])("draws micro-batches of %i as blocks: every cell once, none on another, none outside", (samples) => {
     const drawn = cells(samples);
     const { across, down } = blockOf(samples);
@@ -19,19 +19,19 @@ describe("a batch that comes apart", () => {
   });
 });
 
-describe("a number that is typed", () => {
+describe("a typed number", () => {
   const stops = [64, 32, 16, 8, 4, 2, 1];
 
-  it("is taken as it is where it can be had, without a word", () => {
+  it("is accepted without a message if it is allowed", () => {
     expect(allowed(16, { least: 1, most: 64, stops })).toEqual({ value: 16, word: "" });
     expect(allowed(3, { least: 1, most: 256, whole: true })).toEqual({ value: 3, word: "" });
   });
 
-  it("never becomes another one silently", () => {
-    expect(allowed(3, { least: 1, most: 64, stops })).toEqual({ value: 4, word: "There is no 3 here; the nearest is 4." });
-    expect(allowed(10_000, { least: 5, most: 1000, stops: [5, 1000] })).toEqual({ value: 1000, word: "10,000 is too much: 1,000 is the most there is here." });
-    expect(allowed(0, { least: 1, most: 256, whole: true })).toEqual({ value: 1, word: "0 is too little: 1 is the least there is here." });
-    expect(allowed(2.5, { least: 1, most: 256, whole: true })).toEqual({ value: 3, word: "A whole number is wanted: 3." });
-    expect(allowed(Number.NaN, { least: 1, most: 256 })).toEqual({ value: null, word: "That is no number." });
+  it("is never changed without a message", () => {
+    expect(allowed(3, { least: 1, most: 64, stops })).toEqual({ value: 4, word: "3 is not available; the nearest value is 4." });
+    expect(allowed(10_000, { least: 5, most: 1000, stops: [5, 1000] })).toEqual({ value: 1000, word: "10,000 is too large: the maximum is 1,000." });
+    expect(allowed(0, { least: 1, most: 256, whole: true })).toEqual({ value: 1, word: "0 is too small: the minimum is 1." });
+    expect(allowed(2.5, { least: 1, most: 256, whole: true })).toEqual({ value: 3, word: "This must be a whole number: 3." });
+    expect(allowed(Number.NaN, { least: 1, most: 256 })).toEqual({ value: null, word: "This is not a number." });
   });
 });

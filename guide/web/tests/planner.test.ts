@@ -1,4 +1,4 @@
-/** The planner's look-ups against Python's plans, a thousand at random: guide/tests/planner_cases.py writes them. */
+/** Table look-ups of the planner compared with Python's plans, a thousand random cases: guide/tests/planner_cases.py writes them. */
 import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
 
@@ -18,7 +18,7 @@ const golden = JSON.parse(readFileSync(file("planner.golden.json"), "utf8")) as 
 const data = (JSON.parse(readFileSync(file("../recordings/memory_planner.json"), "utf8")) as { data: PlannerData }).data;
 
 describe("a plan", () => {
-  test("is that of Python, in a thousand random cases", () => {
+  test("equals Python's plan, in a thousand random cases", () => {
     expect(golden.length).toBe(1000);
     const wrong = [];
     for (const row of golden) {
@@ -33,13 +33,13 @@ describe("a plan", () => {
     expect(wrong).toEqual([]);
   });
 
-  test("can be asked for what is recorded, and for no more", () => {
+  test("exists only for recorded settings", () => {
     expect(data.categories).toEqual(CATEGORIES);
     expect(data.num_ranks).toEqual(NUM_RANKS);
     expect(data.effective_batch_sizes).toEqual(EFFECTIVE_BATCH_SIZES);
   });
 
-  test("is there for every choice", { timeout: 120_000 }, () => {
+  test("exists for every choice", { timeout: 120_000 }, () => {
     for (const variant of data.variants) {
       for (const { name: device } of data.devices) {
         for (const ranks of NUM_RANKS.filter((number) => number > 1 === variant.several)) {
@@ -49,7 +49,7 @@ describe("a plan", () => {
     }
   });
 
-  test("never takes more than the device is to give, and adds up", () => {
+  test("never uses more than the device may give, and adds up", () => {
     for (const [number, device, , effective, ranks] of golden) {
       const found = plan(data, data.variants[number]!, { device, effective, ranks });
       expect(found.peak.held.reduce((sum, bytes) => sum + bytes, 0)).toBe(found.peak.bytes);
@@ -60,7 +60,7 @@ describe("a plan", () => {
 });
 
 describe("numbers", () => {
-  test("are cut into even parts", () => {
+  test("are split into even parts", () => {
     expect(evenSize(64, 20)).toBe(16);
     expect(evenSize(64, 64)).toBe(64);
     expect(evenSize(5, 2)).toBe(2);
@@ -73,7 +73,7 @@ describe("numbers", () => {
 });
 
 describe("geometry", () => {
-  test("says what is ragged", () => {
+  test("shows ragged shares", () => {
     expect(geometry(256, 2, 16)).toBe("256 samples = 2 ranks x 8 micro-batches x 16");
     expect(geometry(64, 3, 11)).toBe("64 samples = 3 ranks x 2 micro-batches x 11, ragged: rank 0: 2 x 11; ranks 1-2: 11 + 10");
     expect(geometry(1, 2, 1)).toBe("1 sample = 2 ranks x 1 micro-batch x 1, ragged: rank 0: 1; rank 1: nothing");

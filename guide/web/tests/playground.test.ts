@@ -5,7 +5,7 @@ import { expect, test } from "vitest";
 import { parse, read, write } from "../src/data/address";
 import { NO_NEWS, newsOf } from "../src/data/news";
 import { keepPins, keptPins } from "../src/data/pins";
-import { addressShape, commandLine, cut, effective, foretold, fromAddress, Growing, inFive, judgement, limitOf, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
+import { addressShape, commandLine, cut, effective, fromAddress, Growing, inFive, judgement, limitOf, nearest, predictedPeak, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
 import type { Line, Setting } from "../src/data/types";
 import { pixels } from "../src/math/images";
 import { cuts, pieces, shape } from "../src/sections/claims/claims";
@@ -14,20 +14,20 @@ const { data: opening } = JSON.parse(readFileSync(new URL("../recordings/playgro
 const first = opening.runs[0] as Run;
 const usual = first.setting;
 
-test("programs and command lines are those that Python makes", () => {
+test("programs and command lines equal those from Python", () => {
   for (const { setting, python, command } of opening.examples) {
     expect(program(opening, setting)).toBe(python);
     expect(commandLine(setting, usual)).toBe(command);
   }
 });
 
-test("a setting is the same after a way through an address", () => {
+test("a setting survives a round trip through an address", () => {
   const setting: Setting = { ...usual, task: "shapes", norm: "group", micro_batch_size: 24, learning_rate: 0.00001, mistake: "drop_tail", ranks: 2, norm_policy: "sync", memory_limit_kib: 768 };
   const { values } = parse(write("playground", toAddress(setting)));
   expect(fromAddress(read(addressShape, values, toAddress(usual)))).toEqual(setting);
 });
 
-test("what the engine would refuse is refused", () => {
+test("settings that the engine refuses are refused", () => {
   expect(refusal(usual, opening)).toBeNull();
   for (const change of [
     { micro_batch_size: 256, accumulation_steps: 64 },
@@ -45,14 +45,14 @@ test("what the engine would refuse is refused", () => {
   }
 });
 
-test("the nearest run keeps what was changed last", () => {
+test("the nearest run keeps the last change", () => {
   const wish: Setting = { ...usual, mistake: "zero_each", micro_batch_size: 64 };
   expect(nearest(wish, opening.runs, "mistake")?.setting.mistake).toBe("zero_each");
   expect(nearest({ ...usual, task: "text" }, opening.runs)).toBeUndefined();
   expect(same(nearest(usual, opening.runs)?.setting ?? wish, usual)).toBe(true);
 });
 
-test("the nearest run has the ranks, policy and limit that were asked for", () => {
+test("the nearest run has the requested ranks, policy and limit", () => {
   const made = (change: Partial<Setting>): Run => ({ ...first, setting: { ...usual, ...change } });
   const runs = [{}, { ranks: 2 }, { memory_limit_kib: 1024 }, { memory_limit_kib: 4096 }, { norm_policy: "exact" as const, micro_batch_size: 4 }].map(made);
   expect(nearest({ ...usual, ranks: 2, micro_batch_size: 64 }, runs)?.setting.ranks).toBe(2);
@@ -61,7 +61,7 @@ test("the nearest run has the ranks, policy and limit that were asked for", () =
   expect([cut(usual), cut({ ...usual, ranks: 2 }), effective({ ...usual, ranks: 2 })]).toEqual(["16 × 4", "16 × 4 × 2", 128]);
 });
 
-test("two ranks, a limit and single micro-batches grow into a run", () => {
+test("lines of two ranks, a limit and single micro-batches build a run", () => {
   const growing = new Growing("a", { ...usual, ranks: 2 });
   const begin = (rank: number, position: number): Line => ({ kind: "micro_batch", event: "begin", rank, step: 0, position, time_seconds: 0 });
   const sent = (event: string, step: number, payload = "gradients"): Line => ({ kind: "reduction", event, payload, step, num_bytes: 100 });
@@ -75,7 +75,7 @@ test("two ranks, a limit and single micro-batches grow into a run", () => {
   expect(growing.run.smaller_sizes).toEqual([8]);
 });
 
-test("images lie beside each other, with a line between them", () => {
+test("images are next to each other, with a line between them", () => {
   const two = pixels(btoa(String.fromCharCode(1, 2, 3, 4, 5, 6, 7, 8)), 2, 8);
   expect([two.width, two.height]).toEqual([5, 2]);
   const levels = [...two.data].filter((_, at) => at % 4 === 0);
@@ -83,12 +83,12 @@ test("images lie beside each other, with a line between them", () => {
   expect(pixels(btoa(String.fromCharCode(1, 2, 3)), 1, 2)).toMatchObject({ width: 3, height: 3 });
 });
 
-test("another task begins with its own numbers", () => {
+test("another task starts with its default values", () => {
   const shapes = withTask(usual, "shapes", opening);
   expect([shapes.norm, shapes.learning_rate]).toEqual([opening.beginnings.shapes.norm, opening.beginnings.shapes.adamw]);
 });
 
-test("a run grows line by line", () => {
+test("a run is built line by line", () => {
   const growing = new Growing("a", usual);
   const step = (number: number, time: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: number === 1 ? "NaN" : 2.5, gradient_norm: 1, learning_rates: [0.1], time_seconds: time });
   const begin = (number: number, time: number): Line => ({ kind: "micro_batch", event: "begin", step: number, position: 0, time_seconds: time });
@@ -105,7 +105,7 @@ test("a run grows line by line", () => {
   expect([growing.run.status, growing.run.digest]).toEqual(["completed", "abc"]);
 });
 
-test("nothing is lost between seven categories and five", () => {
+test("merging seven categories into five loses nothing", () => {
   expect(Object.values(inFive(first.peak)).reduce((sum, bytes) => sum + bytes, 0)).toBe(total(first.peak));
 });
 
@@ -117,36 +117,36 @@ test("a claim's text is words and numbers", () => {
   expect(shape({ label: "", unit: "bytes", value: 5 })).toEqual({ value: 5, unit: "bytes" });
 });
 
-test("memory is foretold from runs that were recorded, within two hundredths", () => {
+test("memory is predicted from recorded runs, within two percent", () => {
   const { data } = JSON.parse(readFileSync(new URL("../recordings/first_screen.json", import.meta.url), "utf-8")) as { data: { ways: { micro: number; steps: number; peak: Record<string, number> }[] } };
   const runs = data.ways.map(({ micro, steps, peak }): Run => ({ ...first, setting: { ...usual, optimizer: "sgd", micro_batch_size: micro, accumulation_steps: steps }, peak }));
   const without = (size: number) => runs.filter(({ setting }) => setting.micro_batch_size !== size && setting.accumulation_steps > 1);
   for (const size of [2, 4, 8]) {
     const truth = runs.find(({ setting }) => setting.micro_batch_size === size) as Run;
-    const found = foretold(truth.setting, without(size)) ?? 0;
+    const found = predictedPeak(truth.setting, without(size)) ?? 0;
     expect(Math.abs(found - total(truth.peak)) / total(truth.peak)).toBeLessThan(0.02);
   }
   const limited = runs.map((run) => ({ ...run, setting: { ...run.setting, memory_limit_kib: 512 }, peak: { weights: 1 } }));
   const asked = { ...usual, optimizer: "sgd" as const, micro_batch_size: 4, memory_limit_kib: 512 };
-  expect(foretold(asked, [...runs, ...limited])).toBe(foretold(asked, runs));
-  expect(foretold({ ...usual, task: "text" }, runs)).toBeNull();
+  expect(predictedPeak(asked, [...runs, ...limited])).toBe(predictedPeak(asked, runs));
+  expect(predictedPeak({ ...usual, task: "text" }, runs)).toBeNull();
 });
 
-test("a run is judged by its first gradient, and says why it is another one", () => {
+test("a run is judged by its first gradient, with a reason for a difference", () => {
   const judged = (setting: Partial<Setting>, gradient: number | null, last: number | null) =>
     judgement({ ...first, setting: { ...usual, ...setting }, first_gradient_difference: gradient, relative_differences: last === null ? [] : [last] });
   expect(judged({}, 1e-7, 1e-6).kind).toBe("same");
   expect(judged({}, 1e-7, 0.3)).toMatchObject({ kind: "drift", words: expect.stringContaining("rounding") as string });
   expect(judged({ mistake: "no_division" }, 3, 0.01)).toMatchObject({ kind: "other", words: expect.stringContaining("not divided") as string });
   expect(judged({ task: "shapes", norm: "batch" }, 0.1, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("BatchNorm") as string });
-  expect(judged({ task: "shapes", norm: "batch", norm_policy: "freeze" }, 0.9, 0.2).words).toContain("stay as they are");
+  expect(judged({ task: "shapes", norm: "batch", norm_policy: "freeze" }, 0.9, 0.2).words).toContain("fixed");
   expect(judged({ task: "shapes", norm: "batch", norm_policy: "exact" }, 1e-7, 1e-7).kind).toBe("same");
-  expect(judged({ mistake: "drop_tail" }, 1e-7, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("left out") as string });
+  expect(judged({ mistake: "drop_tail" }, 1e-7, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("skipped") as string });
   expect(judged({ precision: "bf16" }, 1e-2, 1e-2).kind).toBe("same");
   expect(judged({}, null, null).kind).toBe("none");
 });
 
-test("pins survive, and what is no run does not", () => {
+test("pins survive, and invalid data does not", () => {
   const kept = new Map<string, string>();
   const store = { getItem: (name: string) => kept.get(name) ?? null, setItem: (name: string, text: string) => void kept.set(name, text) };
   const pin = { run: first, from: { kind: "recorded", name: "playground_opening" } as const };
@@ -159,7 +159,7 @@ test("pins survive, and what is no run does not", () => {
   }
 });
 
-test("news of a run are of that run alone, and one thing of one is no progress", () => {
+test("news belongs to one run, and one of one is no progress", () => {
   const step = (number: number): Line => ({ kind: "step", step: number, loss: 0.5 });
   let news = newsOf(NO_NEWS, "a", [step(3)]);
   expect(news).toMatchObject({ run: "a", step: 4, loss: 0.5 });

@@ -2,7 +2,7 @@ import { beforeEach, expect, test, vi } from "vitest";
 
 beforeEach(() => vi.resetModules());
 
-test("what is asked for while the page is rendered belongs to the part that asks", async () => {
+test("a recording requested during pre-rendering belongs to the requesting part", async () => {
   const { hold, recording, rendering, used } = await import("../src/data/recordings");
   const text = (name: string) => JSON.stringify({ name, question: "?", made: {}, data: 1 });
   hold(new Map(["early", "late", "later"].map((name) => [name, text(name)])));

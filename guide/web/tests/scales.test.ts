@@ -7,25 +7,25 @@ import { formatBytes, formatNumber, formatTick } from "../src/math/format";
 import { apart, beside, binaryTicks, extent, logTicks, scale, ticks } from "../src/math/scales";
 
 describe("places", () => {
-  test("ends of the domain lie at the ends of the range, on both kinds of axis", () => {
+  test("ends of the domain map to the ends of the range, on both kinds of axis", () => {
     const linear = scale([2, 10], [0, 100]);
     const log = scale([1, 1000], [0, 300], true);
     expect([linear(2), linear(6), linear(10)]).toEqual([0, 50, 100]);
     expect([log(1), log(10), log(1000)].map(Math.round)).toEqual([0, 100, 300]);
   });
 
-  test("a domain without width gives a place all the same", () => {
+  test("a domain without width still gives a position", () => {
     expect(scale([3, 3], [0, 100])(3)).toBe(0);
   });
 
-  test("what cannot be drawn does not stretch an axis", () => {
+  test("values that cannot be drawn do not stretch an axis", () => {
     expect(extent([1, Number.NaN, 5, Infinity])).toEqual([1, 5]);
     expect(extent([0, -2, 4, 8], true)).toEqual([4, 8]);
     expect(extent([])).toEqual([0, 1]);
     expect(extent([7])[0]).toBeLessThan(7);
   });
 
-  test("marks whose labels would touch are left out", () => {
+  test("marks with overlapping labels are removed", () => {
     expect(apart([0, 1, 2, 3, 4], scale([0, 4], [0, 100]), 40)).toEqual([0, 2, 4]);
   });
 });
@@ -35,10 +35,10 @@ describe("ticks", () => {
     expect(ticks([0, 1], 5)).toEqual([0, 0.2, 0.4, 0.6, 0.8, 1]);
     expect(ticks([0.13, 0.42], 3)).toEqual([0.2, 0.3, 0.4]);
     expect(ticks([-250, 900], 4)).toEqual([0, 500]);
-    expect(ticks([8, 168], 1.8)).toEqual([50, 100, 150]);  // the noise scale on a phone: one tick tells no distance
+    expect(ticks([8, 168], 1.8)).toEqual([50, 100, 150]);  // the noise scale on a phone: one tick shows no distance
   });
 
-  test("there are some for every domain, and not many more than were asked for", () => {
+  test("exist for every domain, and not many more than requested", () => {
     for (const width of [1e-9, 3e-4, 0.7, 1, 12, 99, 4.2e7]) {
       for (const count of [2, 5, 9]) {
         const found = ticks([width / 3, width / 3 + width], count);
@@ -48,7 +48,7 @@ describe("ticks", () => {
     }
   });
 
-  test("on logarithmic axes are powers of ten, or finer where there are few", () => {
+  test("on logarithmic axes are powers of ten, or finer for small domains", () => {
     expect(logTicks([1, 10000], 9)).toEqual([1, 10, 100, 1000, 10000]);
     expect(logTicks([1e-8, 1], 3)).toEqual([1e-8, 1e-5, 1e-2]);
     expect(logTicks([3, 60], 5)).toEqual([5, 10, 20, 50]);
@@ -57,7 +57,7 @@ describe("ticks", () => {
 });
 
 describe("numbers", () => {
-  test("are written as people write them", () => {
+  test("are written in the usual way", () => {
     expect(formatNumber(1234567)).toBe("1,234,567");
     expect(formatNumber(-0.012345)).toBe("−0.0123");
     expect(formatNumber(2.302585, 4)).toBe("2.303");
@@ -76,7 +76,7 @@ describe("numbers", () => {
   });
 });
 
-test("words at a line are where they are not cut", () => {
+test("labels of lines are not cut off", () => {
   expect(beside(10, "linear, 256", 300)).toEqual({ x: 16, end: false });
   expect(beside(290, "linear, 256", 300)).toEqual({ x: 284, end: true });
   expect(beside(60, "square root, betas kept, 256", 150)).toEqual({ x: 150, end: true });
@@ -86,23 +86,23 @@ describe("curves", () => {
   const across = scale([0, 3], [0, 30]);
   const down = scale([0, 1], [10, 0]);
 
-  test("break where a number is missing", () => {
+  test("break at a missing value", () => {
     expect(path({ x: [0, 1, 2, 3], y: [0, Number.NaN, 1, 0.5] }, across, down)).toBe("M0 10M20 0L30 5");
   });
 
-  test("are read where they have points", () => {
+  test("are read at their points", () => {
     expect(positions([{ x: [3, 1], y: [] }, { x: [1, 2], y: [] }])).toEqual([1, 2, 3]);
     expect(nearestAt({ x: [1, 2], y: [5, 6] }, 2)).toBe(6);
     expect(nearestAt({ x: [1, 2], y: [5, 6] }, 3)).toBeUndefined();
   });
 
-  test("have air around them, from zero on where zero is near", () => {
+  test("have a margin, and include zero if it is near", () => {
     expect(spread([0.1, 2], false)[0]).toBe(0);
     expect(spread([100, 101], false)[0]).toBeLessThan(100);
   });
 });
 
-describe("cuts", () => {
+describe("splits", () => {
   test("every sample is in one unit, and ranks share evenly", () => {
     for (const cut of [{ effective: 64, micro: 16, ranks: 1 }, { effective: 64, micro: 8, ranks: 4 }]) {
       const all = units(cut);
@@ -114,7 +114,7 @@ describe("cuts", () => {
     }
   });
 
-  test("parts of a bar stand side by side, in one order", () => {
+  test("parts of a bar are next to each other, in one order", () => {
     const parts = stacked({ activations: 50, weights: 25 }, 100, 200);
     expect(parts.map((part) => part.name)).toEqual(["weights", "activations"]);
     expect(parts.map((part) => part.from)).toEqual([0, 50]);

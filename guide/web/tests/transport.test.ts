@@ -32,7 +32,7 @@ function browser(status: number, answer: unknown) {
   return { asked, way: new LiveTransport({ fetch, EventSource: Stream } as never) };
 }
 
-test("an order goes up as JSON, with the header that a foreign page cannot send", async () => {
+test("an order is sent as JSON, with the header that a foreign page cannot send", async () => {
   const { asked, way } = browser(202, { id: "abc" });
   expect(await way.start({ kind: "experiment", name: "one_batch" })).toBe("abc");
   expect(asked[0]?.address).toBe("api/runs");
@@ -48,19 +48,19 @@ test("pausing, one micro-batch and stopping name the run", async () => {
   expect(asked.map(({ address, init }) => `${init.method} ${address}`)).toEqual(["POST api/runs/abc/micro", "DELETE api/runs/abc"]);
 });
 
-test("a refusal says why, and which run is in the way", async () => {
+test("a refusal has the reason, and the current run", async () => {
   const { way } = browser(409, { code: "busy", id: "abc" });
   const refused = await way.start({ kind: "experiment", name: "one_batch" }).catch((error: unknown) => error);
   expect(refused).toBeInstanceOf(Refused);
   expect(refused).toMatchObject({ code: "busy", id: "abc" });
 });
 
-test("a server that is gone is a refusal too", async () => {
+test("a stopped server counts as a refusal", async () => {
   const way = new LiveTransport({ fetch: () => Promise.reject(new TypeError()), EventSource: Stream } as never);
   await expect(way.cancel("abc")).rejects.toMatchObject({ code: "unreachable" });
 });
 
-test("what comes down is told as it came, until the server says good-bye", () => {
+test("events are forwarded unchanged, until the server closes the stream", () => {
   const { way } = browser(200, {});
   const told: Told[] = [];
   way.connect((one) => told.push(one));
@@ -79,11 +79,11 @@ test("there is one stream at a time", () => {
   expect(Stream.made.map((stream) => stream.closed)).toEqual([true, false]);
 });
 
-test("without an engine, an order is refused and nothing is asked", async () => {
+test("without an engine, an order is refused and no request is sent", async () => {
   await expect(new StaticTransport().start()).rejects.toMatchObject({ code: "static" });
 });
 
-test("lines that are told again after the stream was lost are heard once", () => {
+test("lines that are repeated after a lost connection are forwarded once", () => {
   const once = new Once();
   const lines = [0, 1, 2].map((sequence) => ({ kind: "step", sequence }));
   expect(once.unheard("a", lines.slice(0, 2))).toHaveLength(2);

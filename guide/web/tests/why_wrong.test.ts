@@ -8,7 +8,7 @@ const read = (name: string) => JSON.parse(readFileSync(new URL(`../recordings/${
 const { data } = read("wrong_losses") as { data: WrongLosses };
 const { data: trainer } = read("trainer_losses") as { data: TrainerLosses };
 
-test("each cause has a number that was recorded, a line, a cure and a command", () => {
+test("each cause has a recorded number, a line, a fix and a command", () => {
   const all = found(CAUSES, data, trainer, 5);
   expect(new Set(all.map((one) => one.id)).size).toBe(CAUSES.length);
   for (const one of all) {
@@ -19,7 +19,7 @@ test("each cause has a number that was recorded, a line, a cure and a command", 
   }
 });
 
-test("numbers are those of the recording, and a rate is the one that is given", () => {
+test("numbers come from the recording, and the rate is the given one", () => {
   const amount = (id: string, rate = 5) => found(CAUSES, data, trainer, rate).find((one) => one.id === id)?.amount;
   expect(amount("batch_norm")).toBe(data.errors["batch_norm"]);
   expect(amount("no_sync_backward")).toBe(data.sent_bytes["no_sync_backward"]! / data.sent_bytes["right"]!);
@@ -27,14 +27,14 @@ test("numbers are those of the recording, and a rate is the one that is given", 
   expect(amount("rate", 4.5)).toBe(4.5);
 });
 
-test("what asks about a Trainer's loss finds a mean in it, and nothing in a short last step", () => {
+test("the check of a Trainer's loss finds a mean, and nothing in a short last step", () => {
   const codes = (id: string) => found(CAUSES, data, trainer, 5).find((one) => one.id === id)?.findings.map((one) => one.code);
   expect(codes("trainer_loss")).toEqual(["loss_declaration"]);
   expect(codes("trainer_model")).toEqual(["loss_declaration"]);
   expect(codes("trainer_tail")).toEqual([]);
 });
 
-test("what was not recorded is an error, and no number", () => {
+test("missing data is an error, not a number", () => {
   const cause = CAUSES[0] as Cause;
   expect(() => found([{ ...cause, error: "moon" }], data, trainer, 5)).toThrow(/nothing was recorded of moon/);
   expect(() => found([{ ...cause, loop: "moon" }], data, trainer, 5)).toThrow(/no loop moon/);

@@ -62,11 +62,11 @@ class LocalDisk:
 
     def create(self, path: Path, /) -> FileIO:
         """Open a new file."""
-        # Unbuffered, so that an error comes from the write that it belongs to, and a sync leaves nothing behind.
+        # Unbuffered, so that an error comes from the write that it belongs to, and a sync leaves nothing unwritten.
         return path.open("xb", buffering=0)
 
     def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
-        """Append a block, in as many calls as the system needs."""
+        """Append a block, repeating partial writes."""
         unwritten = memoryview(block)
         while unwritten:
             unwritten = unwritten[file.write(unwritten) :]
@@ -77,7 +77,7 @@ class LocalDisk:
 
     def sync_folder(self, path: Path, /) -> None:
         """Bring a folder's names to the disk itself."""
-        if os.name == "nt":  # Windows cannot open a folder, and brings its names to the disk by itself
+        if os.name == "nt":  # Windows cannot open a folder, and syncs its names automatically
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Export: the weights of a checkpoint as one file that needs no anybatch."""
+"""Export: the weights of a checkpoint as one safetensors file, readable without anybatch."""
 
 import os
 import warnings
@@ -10,34 +10,34 @@ from anybatch.checkpoints.files import has_digests, write_file
 from anybatch.checkpoints.folder import list_checkpoints
 from anybatch.checkpoints.loading import LoadedCheckpoint, newest_intact, stored_state, verify
 from anybatch.checkpoints.saving import file_errors_explained
-from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, lay_out
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, file_layout
 from anybatch.errors import CheckpointError, UserError
 
 
 def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, averaged: bool = False) -> Path:
-    """Write a model's weights and buffers into one safetensors file, under the names that the model has for them.
+    """Write a model's weights and buffers to one safetensors file, under their names in the model.
 
-    It is read by `model.load_state_dict(safetensors.torch.load_file(file))`, by `safetensors.torch.load_model`, and by
-    transformers under the name `model.safetensors`. Tensors pass through one by one, also those that several ranks have
-    saved in parts, so the model need not fit into memory.
+    Read it with `model.load_state_dict(safetensors.torch.load_file(file))`, with `safetensors.torch.load_model`, or in
+    transformers as `model.safetensors`. Tensors are copied one by one, also from sharded checkpoints, so the model need
+    not fit into memory.
 
-    A tensor with several names, such as tied embeddings, is written under the first one, and the file's metadata maps
-    the others to it, as `safetensors.torch.save_model` has it: `load_model` and transformers tie them again, and
-    `load_state_dict` needs `strict=False` for them. The weights of an engine over several named models begin with
-    their names, `generator.0.weight`; a checkpoint that was saved with `only_trainable=True` has no frozen ones.
+    A tensor with several names, such as tied embeddings, is written under its first name, and the file's metadata maps
+    the others to it, as in `safetensors.torch.save_model`: `load_model` and transformers tie them again, and
+    `load_state_dict` needs `strict=False`. With several named models, weights are prefixed, as in `generator.0.weight`;
+    a checkpoint saved with `only_trainable=True` lacks frozen weights.
 
     Args:
-        checkpoint: one that an engine has saved, or a folder of them, for the newest intact one.
-        file: to write; it does not exist yet, and its folder does.
-        averaged: the averaged weights in the place of those that train, see `Engine(average_decay=...)`.
+        checkpoint: an engine's checkpoint, or a folder of them, of which the newest intact one is used.
+        file: file to write; must not exist, but its folder must.
+        averaged: export the averaged weights, see `Engine(average_decay=...)`.
 
     Raises:
-        UserError: `file` exists, or safetensors has no such dtype.
-        CheckpointError: there is none that is intact, it is not an engine's, it has no averaged weights, or `file`
-            could not be written; then it is not there.
+        UserError: `file` exists, or safetensors lacks a dtype.
+        CheckpointError: no checkpoint is intact, it is not an engine's, it has no averaged weights, or `file` could not
+            be written (and does not exist).
 
     Warns:
-        UserWarning: the model has state that is not a tensor (`get_extra_state`), which is left out.
+        UserWarning: the model has state that is not a tensor (`get_extra_state`), which is skipped.
     """
     path, target = Path(checkpoint), Path(file)
     if target.exists():
@@ -55,7 +55,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
             message = f"{path} has no averaged weights. Build the engine with average_decay=0.999, say."
             raise CheckpointError(message, path=path)
         tensors, tied = _named_once(state["model"], state["average"] if averaged else {}, path)
-        laid_out = lay_out(tensors, metadata=tied)
+        laid_out = file_layout(tensors, metadata=tied)
         draft = target.with_name(target.name + ".saving")
         with file_errors_explained(target, laid_out.num_bytes, LOCAL_DISK):
             draft.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def _checked(path: Path) -> LoadedCheckpoint:
 def _named_once(
     model: dict[str, object], average: dict[str, StoredTensor], path: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return each tensor of a model under its first name, and the other names of each."""
+    """Return each tensor of a model under its first name, and its other names."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, value in model.items():
         if isinstance(value, StoredTensor):
@@ -88,7 +88,7 @@ def _named_once(
         warnings.warn(message, stacklevel=3)
     tensors: dict[str, StoredTensor] = {}
     for first, *others in names.values():
-        # The average knows a tied weight by one of its names.
+        # The average has a tied weight under one of its names.
         found = next((average[name] for name in (first, *others) if name in average), model[first])
         assert isinstance(found, StoredTensor)
         if found.dtype not in STANDARD_DTYPES:

@@ -1,11 +1,11 @@
-"""The files of a checkpoint: what was saved, its tensors, and the digests of these, which are written last.
+"""The files of a checkpoint: the state, its tensors, and their digests, which are written last.
 
-Tensors are in one file, `tensors.safetensors`, or in one for each process that has saved, which holds parts of them:
+Tensors are in one file, `tensors.safetensors`, or in one file of parts for each process that saved:
 `tensors-00001-of-00004.safetensors`.
 
-All can be read by anyone: two are JSON, the others are in the safetensors format. Nothing in them is code, and nothing
-is parsed before its digest has been checked. Every version of the format keeps `digests.json` and `state.json` as JSON
-objects with the keys "format" and "version".
+All files are readable without anybatch: two are JSON, the others safetensors. They contain no code, and nothing is
+parsed before its digest is checked. Every version of the format keeps `digests.json` and `state.json` as JSON objects
+with the keys "format" and "version".
 """
 
 import errno
@@ -36,7 +36,7 @@ _PART: Final = re.compile(r"tensors-(\d{5,})-of-(\d{5,})\.safetensors")
 _HEAD: Final = {"format": "anybatch checkpoint", "version": VERSION}
 _UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})
 """Errors of one path alone: a link in a circle, a bad sector."""
-_CURE = "Load an older checkpoint (load_latest falls back by itself), and remove this one."
+_CURE = "Load an older checkpoint (load_latest does so automatically), and remove this one."
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,19 @@ def _are_of_one_checkpoint(names: Iterable[str]) -> bool:
 
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a JSON file that names its format and version first, then `body`."""
-    # Without NaN, which is not JSON: `pack` writes it in another way.
+    """Return the bytes of a JSON file that starts with its format and version, then `body`."""
+    # NaN is not JSON; `pack` encodes it.
     text = json.dumps({**_HEAD, **body}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode() + b"\n"
 
 
 def digests_bytes(digests: Mapping[str, Digest]) -> bytes:
-    """Return the file that holds the digests of the others."""
+    """Return the file with the digests of the others."""
     return json_bytes({"files": {name: asdict(digest) for name, digest in digests.items()}})
 
 
 def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) -> Digest:
-    """Write a new file, bring it to the disk itself, and return its digest."""
+    """Write and sync a new file, and return its digest."""
     sha256, num_bytes = hashlib.sha256(), 0
     with disk.create(path) as file:
         for block in blocks:
@@ -89,11 +89,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) 
 
 
 def has_digests(path: Path) -> bool:
-    """Return whether `path` is one checkpoint; a folder of checkpoints has no digests.
-
-    Raises:
-        CheckpointAccessError: it may not be read.
-    """
+    """Return whether `path` is one checkpoint; a folder of checkpoints has no digests."""
     try:
         return (path / DIGESTS).exists()
     except PermissionError as error:
@@ -101,15 +97,7 @@ def has_digests(path: Path) -> bool:
 
 
 def read_digests(path: Path) -> dict[str, Digest]:
-    """Return the digests of the checkpoint `path`.
-
-    Raises:
-        MissingCheckpointError: nothing is there.
-        NotACheckpointError: it is no checkpoint.
-        NewerCheckpointError: it was written by a newer version.
-        DamagedCheckpointError: its file of digests is missing or damaged.
-        CheckpointAccessError: it may not be read.
-    """
+    """Return the digests of the checkpoint `path`."""
     _refuse_foreign(path)
     with opened(path / DIGESTS) as file:
         content = file.read()
@@ -117,13 +105,13 @@ def read_digests(path: Path) -> dict[str, Digest]:
     if body is None or body.get("format") != _HEAD["format"]:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
-    # Before the content is compared, since a newer version may write other keys.
+    # Checked first, because a newer version may write other keys.
     _refuse_newer(path, body.get("version"))
     try:
         digests = {name: Digest(**entry) for name, entry in body["files"].items()}
     except (AttributeError, KeyError, TypeError):
         digests = {}
-    # Written again, it must be the same: that finds any byte that has changed.
+    # Encoding it again must give the same bytes; this detects any changed byte.
     if not _are_of_one_checkpoint(digests.keys()) or digests_bytes(digests) != content:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
@@ -132,13 +120,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
 
 @contextmanager
 def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
-    """Open a file whose length and SHA-256 are those of `digest`.
-
-    Raises:
-        TruncatedCheckpointError: it is shorter.
-        DamagedCheckpointError: it is missing, longer, different or unreadable.
-        CheckpointAccessError: it may not be read.
-    """
+    """Open a file after comparing its length and SHA-256 with `digest`."""
     with opened(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes < digest.num_bytes:
@@ -153,16 +135,16 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
         if sha256 != digest.sha256:
             message = f"{path} is damaged: its SHA-256 is {sha256}, and {digest.sha256} was written. {_CURE}"
             raise DamagedCheckpointError(message, path=path)
-        # Read once for the digest and once to parse: nothing is parsed that was not checked.
+        # Read once for the digest and once to parse, so that only verified bytes are parsed.
         file.seek(0)
         yield file
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a checkpoint, and explain the error if the system does not give its bytes."""
+    """Open a file of a checkpoint, with an explanation if that fails."""
     try:
-        # Links are followed. Opening a FIFO would wait for a writer.
+        # Links are followed. Opening a FIFO would block.
         if not path.is_file():
             message = f"{path} is missing from the checkpoint: no such file. {_CURE}"
             raise DamagedCheckpointError(message, path=path)
@@ -171,7 +153,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     except PermissionError as error:
         raise access_error(path, error) from error
     except OSError as error:
-        # EIO is what a bad sector gives; other errors say nothing about the checkpoint.
+        # A bad sector gives EIO; other errors say nothing about the checkpoint.
         if error.errno != errno.EIO:
             raise
         message = f"{path} is damaged: the disk does not give its bytes ({error}). {_CURE}"
@@ -191,10 +173,10 @@ def _refuse_foreign(path: Path) -> None:
     try:
         names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError as error:
-        message = f"there is no checkpoint at {path}: no such folder. Look at list_checkpoints(folder)."
+        message = f"no checkpoint at {path}: no such folder. See list_checkpoints(folder)."
         raise MissingCheckpointError(message, path=path) from error
     except NotADirectoryError as error:
-        message = f"{path} is not a checkpoint: it is not a folder. Give the folder that holds {DIGESTS}."
+        message = f"{path} is not a checkpoint: it is not a folder. Give the folder that contains {DIGESTS}."
         raise NotACheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
@@ -205,8 +187,8 @@ def _refuse_foreign(path: Path) -> None:
         raise NotACheckpointError(message, path=path) from error
     if not names & {STATE, TENSORS, DIGESTS} and not any(map(_PART.fullmatch, names)):
         message = (
-            f"{path} is not a checkpoint: it holds {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
-            f"{STATE}, {TENSORS} and {DIGESTS}. Give a folder such as those that list_checkpoints(folder) returns."
+            f"{path} is not a checkpoint: it contains {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
+            f"{STATE}, {TENSORS} and {DIGESTS}. Give a folder returned by list_checkpoints(folder)."
         )
         raise NotACheckpointError(message, path=path)
 

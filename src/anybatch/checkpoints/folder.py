@@ -1,14 +1,14 @@
-"""The folder of a run's checkpoints: which of its names are checkpoints, and how they come and go.
+"""The folder of a run's checkpoints: names, atomic replacement and removal.
 
 ```text
 step-00000120            a checkpoint
-step-00000120.replaced   a checkpoint too: the former one of that step, until the new one has taken its place
-step-00000120.saving     being written, or left by a run that was killed; never read
-step-00000120.deleting   being removed, or left likewise; never read
+step-00000120.replaced   also a checkpoint: the former one of that step, until the new one is in place
+step-00000120.saving     being written, or left by a killed run; never read
+step-00000120.deleting   being removed, or left by a killed run; never read
 ```
 
-A folder gets a name that is read only by one rename, when all of it is on the disk, and loses that name by one rename
-before any of it is removed. So whatever has such a name is whole, whenever the process dies.
+A folder gets a readable name by one rename, after all of it is on the disk, and loses it by one rename before any file
+is removed. So a folder with such a name is always complete.
 """
 
 import errno
@@ -41,20 +41,19 @@ def step_of(path: Path) -> int:
 
 
 def step_in_name(path: Path) -> int | None:
-    """Return the step in a folder's name; None for a name that is not one of a checkpoint."""
+    """Return the step in a folder's name; None if it is not the name of a checkpoint."""
     match = _CHECKPOINT.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Return the checkpoints in `folder` by their names alone, oldest step first; none if there is no such folder.
+    """Return the checkpoints in `folder` by name, oldest step first; empty if the folder does not exist.
 
-    One that ends in ".replaced" is the former checkpoint of its step, which a killed run left beside, or in place of,
-    the newer one.
+    A name that ends in ".replaced" is the former checkpoint of its step, left by a killed run.
 
     Raises:
         NotACheckpointError: `folder` is not a folder.
-        CheckpointAccessError: it may not be read.
+        CheckpointAccessError: no permission to read it.
     """
     try:
         paths = [path for path in Path(folder).iterdir() if _CHECKPOINT.fullmatch(path.name)]
@@ -70,43 +69,43 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
             raise
         message = f"{folder} is a symbolic link to itself. Give the folder that save was given."
         raise NotACheckpointError(message, path=Path(folder)) from error
-    # The former checkpoint of a step comes before the one that replaces it, so that the newest is the last.
+    # The former checkpoint of a step comes before its replacement, so that the newest is last.
     return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))
 
 
 def make_folders(folder: Path, *, disk: Disk) -> None:
-    """Make a folder and those above it, where they are missing, so that they survive a power failure."""
+    """Create a folder and its missing parents, synced to survive a power failure."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    # From the top down, and each name is brought to the disk before something is put into it.
+    # From the top down; each name is synced before the folder is used.
     for path in reversed(missing):
         disk.make_folder(path)
         disk.sync_folder(path.parent)
 
 
 def tidy(folder: Path, *, disk: Disk) -> list[str]:
-    """Remove what killed runs left half-written or half-removed, and undo half a replacement; return what stays."""
+    """Remove half-written and half-removed folders of killed runs, and undo half a replacement; return failures."""
     failures = []
     for path in sorted(folder.iterdir()):
         if _HALF_WRITTEN.fullmatch(path.name):
             remove(path, disk=disk)
         elif _HALF_REMOVED.fullmatch(path.name):
             failures += _remains(path, disk=disk)
-        # A run that was killed between the two renames of `put_in_place` left only the former checkpoint.
+        # A run killed between the two renames of `put_in_place` left only the former checkpoint.
         elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not os.path.lexists(path.with_suffix("")):
             disk.rename(path, path.with_suffix(""))
     return failures
 
 
 def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
-    """Give a written folder its name. A folder that has that name already stays readable under another until then."""
+    """Rename a written folder; an existing folder of that name stays readable under another name until then."""
     former = target.with_suffix(REPLACED)
-    # A link that leads nowhere is in the way, too.
+    # A broken link is in the way, too.
     if not os.path.lexists(target):
         disk.rename(partial, target)
     else:
         if os.path.lexists(former):
             discard(former, disk=disk)
-        # POSIX cannot swap two folders in one operation. Between these two renames the former one is found by its name.
+        # POSIX cannot swap two folders atomically. Between these renames the former one is readable by its name.
         disk.rename(target, former)
         try:
             disk.rename(partial, target)
@@ -118,12 +117,12 @@ def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
 
 
 def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
-    """Remove the oldest checkpoints up to that of `step`, which is in place, but `keep_last`; return what failed.
+    """Remove the oldest checkpoints up to `step`, except `keep_last` and the new one; return failures.
 
-    Checkpoints of later steps belong to a run that has gone further. They are not counted and not removed.
+    Checkpoints of later steps belong to another branch of the run; they are neither counted nor removed.
     """
     upto = [path for path in list_checkpoints(folder) if step_of(path) <= step]
-    # One without its successor is the only checkpoint of its step, and counts like any other.
+    # A former checkpoint without its successor is the only one of its step, and counts.
     former = [path for path in upto if path.suffix and path.with_suffix("") in upto]
     current = [path for path in upto if path not in former]
     failures = []
@@ -131,14 +130,14 @@ def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
         try:
             discard(path, disk=disk)
         except OSError as error:
-            failures.append(f"{path} is no longer needed and could not be removed: {error}.")
+            failures.append(f"could not remove {path}, which is not needed any more: {error}.")
     return failures
 
 
 def discard(path: Path, *, disk: Disk) -> None:
-    """Remove a checkpoint: first its name, for good, then the rest."""
+    """Remove a checkpoint: rename it first, then remove its files."""
     doomed = path.with_name(path.name + DELETING)
-    # One rename takes the name away; a process killed while removing files leaves nothing that looks whole.
+    # After the rename, a killed process leaves nothing that looks complete.
     disk.rename(path, doomed)
     disk.sync_folder(path.parent)
     remove(doomed, disk=disk)

@@ -17,11 +17,11 @@ from anybatch.errors import DamagedCheckpointError, MissingCheckpointError, NotA
 
 @dataclass(frozen=True, slots=True)
 class SkippedCheckpoint:
-    """A checkpoint that was passed over.
+    """A skipped checkpoint.
 
     Attributes:
         path: its folder.
-        reason: why it cannot be used, in sentences.
+        reason: why it cannot be used.
     """
 
     path: Path
@@ -34,8 +34,8 @@ class LoadedCheckpoint:
 
     Attributes:
         path: its folder.
-        state: what was saved.
-        skipped: newer ones that are damaged, newest first. The user should hear of them: the steps between are lost.
+        state: the saved state.
+        skipped: damaged newer ones, newest first. Show them to the user: the steps between are lost.
     """
 
     path: Path
@@ -44,18 +44,18 @@ class LoadedCheckpoint:
 
 
 def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    """Return the state that was saved as the checkpoint `path`, bit for bit, with its tensors on the CPU.
+    """Return the state saved as the checkpoint `path`, bit for bit, with its tensors on the CPU.
 
-    Tensors that were one memory are one tensor again; all are contiguous, and none requires a gradient. What several
-    processes have saved in parts is whole again.
+    Tensors that shared memory share it again; all are contiguous, and none requires a gradient. A state saved in parts
+    by several processes is complete again.
 
     Raises:
-        MissingCheckpointError: nothing is there.
-        NotACheckpointError: something else is there.
-        TruncatedCheckpointError: a file is shorter than what was written.
-        DamagedCheckpointError: a file is missing or not what was written.
+        MissingCheckpointError: the path does not exist.
+        NotACheckpointError: the path is not a checkpoint.
+        TruncatedCheckpointError: a file is shorter than written.
+        DamagedCheckpointError: a file is missing or different.
         NewerCheckpointError: a newer version of the format, or a dtype that this version of torch lacks.
-        CheckpointAccessError: it may not be read.
+        CheckpointAccessError: no permission to read it.
     """
     path = Path(path)
     verify(path)
@@ -65,16 +65,7 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
 
 
 def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
-    """Compare the files of a checkpoint with their digests.
-
-    Args:
-        path: the checkpoint.
-        process: number of this process, where several share out the files of parts; each compares the other files.
-        num_processes: how many there are.
-
-    Raises:
-        CheckpointError: one of the kinds that `load` raises.
-    """
+    """Compare the files of a checkpoint with their digests; several processes may share the files of parts."""
     digests = read_digests(path)
     names = tensor_files(digests)
     own = names[process::num_processes] if len(names) > 1 else names
@@ -85,15 +76,7 @@ def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
 
 
 def refuse_renamed(path: Path, state: bytes) -> None:
-    """Refuse a checkpoint of one step under the name of another, which would be taken for the newest.
-
-    Args:
-        path: its folder; a name without a step, such as `best`, is not compared.
-        state: content of its state file.
-
-    Raises:
-        DamagedCheckpointError: with both steps.
-    """
+    """Refuse a checkpoint under the name of another step, which might be taken for the newest."""
     named, saved = step_in_name(path), (parsed(state) or {}).get("step")
     if named is not None and saved is not None and named != saved:
         message = (
@@ -105,15 +88,7 @@ def refuse_renamed(path: Path, state: bytes) -> None:
 
 @contextmanager
 def stored_state(path: Path) -> Iterator[dict[Any, Any]]:
-    """Open a checkpoint whose files have been compared with their digests.
-
-    Yields:
-        The state that was saved, with a `StoredTensor` in the place of each tensor: it can be read as long as this is
-        entered.
-
-    Raises:
-        CheckpointError: one of the kinds that `load` raises.
-    """
+    """Open a verified checkpoint; yields its state with `StoredTensor`s, readable inside the `with`."""
     names = tensor_files(read_digests(path))
     with ExitStack() as stack:
         with _of_this_version(path):
@@ -134,41 +109,32 @@ def _of_this_version(path: Path) -> Iterator[None]:
 
 
 def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
-    """Load the newest intact checkpoint in `folder`, and say which damaged ones were passed over.
+    """Load the newest intact checkpoint in `folder`, and list the damaged ones that were skipped.
 
-    A checkpoint that is intact but cannot be used here is not passed over: what can be put right, such as its
-    permissions or the version of anybatch, must not cost the steps since the one before.
+    An intact checkpoint that cannot be used is not skipped: a fixable problem, such as permissions or the version of
+    anybatch, must not cost the steps since an older one.
 
     Raises:
-        MissingCheckpointError: there is none at all.
-        DamagedCheckpointError: there are some, and none is intact.
-        NewerCheckpointError: the newest is of a newer version of the format.
-        CheckpointAccessError: the newest may not be read.
+        MissingCheckpointError: the folder has no checkpoints.
+        DamagedCheckpointError: no checkpoint is intact.
+        NewerCheckpointError: the newest has a newer version of the format.
+        CheckpointAccessError: no permission to read the newest.
     """
     folder = Path(folder)
     return newest_intact(folder, list_checkpoints(folder), lambda path: LoadedCheckpoint(path, load(path), ()))
 
 
 def newest_intact(folder: Path, paths: Sequence[Path], read: Callable[[Path], LoadedCheckpoint]) -> LoadedCheckpoint:
-    """Return the newest checkpoint that can be read, with the damaged ones that were passed over.
-
-    Args:
-        folder: what to name where there is none.
-        paths: of checkpoints, oldest first.
-        read: raises as `load` does.
-
-    Raises:
-        CheckpointError: one of the kinds that `load_latest` raises.
-    """
+    """Return the newest checkpoint that can be read, and the damaged ones that were skipped."""
     skipped: list[SkippedCheckpoint] = []
-    # A checkpoint that may not be read, or is newer, raises: to fall back silently would lose steps for no reason.
+    # An unreadable or newer checkpoint raises: falling back silently would lose steps.
     for path in reversed(paths):
         try:
             return replace(read(path), skipped=tuple(skipped))
         except (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError) as error:
             skipped.append(SkippedCheckpoint(path, str(error)))
     if not skipped:
-        message = f"there is no checkpoint in {folder}. Start the run from the beginning, or give another folder."
+        message = f"no checkpoint in {folder}. Start the run from the beginning, or give another folder."
         raise MissingCheckpointError(message, path=folder)
     reasons = "\n".join(f"- {each.reason}" for each in skipped)
     message = f"none of the {len(skipped)} checkpoints in {folder} is intact:\n{reasons}\n"

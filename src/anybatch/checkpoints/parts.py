@@ -1,4 +1,4 @@
-"""Which process writes which part of a state: each part once, about as many bytes by each process."""
+"""Assigns the parts of a state to processes: each part once, about equal bytes per process."""
 
 import math
 from collections import defaultdict
@@ -14,15 +14,7 @@ Place = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What a process tells the others about a part that it has.
-
-    Attributes:
-        name: of the tensor.
-        offset: where the part begins in it, along each axis.
-        shape: of the part.
-        whole: shape of the tensor.
-        num_bytes: of the part.
-    """
+    """A part of a tensor that a process has; `whole` is the shape of the tensor."""
 
     name: str
     offset: tuple[int, ...]
@@ -32,7 +24,7 @@ class HeldPart:
 
 
 def held_parts(parts: Mapping[str, TensorPart]) -> list[HeldPart]:
-    """Return what a process has to tell about its parts; those without numbers only where the tensor has none."""
+    """Return the descriptions of a process's parts; empty parts only if the tensor is empty."""
     return [
         HeldPart(name, held.offset, tuple(held.part.shape), held.shape, held.part.nbytes)
         for name, held in parts.items()
@@ -40,16 +32,10 @@ def held_parts(parts: Mapping[str, TensorPart]) -> list[HeldPart]:
     ]
 
 
-def deal_parts(told: Sequence[Sequence[HeldPart]]) -> list[list[Place]]:
-    """Return the parts that each process writes; every process that is told the same returns the same.
+def assign_parts(told: Sequence[Sequence[HeldPart]]) -> list[list[Place]]:
+    """Return the parts that each process writes; equal on all processes.
 
     What several processes have (replicas) is dealt to the one with the fewest bytes so far, the largest part first.
-
-    Args:
-        told: by process, what it has.
-
-    Raises:
-        CheckpointError: the parts of a tensor overlap or leave gaps.
     """
     holders: dict[Place, list[int]] = defaultdict(list)
     known: dict[Place, HeldPart] = {}

@@ -1,14 +1,14 @@
-"""Save with several processes: each writes the parts that it is dealt, and one gives the whole its name.
+"""Save with several processes: each writes its parts, and the first one renames the folder.
 
 ```text
-all      SharedSave(...)           takes apart what the process has; refuses what cannot be restored
-first    begin()                   makes the folder, under a name that is not read
-all      write(told)               writes this process's file, and returns its digest
-first    finish(digests)           writes the rest, and gives the folder its name by one rename
+all      SharedSave(...)           packs the state of the process; refuses values that cannot be restored
+first    begin()                   creates the folder, under a temporary name
+all      write()                   writes this process's file, and returns its digest
+first    finish(digests)           writes the rest, and renames the folder atomically
 ```
 
-The processes agree between these calls, which is the caller's affair. Threads that write while training goes on agree
-by files in the folder instead: `leave` puts a digest, or an error, where the first process looks for it with `left`.
+The caller synchronises the processes between these calls. Background threads use files in the folder instead: `leave`
+writes a digest or an error, which the first process reads with `left`.
 """
 
 import json
@@ -30,31 +30,20 @@ from anybatch.checkpoints.files import (
     write_file,
 )
 from anybatch.checkpoints.folder import SAVING, folder_name, make_folders, put_in_place, remove, tidy
-from anybatch.checkpoints.parts import HeldPart, deal_parts, held_parts
+from anybatch.checkpoints.parts import HeldPart, assign_parts, held_parts
 from anybatch.checkpoints.saving import SavedCheckpoint, file_errors_explained, finish_saving
 from anybatch.checkpoints.structure import TensorPart, pack_parts
-from anybatch.checkpoints.tensors import lay_out
+from anybatch.checkpoints.tensors import file_layout
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import CheckpointError
 
 
 @final
 class SharedSave:
-    """One process's share in saving a checkpoint of parts.
+    """One process's share in saving a checkpoint of parts; arguments as for `save`.
 
-    Args:
-        folder: of the run's checkpoints, on a file system that all processes see.
-        step: as of `save`.
-        state: as of `save`, with a `TensorPart` in the place of a tensor of which this process has a part, and a tensor
-            without data in the place of one that others have. What is not a tensor is written as the first process
-            has it, and so are names.
-        process: number of this process, from 0, the first, on.
-        num_processes: how many there are.
-        keep_last: as of `save`.
-        disk: as of `save`.
-
-    Raises:
-        UserError: as of `save`.
+    `folder` is on a shared file system. In `state`, a `TensorPart` replaces a tensor of which this process has a part,
+    and a tensor without data one of other processes. Names and other values are written by process 0, the first one.
     """
 
     def __init__(
@@ -81,20 +70,16 @@ class SharedSave:
 
     @property
     def path(self) -> Path:
-        """The folder that the checkpoint will be."""
+        """The final folder of the checkpoint."""
         return self._target
 
     @property
     def held(self) -> list[HeldPart]:
-        """What this process has, for all the others to know."""
+        """The parts of this process, to exchange with the others."""
         return held_parts(self._parts)
 
     def begin(self) -> None:
-        """Make the folder that all processes write into.
-
-        Raises:
-            CheckpointError: and its kinds, as of `save`.
-        """
+        """Make the folder that all processes write into."""
         folder = self._target.parent
         with file_errors_explained(self._target, self._num_bytes, self._disk):
             make_folders(folder, disk=self._disk)
@@ -103,30 +88,19 @@ class SharedSave:
             self._disk.sync_folder(folder)
 
     def deal(self, told: Sequence[Sequence[HeldPart]]) -> None:
-        """Keep what this process writes, and let go of the rest.
-
-        Args:
-            told: `held` of every process, in their order.
-
-        Raises:
-            CheckpointError: parts do not make up the whole.
-        """
-        dealt = deal_parts(told)[self._process]
+        """Keep the parts that this process writes, and free the rest."""
+        dealt = assign_parts(told)[self._process]
         self._parts = {name: self._parts[name] for name, _ in dealt}
 
     def stage(self) -> None:
-        """Copy what this process writes into the host's memory, so that training may change it."""
+        """Copy the parts that this process writes to host memory, so that training may continue."""
         self._parts = {
             name: TensorPart(held.part.detach().to("cpu", copy=True), held.shape, held.offset)
             for name, held in self._parts.items()
         }
 
     def write(self) -> Digest:
-        """Write this process's file, and return its digest.
-
-        Raises:
-            CheckpointError: and its kinds, as of `save`; or the folder that the first process has made is not seen.
-        """
+        """Write this process's file, and return its digest."""
         with file_errors_explained(self._target, self._num_bytes, self._disk):
             if not self._partial.is_dir():
                 message = (
@@ -136,25 +110,21 @@ class SharedSave:
                 )
                 raise CheckpointError(message, path=self._target)
             offsets = {name: held.offset for name, held in self._parts.items()} if self._num_processes > 1 else None
-            laid_out = lay_out({name: held.part for name, held in self._parts.items()}, offsets=offsets)
+            laid_out = file_layout({name: held.part for name, held in self._parts.items()}, offsets=offsets)
             path = self._partial / part_name(self._process, self._num_processes)
             return write_file(path, laid_out.blocks(), disk=self._disk)
 
     def leave(self, digest: Digest | None, reason: str = "") -> None:
-        """Tell the first process that this one has written its file, or why it could not, by a file beside it."""
+        """Report success or failure to the first process, by a small file next to the written one."""
         note = self._note(self._process)
         draft = note.with_suffix(".draft")
         body = {"digest": None if digest is None else asdict(digest), "reason": reason}
         write_file(draft, [json_bytes(body)], disk=self._disk)
-        # By a rename, so that nobody reads half of it.
+        # Renamed, so that nobody reads a partial file.
         self._disk.rename(draft, note)
 
     def left(self) -> list[Digest] | None:
-        """Return the digests of all processes, and remove the files that told them; None before all are there.
-
-        Raises:
-            CheckpointError: a process could not write its file.
-        """
+        """Return the digests of all processes and remove their reports; None while some are missing."""
         notes = [self._note(process) for process in range(self._num_processes)]
         if not all(note.exists() for note in notes):
             return None
@@ -171,20 +141,13 @@ class SharedSave:
         return self._partial / f"{part_name(process, self._num_processes)}.written"
 
     def finish(self, digests: Sequence[Digest]) -> SavedCheckpoint:
-        """Write what is not tensors, give the folder its name, and remove the oldest checkpoints.
-
-        Args:
-            digests: what `write` returned, of all processes.
-
-        Raises:
-            CheckpointError: and its kinds, as of `save`.
-        """
+        """Write the rest of the state, rename the folder, and remove the oldest checkpoints."""
         num_bytes = sum(digest.num_bytes for digest in digests) + len(self._state)
         with file_errors_explained(self._target, num_bytes, self._disk):
             state = write_file(self._partial / STATE, [self._state], disk=self._disk)
             parts = {part_name(process, len(digests)): digest for process, digest in enumerate(digests)}
             last = digests_bytes({STATE: state, **parts})
-            # Last, so that its presence says that the others are complete.
+            # Written last, so that its presence proves that the others are complete.
             write_file(self._partial / DIGESTS, [last], disk=self._disk)
             self._disk.sync_folder(self._partial)
             put_in_place(self._partial, self._target, disk=self._disk)
@@ -193,7 +156,7 @@ class SharedSave:
         )
 
     def abandon(self) -> None:
-        """Remove what has been written, where the file system lets that be; what stays is removed by the next save."""
+        """Remove the written files if possible; the next save removes the rest."""
         with suppress(OSError):
             remove(self._partial, disk=self._disk)
 

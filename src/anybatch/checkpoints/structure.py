@@ -1,6 +1,6 @@
-"""A nested state as what JSON can hold plus named tensors, and back, exactly.
+"""Converts a nested state to JSON data and named tensors, and back, exactly.
 
-JSON's own types stand for themselves: null, true and false, finite floats, integers of 64 bits, text, lists, and
+JSON's own types are stored unchanged: null, true and false, finite floats, integers of 64 bits, text, lists, and
 objects for dicts whose keys are text. Everything else is an object with a first key that begins with "$":
 
 ```text
@@ -29,25 +29,20 @@ from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, as_stand
 from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
-# Below Python's own limit of recursion, so that a state that contains itself gets a message with its place.
+# Below Python's recursion limit, so that a state that contains itself gets a message with its place.
 _MAX_DEPTH = 100
-# The signed 64-bit integers that JSON readers of other languages take.
+# The signed 64-bit integers that JSON readers of other languages support.
 _MAX_INT_BITS = 63
 _NEAREST: Final = {Mapping: "dict", tuple: "tuple", list: "list", str: "str", Integral: "int", Real: "float"}
 _MAPPINGS: Final = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 Keys = tuple[Any, ...]
-"""The keys and positions that lead from a state to something in it."""
+"""The keys and positions on the way from a state to a value in it."""
 
 
 class TensorPart:
-    """The part of a tensor that one process has.
+    """One process's part of a tensor; `shape` is the shape of the whole tensor.
 
-    No dataclass, since trees that hold it would take that for a container.
-
-    Args:
-        part: what it has.
-        shape: of the whole tensor.
-        offset: where the part begins in it, along each axis.
+    Not a dataclass, which tree functions would treat as a container.
     """
 
     __slots__ = ("offset", "part", "shape")
@@ -60,12 +55,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedState:
-    """A state taken apart.
-
-    Attributes:
-        structure: what JSON can hold.
-        tensors: by the names that `structure` calls them; each memory once, however often the state holds it.
-    """
+    """A packed state: JSON data, and tensors by name, each memory once."""
 
     structure: Any
     tensors: Mapping[str, torch.Tensor]
@@ -73,34 +63,22 @@ class PackedState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedParts:
-    """What one process has of a state, taken apart.
-
-    Attributes:
-        structure: what JSON can hold.
-        parts: what this process has, by name; of a dtype that the format knows.
-    """
+    """One process's part of a packed state."""
 
     structure: Any
     parts: Mapping[str, TensorPart]
 
 
 def pack(state: Mapping[Any, Any]) -> PackedState:
-    """Take a state apart; its tensors are not copied.
-
-    Raises:
-        UserError: something in it cannot be restored as it is; says what and where.
-    """
+    """Pack a state without copying tensors; raise `UserError` for values that cannot be restored."""
     packer = _Packer()
     return PackedState(packer.pack(state, ()), packer.tensors)
 
 
 def pack_parts(state: Mapping[Any, Any]) -> PackedParts:
-    """Take apart what this process has of a state, as `TensorPart`s or whole; its tensors are not copied.
+    """Pack this process's part of a state (whole tensors or `TensorPart`s) without copying tensors.
 
-    A tensor without data (on device "meta") stands for one that other processes have.
-
-    Raises:
-        UserError: something in it cannot be restored as it is; says what and where.
+    A tensor without data (on device "meta") marks a tensor of other processes.
     """
     packer = _Packer(in_parts=True)
     structure = packer.pack(state, ())
@@ -113,12 +91,7 @@ def pack_parts(state: Mapping[Any, Any]) -> PackedParts:
 
 
 def read_stored(value: Any, known: dict[object, torch.Tensor] | None = None) -> Any:  # noqa: ANN401 (a nested state)
-    """Return a loaded state with every `StoredTensor` read, and what is one tensor read once.
-
-    Args:
-        value: the state, or a part of it.
-        known: what has been read already.
-    """
+    """Return a loaded state with every `StoredTensor` read; a shared tensor is read once."""
     known = {} if known is None else known
     if isinstance(value, StoredTensor):
         if value.key not in known:
@@ -135,18 +108,13 @@ def read_stored(value: Any, known: dict[object, torch.Tensor] | None = None) -> 
 
 
 def unpack(structure: Any, tensors: Mapping[str, torch.Tensor | StoredTensor]) -> Any:  # noqa: ANN401 (a nested state)
-    """Put a state together again.
-
-    Raises:
-        NewerCheckpointError: it holds a dtype that this version of torch lacks.
-        LookupError, TypeError, ValueError: this is not what `pack` makes.
-    """
+    """Restore a packed state."""
     if isinstance(structure, list):
         return [unpack(item, tensors) for item in structure]
     if not isinstance(structure, dict):
         return structure
     tag = next(iter(structure), "")
-    # A dict whose own keys begin with $ was written as pairs under a tag, so this one is what it looks like.
+    # A dict whose own keys begin with $ was written as pairs under a tag, so this one is an ordinary dict.
     if not tag.startswith("$"):
         return {key: unpack(value, tensors) for key, value in structure.items()}
     if tag == "$tensor":
@@ -157,7 +125,7 @@ def unpack(structure: Any, tensors: Mapping[str, torch.Tensor | StoredTensor]) -
 
 
 class _Packer:
-    """Names the tensors of one state while it takes the state apart."""
+    """Names the tensors of a state while packing it."""
 
     __slots__ = ("_in_parts", "_names", "places", "tensors")
 
@@ -196,7 +164,7 @@ class _Packer:
             remedy = "Its keys must be text or integers: use str(key), or a list of pairs."
             _refuse_unless(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_named(type(key))}", remedy)
         pairs = [(key, self.pack(value, (*keys, key))) for key, value in values.items()]
-        # The common case stays readable JSON; everything else becomes a list of pairs, which keeps types and order.
+        # The common case is readable JSON; other dicts become lists of pairs, which keep types and order.
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
             return dict(pairs)
         tagged: dict[str, Any] = {_MAPPINGS[type(values)]: [[_LEAVES[type(key)](key), value] for key, value in pairs]}
@@ -223,15 +191,15 @@ class _Packer:
     def _free_name(self, keys: Keys) -> str:
         wanted = name = ".".join(map(str, keys)).encode(errors="backslashreplace").decode()
         number = 1
-        while name in self.tensors or name == "__metadata__":  # that name is the format's own
+        while name in self.tensors or name == "__metadata__":  # reserved by the format
             number += 1
             name = f"{wanted}~{number}"
         return name
 
 
 def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
-    """Return a key that two tensors share only if they show the same memory in the same way."""
-    # Empty tensors of different shapes may share an address, and those without data have none.
+    """Return a key that two tensors share only if they are the same view of the same memory."""
+    # Empty tensors may share an address, and tensors without data have none.
     if tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
     view = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -256,7 +224,7 @@ def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, may_be_elsewhere: bool) -> 
 
 def _refuse_unless(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
     if not holds:
-        message = f"{_place(keys)} is {what}, which a checkpoint cannot restore as it is. {remedy}"
+        message = f"{_place(keys)} is {what}, which a checkpoint cannot restore unchanged. {remedy}"
         raise UserError(message)
 
 
@@ -284,12 +252,12 @@ def _same(value: Any) -> Any:  # noqa: ANN401 (a leaf)
 
 
 def _pack_int(value: int) -> int | dict[str, str]:
-    # in hexadecimal, because Python limits the length of decimal integers, and other readers their size
+    # hexadecimal, because Python limits the length of decimal integers
     return value if value.bit_length() <= _MAX_INT_BITS else {"$int": hex(value)}
 
 
 def _pack_float(value: float) -> float | dict[str, str]:
-    # JSON lacks NaN and the infinities, and a NaN has bits of its own: they are kept beside the readable name.
+    # JSON lacks NaN and the infinities, and NaNs differ in bits, which are stored next to the readable name.
     return value if math.isfinite(value) else {"$float": f"{value} {struct.pack('>d', value).hex()}"}
 
 

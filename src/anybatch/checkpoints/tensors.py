@@ -2,10 +2,9 @@
 
 The format: the length of a header as 8 bytes, the header as JSON (for each name its dtype, shape, and begin and end in
 what follows), the bytes of all tensors. Source: https://github.com/huggingface/safetensors, "Format". Everything is
-little-endian. Where a file holds parts of tensors, its header says where each begins in its tensor, as the safetensors
-files of `torch.distributed.checkpoint` do, whose reader therefore takes ours. A tensor passes through a window of
-16 MiB between its device and the file, so that neither way holds a second copy of it; only a tensor whose memory is
-not contiguous is copied, by itself, while it is written.
+little-endian. In a file of parts, the header has the offset of each in its tensor, as in the safetensors files of
+`torch.distributed.checkpoint`, whose reader accepts ours. A tensor passes through a window of 16 MiB between its device
+and the file, so neither direction needs a second copy of it; only a non-contiguous tensor is copied to be written.
 """
 
 import json
@@ -37,7 +36,7 @@ STANDARD_DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of the dtypes that the format knows. Others go through `as_standard`."""
+"""Names of the dtypes in the format. Others go through `as_standard`."""
 
 _DTYPES: Final = {name: dtype for dtype, name in STANDARD_DTYPES.items()}
 _LENGTH_BYTES = 8
@@ -48,22 +47,16 @@ _WINDOW_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorFile:
-    """A tensor file that has been laid out and not been written yet.
-
-    Attributes:
-        head: the header, and its length before it.
-        tensors: function () -> a tensor, for each that follows, in this order; called when its bytes are asked for.
-        num_bytes: length of the file.
-    """
+    """A planned tensor file: its header, functions that return its tensors in order, and its length."""
 
     head: bytes
     tensors: tuple[Callable[[], torch.Tensor], ...]
     num_bytes: int
 
     def blocks(self) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the file; each block is valid until the next one is asked for."""
+        """Yield the bytes of the file; each block is valid until the next one."""
         yield self.head
-        # One window for all tensors: a model on an accelerator is written without a second copy of it on the host.
+        # One window for all tensors, so that the host needs no copy of a model on an accelerator.
         window = bytearray(_WINDOW_BYTES)
         for tensor in self.tensors:
             yield from _through(window, tensor())
@@ -76,19 +69,13 @@ def _through(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview(window)[: len(piece)]
 
 
-def lay_out(
+def file_layout(
     tensors: "Mapping[str, torch.Tensor | StoredTensor]",
     *,
     offsets: Mapping[str, tuple[int, ...]] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> TensorFile:
-    """Return the file that holds `tensors`, which are of standard dtypes.
-
-    Args:
-        tensors: by name; those of another file are read when they are written.
-        offsets: where each begins in the tensor that it is a part of; None where all are whole.
-        metadata: what else the header says, text by text.
-    """
+    """Lay out a file of `tensors` of standard dtypes; `offsets` are the positions of parts in their tensors."""
     assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     if offsets is not None:
@@ -114,7 +101,7 @@ def _reader_of(tensor: "torch.Tensor | StoredTensor") -> Callable[[], torch.Tens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StoredPart:
-    """A part of a tensor in an open file: where its bytes begin, and where it begins in the tensor."""
+    """A part of a tensor in an open file: the offset of its bytes, and its offset in the tensor."""
 
     file: BufferedReader
     position: int
@@ -123,9 +110,9 @@ class _StoredPart:
 
 
 class StoredTensor:
-    """A tensor that is on the disk, in one part or several, as long as its files are open.
+    """A tensor on the disk, in one part or several, readable while its files are open.
 
-    No dataclass, since trees that hold it would take that for a container.
+    Not a dataclass, which tree functions would treat as a container.
     """
 
     __slots__ = ("_kept_as", "_parts", "dtype", "shape")
@@ -146,16 +133,11 @@ class StoredTensor:
 
     @property
     def key(self) -> object:
-        """Equal for two of these that are the same tensor."""
+        """Equal for two references to the same tensor."""
         return id(self._parts), self.dtype
 
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """Read it, or what lies in a box of it, into memory of its own on the CPU.
-
-        Args:
-            offset: where the box begins, along each axis; None for all of the tensor.
-            shape: of the box.
-        """
+        """Read the tensor, or a box of it, into new CPU memory."""
         begin = tuple(offset or (0,) * len(self.shape))
         size = tuple(self.shape if shape is None else shape)
         if self._kept_as != self.dtype:  # as bytes, with one axis more
@@ -167,13 +149,13 @@ class StoredTensor:
 
 
 def _extent(parts: Sequence[_StoredPart]) -> tuple[int, ...]:
-    """Return the shape of the tensor that parts make up."""
+    """Return the shape of the tensor that the parts form."""
     ends = [[o + n for o, n in zip(part.offset, part.shape, strict=True)] for part in parts]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _read_overlap(part: _StoredPart, offset: tuple[int, ...], box: torch.Tensor) -> None:
-    """Read what a part and a box have in common into the box, whole rows of the part at a time."""
+    """Read the intersection of a part and a box into the box, in whole rows of the part."""
     # A tensor without axes is one row of one number.
     shape, where, begin = part.shape or (1,), part.offset or (0,), offset or (0,)
     target = box.view(1) if box.dim() == 0 else box
@@ -202,11 +184,7 @@ def _slices(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) 
 
 
 def stored_tensors(files: Sequence[BufferedReader]) -> dict[str, StoredTensor]:
-    """Return the tensors of open files, whose digests have been checked; only headers are read.
-
-    Raises:
-        ValueError: a file is not laid out as `lay_out` does, or parts do not make up a tensor.
-    """
+    """Return the tensors of verified open files; reads only headers."""
     assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
     found: dict[str, tuple[torch.dtype, list[_StoredPart]]] = {}
     for file in files:
@@ -234,9 +212,9 @@ def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredP
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        # The digest is right, so this is a file of another writer; its gaps or overlaps would be read as values.
+        # The digest is right, so another program wrote the file; gaps or overlaps would be read as values.
         if begin != position or end - begin != dtype.itemsize * math.prod(shape):
-            message = f"tensor {name!r} of dtype {dtype} and shape {shape} is said to be at bytes {begin} to {end}"
+            message = f"tensor {name!r} of dtype {dtype} and shape {shape} does not match its bytes {begin} to {end}"
             raise ValueError(message)
         if end > num_bytes:
             message = f"the file ends within tensor {name!r}"
@@ -247,11 +225,7 @@ def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredP
 
 
 def read_tensors(file: BufferedReader) -> dict[str, torch.Tensor]:
-    """Read every tensor of an open file, whose digest has been checked, into memory of its own on the CPU.
-
-    Raises:
-        ValueError: the file is not laid out as `lay_out` does.
-    """
+    """Read every tensor of a verified open file into new CPU memory."""
     return {name: tensor.read() for name, tensor in stored_tensors([file]).items()}
 
 
@@ -274,5 +248,5 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its values, not their conjugates or negatives."""
+    """Return a tensor with resolved conjugate and negative bits."""
     return tensor.detach().resolve_conj().resolve_neg()

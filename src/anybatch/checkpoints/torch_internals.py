@@ -1,4 +1,4 @@
-"""Private interfaces of torch that checkpoints use. Seen on the versions in `anybatch.core.torch_internals.SEEN`."""
+"""Private interfaces of torch used by checkpoints. Tested on the versions in `anybatch.core.torch_internals.SEEN`."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def layer_versions(state: Mapping[Any, Any]) -> Any:  # noqa: ANN401 (nested dicts, as torch makes them)
-    """Return the versions of the layers of a module's state dict, by which it is loaded: `OrderedDict._metadata`.
+    """Return the layer versions in a module's state dict, `OrderedDict._metadata`; None if missing.
 
-    None where there are none; then layers load the state as if it were of their first version.
+    Without versions, layers load the state as their first version.
     """
     return getattr(state, "_metadata", None)
 
 
 def set_layer_versions(state: OrderedDict[Any, Any], versions: object) -> None:
-    """Give a state dict the versions of its layers back, where `Module.load_state_dict` looks for them."""
+    """Restore the layer versions of a state dict for `Module.load_state_dict`."""
     vars(state)["_metadata"] = versions

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, each verb a question. Takes no decision that Python code cannot take too."""
+"""The command line: one file per command. Makes no decision that Python code cannot make too."""

@@ -1,4 +1,4 @@
-"""`anybatch advise RECIPE`: which effective batch size is worth it here, from a short run or a finished log."""
+"""`anybatch advise RECIPE`: which effective batch size pays off, by a short run or a finished log."""
 
 import argparse
 import sys
@@ -18,26 +18,22 @@ if TYPE_CHECKING:
     from anybatch.diagnostics.advising.advice import Advice
 
 _DESCRIPTION = (
-    "Train a recipe for some steps, measure the noise of its gradient and what a step takes, and say what a larger or "
-    "smaller effective batch would cost, where the time to a loss is least, the learning rate there, and whether "
-    "accumulating pays here at all. What is trained is not kept."
+    "Train a recipe for some steps, and measure the gradient noise and the step time. Report what larger and smaller "
+    "effective batches cost, which one reaches a given loss in the least time, its learning rate, and whether gradient "
+    "accumulation pays off here. The trained model is not kept."
 )
 
 
 def run(words: Sequence[str]) -> int:
-    """Give advice on the recipe or the log that a command line names; return the exit status.
-
-    Raises:
-        UserError: the recipe, the log or a number cannot be used.
-    """
+    """Run `anybatch advise` and return the exit status."""
     parser = make_parser()
     given = parser.parse(words)
     if given.ranks and given.link is None:
         parser.error("--ranks needs --link RATE,LATENCY, such as --link 25Gbit,20us")
     let_threads_sleep()
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.diagnostics.advising.advise import advise  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.advising.figure import draw_advice  # noqa: PLC0415 (brings torch)
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.diagnostics.advising.advise import advise  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.advising.figure import draw_advice  # noqa: PLC0415 (imports torch)
 
     ranks = tuple(given.ranks or ())
     if given.log is not None:
@@ -50,7 +46,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("advise", _DESCRIPTION)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
@@ -59,28 +55,30 @@ def make_parser() -> Parser:
         "--micro-batch-size",
         type=count,
         metavar="N",
-        help="of one forward and backward; noise is seen between micro-batches (default: a quarter of the batch)",
+        help="samples per forward and backward; noise is measured between them (default: a quarter of the batch)",
     )
-    add("--steps", type=count, default=200, metavar="N", help="to train for (default: 200)")
-    add("--every", type=count, default=2, metavar="N", help="steps from one measurement to the next (default: 2)")
-    add("--ranks", type=count, action="append", metavar="N", help="predict for so many ranks; may be given again")
-    add("--link", type=link, metavar="RATE,LATENCY", help="between ranks, such as 25Gbit,20us")
-    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
+    add("--steps", type=count, default=200, metavar="N", help="training steps (default: 200)")
+    add("--every", type=count, default=2, metavar="N", help="measure the noise every N steps (default: 2)")
+    add("--ranks", type=count, action="append", metavar="N", help="predict for this number of ranks; repeatable")
+    add("--link", type=link, metavar="RATE,LATENCY", help="network between ranks, such as 25Gbit,20us")
+    add(
+        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
+    )
     add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise instead")
     add("--figure", type=picture_file, metavar="FILE", help="draw time and samples by batch size: .png, .svg or .pdf")
-    add("--json", type=output_file, metavar="FILE", help="write everything that was found")
+    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     return parser
 
 
 def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Advice":
-    from anybatch.diagnostics.advising.advise import advise  # noqa: PLC0415 (brings torch)
-    from anybatch.engine.gradient_noise import GradientNoise  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.run.start import start  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.advising.advise import advise  # noqa: PLC0415 (imports torch)
+    from anybatch.engine.gradient_noise import GradientNoise  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.run.start import start  # noqa: PLC0415 (imports torch)
 
     job = load_recipe(given.recipe)
     size = given.effective_batch_size or job.defaults.largest_batch_size
-    # Without a schedule: it would end with these few steps.
+    # A scheduler would decay the rate to its end within these few steps.
     job = replace(job, noise=GradientNoise(every=given.every), scheduler=None)
     trained = start(
         job,

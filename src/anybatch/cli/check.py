@@ -1,4 +1,4 @@
-"""`anybatch check`: judge what a user has; the exit status is the verdict, for CI."""
+"""`anybatch check`: check a recipe or a training loop. The exit status is the verdict, for CI."""
 
 import sys
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ _DESCRIPTION = (
     "its samples, in one batch and split, in float64; the report has the cause of a difference and the fix. "
     "--loop judges an unchanged training loop: it runs on a recording model, in a temporary copy of the folder."
 )
-_EPILOG = "The exit status is 0 if everything is exact, and 8 otherwise."
+_EPILOG = "The exit status is 0 if everything is exact, 9 if gradients cannot be compared, and 8 otherwise."
 
 
 def run(words: Sequence[str]) -> int:
-    """Check the recipe or loop that a command line names; return the exit status."""
+    """Run `anybatch check` and return the exit status."""
     parser = make_parser()
     given = parser.parse(words)
     if given.loop is not None:
@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("check", _DESCRIPTION, epilog=_EPILOG)
     add_recipe(parser, None, DEFAULT_RECIPE)
     parser.add_argument("--samples", type=count, default=12, metavar="N", help="size of the batch (default: 12)")
@@ -49,9 +49,9 @@ def make_parser() -> Parser:
         type=count,
         action="append",
         metavar="N",
-        help="a cut to try; may be given several times (default: 1, and 2 and 3 fifths of the batch)",
+        help="a micro-batch size to try; repeatable (default: 1, and two and three fifths of the batch)",
     )
-    parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of all random numbers (default: 0)")
+    parser.add_argument("--seed", type=integer, default=0, metavar="N", help="seed of all random numbers (default: 0)")
     parser.add_argument(
         "--figure", type=picture_file, metavar="FILE", help="draw the errors by layer: .png, .svg or .pdf"
     )
@@ -60,10 +60,10 @@ def make_parser() -> Parser:
     loop.add_argument(
         "--data",
         choices=("classes", "tokens", "values"),
-        help="the kind of data it trains on (default: all that it can run on)",
+        help="kind of data the loop trains on (default: every kind that it accepts)",
     )
     loop.add_argument(
-        "--ranks", type=int, choices=(1, 2), help="processes to run it on (default: 2 if it uses torch.distributed)"
+        "--ranks", type=int, choices=(1, 2), help="number of processes (default: 2 if it uses torch.distributed)"
     )
     return parser
 
@@ -71,22 +71,11 @@ def make_parser() -> Parser:
 def check_recipe(
     recipe: str, *, num_samples: int, micro_batch_sizes: Sequence[int] | None, seed: int, figure: Path | None
 ) -> int:
-    """Check one batch of a recipe, print the report, and return the exit status.
-
-    Args:
-        recipe: as `load_recipe` takes it.
-        num_samples: of the batch; the first ones of the recipe's first epoch.
-        micro_batch_sizes: samples of a micro-batch, for each cut to try; None for three cuts.
-        seed: of the model's parameters, the order and the model's random numbers.
-        figure: file for a picture of the errors by layer.
-
-    Raises:
-        UserError: the recipe, its model or its loss cannot be used.
-    """
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.diagnostics.check import check  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.figure import draw_errors  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    """Check one batch of a recipe, print the report, and return the exit status."""
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.diagnostics.check import check  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.figure import draw_errors  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
 
     job = load_recipe(recipe)
     report = check(
@@ -97,40 +86,33 @@ def check_recipe(
         norms=job.norms,
         seed=seed,
     )
-    sys.stdout.write(f"{recipe}: is the gradient of micro-batches that of the batch?\n{report}\n")
+    sys.stdout.write(f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}\n")
     if figure is not None:
         draw_errors(report, figure)
         sys.stdout.write(f"wrote {figure}\n")
+    if report.verdict == "undecided":
+        return Status.UNDECIDED
     return Status.DONE if report.equal else Status.NOT_EXACT
 
 
 def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
     """Return the first `num_samples` samples of a job's first epoch, collated as one micro-batch."""
-    from anybatch.core.batch import Placement  # noqa: PLC0415 (brings torch)
-    from anybatch.core.splitting import Cut  # noqa: PLC0415 (brings torch)
+    from anybatch.core.batch import Placement  # noqa: PLC0415 (imports torch)
+    from anybatch.core.splitting import Cut  # noqa: PLC0415 (imports torch)
 
     data = job.train_batches(effective_batch_size=num_samples, steps=1, seed=seed)
-    # One rank and no cut: the batch comes as a whole.
+    # One rank and one micro-batch: the share is the whole batch.
     return next(Placement(Cut(), 1, 0).micro_batches(next(iter(data))))
 
 
 def check_loop_function(
     name: str, *, data: Literal["classes", "tokens", "values"] | None, ranks: Literal[1, 2] | None
 ) -> int:
-    """Check an unchanged training loop, print the report, and return the exit status.
+    """Check an unchanged training loop, print the report, and return the exit status."""
+    from anybatch.diagnostics.loop_check.check_loop import check_named_loop  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes import load_function  # noqa: PLC0415 (imports torch)
 
-    Args:
-        name: as `load_function` takes it.
-        data: the kind of data it trains on; None for all that it can run on.
-        ranks: processes to run it on; None for 2 if it uses torch.distributed, else 1.
-
-    Raises:
-        UserError: there is no such function, or it cannot be run.
-    """
-    from anybatch.diagnostics.loop_check.check_loop import check_named_loop  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes import load_function  # noqa: PLC0415 (brings torch)
-
-    # Imported in the process that it runs in: a file may do anything when it is imported.
+    # Imported in the subprocess, because importing a file runs its code.
     find = partial(load_function, name, "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)")
     report = check_named_loop(find, data=data, ranks=ranks)
     sys.stdout.write(f"{report}\n")

@@ -1,4 +1,4 @@
-"""`anybatch compare RECIPE`: which way of using devices is best for a job, measured in all of them, in turns."""
+"""`anybatch compare RECIPE`: run a job with every way of using devices, interleaved, and compare them."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,27 +19,23 @@ if TYPE_CHECKING:
     from anybatch.recipes.measured_job import MeasuredJob
 
 _DESCRIPTION = (
-    "Make steps of a recipe in every way of using devices, in turns: a small batch, the effective batch at once, "
+    "Run steps of a recipe with every way of using devices, interleaved: a small batch, the effective batch unsplit, "
     "accumulated, DataParallel, DDP with and without accumulation and no_sync, ZeRO-1, FSDP. Print time, memory, "
-    "traffic, whether the gradient is that of the un-split batch, and what it costs. What is trained is not kept."
+    "traffic, cost, and the error against the gradient of the whole batch. The trained model is not kept."
 )
-_EPILOG = "With --effective-batch-size 8 --micro-batch-size 1 it is the classical exercise: 8 x 1 against 8 at once. "
+_EPILOG = "--effective-batch-size 8 --micro-batch-size 1 is the classical comparison of 8 x 1 with one batch of 8. "
 
 
 def run(words: Sequence[str]) -> int:
-    """Compare the ways of running the recipe that a command line names; return the exit status.
-
-    Raises:
-        UserError: the recipe, a size or a device cannot be used.
-    """
+    """Run `anybatch compare` and return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
     hide_logs_of_torch()
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.diagnostics.comparison.compare import compare  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.comparison.figure import draw_comparison  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.diagnostics.comparison.compare import compare  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.comparison.figure import draw_comparison  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
     size = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
     job = MeasuredJob(recipe=given.recipe, effective_batch_size=size, precision=given.precision, seed=given.seed)
@@ -58,8 +54,8 @@ def run(words: Sequence[str]) -> int:
             tell=tell,
         )
     if given.link is not None:
-        from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (brings torch)
-        from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (brings torch)
+        from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (imports torch)
+        from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
 
         report = replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
     sys.stdout.write(f"{report}\n")
@@ -68,7 +64,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("compare", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
@@ -77,23 +73,32 @@ def make_parser() -> Parser:
         "--micro-batch-size",
         type=count,
         metavar="N",
-        help="samples of a micro-batch where the batch is accumulated (default: a quarter of a device's share)",
+        help="samples of a micro-batch when accumulating (default: a quarter of a device's share)",
     )
-    add("--devices", type=count, metavar="N", help="of the ways that use several (default: all GPUs; 2 on a CPU)")
-    add("--device", choices=("cpu", "cuda"), help="where (default: cuda where there are so many GPUs)")
+    add("--devices", type=count, metavar="N", help="devices for the multi-device runs (default: all GPUs; 2 on a CPU)")
+    add("--device", choices=("cpu", "cuda"), help="device type (default: cuda if there are enough GPUs)")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (default: fp32)")
-    add("--samples", type=count, default=1_000_000, metavar="N", help="that device-hours are for (default: 1,000,000)")
-    add("--price", type=number, metavar="X", help="of a device for an hour: adds a column")
-    add("--link", type=link, metavar="RATE,LATENCY", help="of a network, such as 25Gbit,20us: adds the useful ranks")
-    add("--seconds", type=number, default=60.0, metavar="X", help="begin no further round after so long (default: 60)")
-    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
-    add("--json", type=output_file, metavar="FILE", help="write all figures")
+    add("--samples", type=count, default=1_000_000, metavar="N", help="samples for device-hours (default: 1,000,000)")
+    add("--price", type=number, metavar="X", help="price per device-hour; adds a cost column")
+    add(
+        "--link",
+        type=link,
+        metavar="RATE,LATENCY",
+        help="a network, such as 25Gbit,20us; adds the largest useful ranks",
+    )
+    add(
+        "--seconds", type=number, default=60.0, metavar="X", help="start no round after this many seconds (default: 60)"
+    )
+    add(
+        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
+    )
+    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     add("--figure", type=picture_file, metavar="FILE", help="draw time, memory and traffic: .png, .svg or .pdf")
     return parser
 
 
 def first_batches(job: "MeasuredJob") -> "Iterable[EffectiveBatch]":
-    """Return the effective batches that are compared on; ranks call it."""
-    from anybatch.diagnostics.comparison.measure import NUM_BATCHES  # noqa: PLC0415 (brings torch)
+    """Return the effective batches of the comparison; ranks call it."""
+    from anybatch.diagnostics.comparison.measure import NUM_BATCHES  # noqa: PLC0415 (imports torch)
 
     return job.data(steps=NUM_BATCHES)(0)

@@ -1,4 +1,4 @@
-"""`anybatch env`: what a bug report should say about a machine, and nothing about who uses it."""
+"""`anybatch env`: versions and hardware for a bug report, without personal data."""
 
 import os
 import platform
@@ -14,8 +14,10 @@ _PACKAGES = ("torch", "numpy", "jaxtyping")
 
 
 def run(words: Sequence[str]) -> int:
-    """Print it; return the exit status."""
-    Parser("env", "Print versions and hardware for a bug report: no names of users, hosts or folders.").parse(words)
+    """Run `anybatch env` and return the exit status."""
+    Parser("env", "Print versions and hardware for a bug report, without names of users, hosts or folders.").parse(
+        words
+    )
     facts = {**software(), **hardware()}
     width = max(map(len, facts))
     sys.stdout.write("".join(f"{name:<{width}}  {fact}\n" for name, fact in facts.items()))
@@ -23,7 +25,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def software() -> dict[str, str]:
-    """Return versions."""
+    """Return the versions of Python, torch and the system."""
     return {
         "anybatch": anybatch.__version__,
         **{name: _version(name) for name in _PACKAGES},
@@ -33,12 +35,12 @@ def software() -> dict[str, str]:
 
 
 def hardware() -> dict[str, str]:
-    """Return the devices of this machine, and the backends over which ranks can communicate."""
-    import torch  # noqa: PLC0415 (takes seconds)
-    import torch.distributed as dist  # noqa: PLC0415 (takes seconds)
+    """Return the devices of this machine and the communication backends."""
+    import torch  # noqa: PLC0415 (slow to import)
+    import torch.distributed as dist  # noqa: PLC0415 (slow to import)
 
     num_devices = torch.accelerator.device_count()
-    # In a container fewer cores may be usable than the machine has.
+    # A container may use fewer cores than the machine has.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "cpu cores": f"{os.cpu_count()} ({usable} usable), {torch.get_num_threads()} torch threads",
@@ -57,7 +59,7 @@ def hardware() -> dict[str, str]:
 
 
 def _device(number: int) -> str:
-    import torch  # noqa: PLC0415 (takes seconds)
+    import torch  # noqa: PLC0415 (slow to import)
 
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -70,7 +72,7 @@ def _device(number: int) -> str:
 
 
 def _memory() -> str:
-    """Return how much memory the machine has, and how much of it is free."""
+    """Return the total and the free memory of the machine."""
     try:
         page_bytes, total, free = (os.sysconf(f"SC_{name}") for name in ("PAGE_SIZE", "PHYS_PAGES", "AVPHYS_PAGES"))
     except (AttributeError, OSError, ValueError):  # Windows has no sysconf, and macOS does not know all names

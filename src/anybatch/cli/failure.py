@@ -1,4 +1,4 @@
-"""The text of an error: a message where it was foreseen, the user's own frames where their code failed."""
+"""Error texts: a message for an expected error, the user's own frames if their code failed."""
 
 import os
 import sys
@@ -10,12 +10,7 @@ from anybatch.errors import AnyBatchError
 
 
 def explain(error: BaseException, *, in_full: bool | None = None) -> str:
-    """Return the text to print about an error.
-
-    Args:
-        error: what was raised.
-        in_full: with the whole traceback, whatever it is; None does so under `python -X dev`.
-    """
+    """Return the text to print about an error; the full traceback with `in_full` or under `python -X dev`."""
     if sys.flags.dev_mode if in_full is None else in_full:
         return "".join(traceback.format_exception(error)).rstrip()
     message = _foreseen(error)
@@ -37,11 +32,11 @@ def _foreseen(error: BaseException) -> str | None:
         return str(error)
     status = status_of(error)
     if status is Status.INTERRUPTED:
-        return "ended at once, by Ctrl-C. What was saved before is whole; --resume goes on from there."
+        return "Interrupted by Ctrl-C. Saved checkpoints are intact; continue with --resume."
     if status is Status.OUT_OF_MEMORY:
         return (
-            f"out of memory: {error}. Name a smaller --micro-batch-size: the result stays the same. "
-            "Or use --precision bf16."
+            f"out of memory: {error}. Use a smaller --micro-batch-size, which does not change the result, "
+            "or --precision bf16."
         )
     if isinstance(error, OSError) and status is Status.FILES:
         what = "the output" if error.filename is None else os.fspath(error.filename)

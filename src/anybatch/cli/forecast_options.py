@@ -1,4 +1,4 @@
-"""Options of `anybatch scale` that forecast what more ranks would bring, and the forecast itself."""
+"""The options of `anybatch scale` that forecast steps on more ranks, and the forecast itself."""
 
 import argparse
 import sys
@@ -20,29 +20,31 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """Let a verb take what `run_forecast` reads.
+    """Add the options that `run_forecast` reads, except those in `without`."""
+    group = parser.add_argument_group("forecast", "predict steps on more ranks")
 
-    Args:
-        parser: of the verb.
-        without: options that it has already, such as "--figure", under the same names of values.
-    """
-    group = parser.add_argument_group("forecast", "what more ranks would bring")
-
-    def add(option: str, **how: Any) -> None:  # noqa: ANN401 (handed on)
+    def add(option: str, **how: Any) -> None:  # noqa: ANN401 (passed on)
         if option not in without:
             group.add_argument(option, **how)
 
     add("--forecast", type=count, metavar="N", help="predict steps on up to N ranks")
-    add("--link", type=link, metavar="RATE,LATENCY", help="of a host, such as 400Gbit,5us, 1Gbit,1ms or 25GB/s,2us")
-    add("--inner-link", type=link, metavar="RATE,LATENCY", help="between the devices of a host")
-    add("--devices-per-host", type=count, default=1, metavar="N", help="that share the host's link (default: 1)")
+    add(
+        "--link",
+        type=link,
+        metavar="RATE,LATENCY",
+        help="network of a host, such as 400Gbit,5us, 1Gbit,1ms or 25GB/s,2us",
+    )
+    add("--inner-link", type=link, metavar="RATE,LATENCY", help="link between the devices of a host")
+    add(
+        "--devices-per-host", type=count, default=1, metavar="N", help="devices that share the host's link (default: 1)"
+    )
     add(
         "--control-link",
         type=link,
         metavar="RATE,LATENCY",
-        help="of the control plane, over TCP (default: the link's, with at least 100us)",
+        help="latency of the control plane, over TCP (default: the link's, at least 100us)",
     )
-    add("--algorithm", choices=("best", "ring", "tree", "gloo"), default="best", help="of all-reduces (default: best)")
+    add("--algorithm", choices=("best", "ring", "tree", "gloo"), default="best", help="all-reduce (default: best)")
     add(
         "--strategy", choices=("all_reduce", "ddp", "zero1", "fsdp"), default="all_reduce", help="(default: all_reduce)"
     )
@@ -58,34 +60,37 @@ def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection
         metavar="N",
         help="samples of a step over all ranks (default: the recipe's)",
     )
-    add("--weak-scaling", action="store_true", help="keep the share of a rank, and let the effective batch grow")
-    add(
-        "--accumulation-steps", type=count, metavar="N", help="micro-batches of a rank's share (default: as few as fit)"
-    )
-    add("--micro-batch-size", type=count, metavar="N", help=f"most samples of a micro-batch (default: {_SIZE})")
-    add("--bucket", type=memory_size, default=_BUCKET_BYTES, metavar="SIZE", help="of gradients (default: 25MiB)")
+    add("--weak-scaling", action="store_true", help="keep the share of a rank, so the effective batch grows with ranks")
+    add("--accumulation-steps", type=count, metavar="N", help="micro-batches per rank (default: as few as fit)")
+    add("--micro-batch-size", type=count, metavar="N", help=f"maximum samples of a micro-batch (default: {_SIZE})")
+    add("--bucket", type=memory_size, default=_BUCKET_BYTES, metavar="SIZE", help="gradient bucket (default: 25MiB)")
     add(
         "--variation",
         type=number,
         default=0.0,
         metavar="X",
-        help="of ranks' times, standard deviation by mean (default: 0)",
+        help="variation of the ranks' times, standard deviation over mean (default: 0)",
     )
-    add("--micro-batch-seconds", type=number, metavar="X", help="of one micro-batch, instead of timing the recipe")
-    add("--fixed-seconds", type=number, default=0.0, metavar="X", help="of these, what no sample takes (default: 0)")
-    add("--update-seconds", type=number, default=0.0, metavar="X", help="of the optimizer (default: 0)")
+    add(
+        "--micro-batch-seconds",
+        type=number,
+        metavar="X",
+        help="seconds of one micro-batch, instead of timing the recipe",
+    )
+    add("--fixed-seconds", type=number, default=0.0, metavar="X", help="the part independent of samples (default: 0)")
+    add("--update-seconds", type=number, default=0.0, metavar="X", help="seconds of the optimizer update (default: 0)")
     add(
         "--gradient-bytes",
         type=size,
         metavar="SIZE",
-        help="of all gradients, such as 102MB, with --micro-batch-seconds",
+        help="size of all gradients, such as 102MB, with --micro-batch-seconds",
     )
-    add("--figure", type=picture_file, metavar="FILE", help="draw it: .png, .svg or .pdf")
-    add("--json", type=output_file, metavar="FILE", help="write it as JSON")
+    add("--figure", type=picture_file, metavar="FILE", help="draw the forecast: .png, .svg or .pdf")
+    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
 
 
 def link(text: str) -> Link:
-    """Return a link that is written as bandwidth and latency."""
+    """Return a link written as bandwidth and latency."""
     try:
         return parse_link(text)
     except UserError as error:
@@ -101,21 +106,14 @@ def size(text: str) -> int:
 
 
 def run_forecast(given: argparse.Namespace) -> int:
-    """Forecast what the options of `add_forecast_options` say, print it, and return the exit status.
-
-    Args:
-        given: the options, and `recipe`, which is timed on this machine unless `micro_batch_seconds` is given.
-
-    Raises:
-        UserError: an option is missing, or does not fit the others.
-    """
+    """Print the forecast that the options ask for, and return the exit status."""
     if given.link is None:
         message = "a forecast needs the network between hosts: --link 400Gbit,5us."
         raise UserError(message)
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.planner.forecast.forecast import forecast  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.forecast.forecast_figure import draw_forecast  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (brings torch)
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.planner.forecast.forecast import forecast  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.forecast_figure import draw_forecast  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
 
     cluster = Cluster(
         link=given.link,
@@ -132,12 +130,12 @@ def run_forecast(given: argparse.Namespace) -> int:
 
 
 def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
-    """Return the workload that the options say, and where it comes from."""
-    from anybatch.core.size_choice import SecondsFit  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (brings torch)
+    """Return the workload given by options, and the title of the forecast."""
+    from anybatch.core.size_choice import SecondsFit  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (imports torch)
 
     if given.gradient_bytes is None:
-        message = "with --micro-batch-seconds there is no recipe to count gradients of: add --gradient-bytes 102MB."
+        message = "--micro-batch-seconds also needs the size of the gradients: add --gradient-bytes 102MB."
         raise UserError(message)
     size, fixed = given.micro_batch_size or _SIZE, given.fixed_seconds
     if not 0.0 <= fixed <= given.micro_batch_seconds:
@@ -150,18 +148,18 @@ def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
         update_seconds=given.update_seconds,
         **_common(given, given.effective_batch_size),
     )
-    return workload, "What would more ranks bring? From times that were given:"
+    return workload, "Forecast from the given times:"
 
 
 def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
-    """Time the recipe on this machine; return its workload, and where it comes from."""
-    from anybatch.planner.forecast.one_rank import time_one_rank  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+    """Time the recipe on this machine; return its workload and the title of the forecast."""
+    from anybatch.planner.forecast.one_rank import time_one_rank  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
     if given.recipe is None:
-        message = "a forecast needs times of one rank: name a recipe, or --micro-batch-seconds and --gradient-bytes."
+        message = "a forecast needs times of one rank: pass a recipe, or --micro-batch-seconds and --gradient-bytes."
         raise UserError(message)
     effective = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
     size = min(given.micro_batch_size or _SIZE, effective)
@@ -179,7 +177,7 @@ def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
         num_parameters=found.num_parameters,
         **_common(given, effective),
     )
-    return workload, f"{given.recipe}: what would more ranks bring? From times of one rank on this machine:"
+    return workload, f"{given.recipe}: forecast from times of one rank on this machine:"
 
 
 def _common(given: argparse.Namespace, effective_batch_size: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the program imports stays to its end, so Python's garbage collector need not look at it."""
+"""Exempts imported modules from garbage collection."""
 
 import gc
 import sys
@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Keep the garbage collector from ever looking at objects made inside.
+    """Exempt the objects created inside from garbage collection.
 
-    The million objects of torch's modules stay to the end anyway, and visiting them again and again takes up to a
-    second. Where torch has been imported before, nothing is kept: this process is more than our program, and what
-    others have made in it may be collected.
+    Torch's modules have a million objects that live until the program exits; visiting them takes up to a second.
+    Without effect if torch is already imported, because the process then has objects of other code too.
     """
     if "torch" in sys.modules:
         yield

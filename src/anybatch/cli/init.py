@@ -1,4 +1,4 @@
-"""`anybatch init`: write a recipe that runs as it is, to be changed line by line."""
+"""`anybatch init`: write a starter recipe that runs as written."""
 
 import shlex
 import sys
@@ -10,14 +10,14 @@ from anybatch.cli.status import Status
 from anybatch.errors import UserError
 
 TEMPLATE = '''\
-"""A recipe: `anybatch train {file}` runs it. Change one line at a time; it keeps running."""
+"""A recipe: run it with `anybatch train {file}`. Change one line at a time."""
 
 import torch
 
 import anybatch as ab
 
 
-def loss(model, batch):  # an ordinary loss: the mean over the samples it is given
+def loss(model, batch):  # an ordinary loss: the mean over the samples of the batch
     inputs, targets = batch
     return torch.nn.functional.mse_loss(model(inputs), targets)
 
@@ -31,9 +31,9 @@ def job():
     return ab.Job(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)),
         optimizer=torch.optim.AdamW,  # a function of (named parameters, learning rate)
-        loss=ab.mean_over_samples(loss),  # says what the loss is a mean over: this makes every cut exact
+        loss=ab.mean_over_samples(loss),  # declares what the loss is a mean over, so that every split is exact
         dataset=dataset,
-        evaluate=ab.Evaluation(dataset=dataset),  # better: data that is not trained on
+        evaluate=ab.Evaluation(dataset=dataset),  # better: data that is not in the training set
         defaults=ab.Defaults(effective_batch_size=100, learning_rate=3e-3, epochs=20),
     )
 '''
@@ -41,8 +41,8 @@ def job():
 
 def run(words: Sequence[str]) -> int:
     """Write a recipe to a new file; return the exit status."""
-    parser = Parser("init", "Write a recipe of about 20 lines that runs as it is.")
-    parser.add_argument("file", type=Path, metavar="FILE.py", help="where to; must not exist")
+    parser = Parser("init", "Write a starter recipe of about 20 lines that runs as written.")
+    parser.add_argument("file", type=Path, metavar="FILE.py", help="file to write; must not exist")
     file = parser.parse(words).file
     write_recipe(file)
     sys.stdout.write(f"wrote {file}. Run it: anybatch train {shlex.quote(str(file))}\n")
@@ -50,21 +50,17 @@ def run(words: Sequence[str]) -> int:
 
 
 def write_recipe(file: Path) -> None:
-    """Write the recipe.
-
-    Raises:
-        UserError: the file exists, its folder does not, or its name is none that Python can import.
-    """
+    """Write the recipe; the file must be new and have a name that Python can import."""
     if file.suffix != ".py" or not file.stem.isidentifier():
         message = f"{file.name!r} must be a name that Python can import, such as train.py: letters, digits, _ and .py."
         raise UserError(message)
     try:
-        # "x" refuses an existing file, even one that was made a moment ago.
+        # "x" also refuses a file created since the command started.
         with file.open("x", encoding="utf-8") as opened:
             opened.write(TEMPLATE.replace("{file}", file.name))
     except FileExistsError:
-        message = f"{file} exists and is left as it is. Name another file."
+        message = f"{file} already exists. Choose another name."
         raise UserError(message) from None
     except FileNotFoundError:
-        message = f"there is no folder {file.parent} to write {file.name} into. Make it first."
+        message = f"folder {file.parent} does not exist. Create it first."
         raise UserError(message) from None

@@ -1,4 +1,4 @@
-"""From a command line to running ranks: this process is the only one, or was started as one of them, or starts them."""
+"""Run the ranks of a request: in this process alone, as one rank of a launcher, or in new processes."""
 
 import dataclasses
 import shutil
@@ -12,67 +12,69 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.cli.rank import join, new_folder, run_rank
 from anybatch.cli.screen import resume_command
 from anybatch.cli.status import Status
-from anybatch.cli.stopping import say_stopping
+from anybatch.cli.stopping import print_stopping
 from anybatch.cli.train_request import TrainRequest
 from anybatch.errors import CheckpointError
 from anybatch.parallel.launchers import find_launch
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.stop import StopRequest
 
-_CAN_GO_ON = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Status.OUT_OF_MEMORY, Status.INTERRUPTED})
+_RESUMABLE = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Status.OUT_OF_MEMORY, Status.INTERRUPTED})
 
 
 def launch(request: TrainRequest) -> Status:
-    """Run what was asked for on as many ranks as there should be, and return the exit status."""
+    """Run a request on its ranks and return the exit status."""
     request = with_former_settings(request)
-    # torchrun on several nodes starts this program once per rank: then there is nothing left to start here.
+    # torchrun has already started this program once per rank.
     if find_launch() is not None:
         world = join()
-        with StopRequest(say_stopping if world.rank == 0 else None) as asked:
+        with StopRequest(print_stopping if world.rank == 0 else None) as asked:
             status, _ = run_rank(request, world, asked)
-        # After a failure other ranks may be gone already, and leaving the group together would wait for them.
+        # After a failure, destroying the group would wait for ranks that may be dead.
         if status in (Status.DONE, Status.STOPPED):
             dist.destroy_process_group()
         return status
-    # Named here, so that all ranks share it, and the advice on resuming can name it too.
+    # Choose the folder here, so that all ranks and the hint on resuming use the same one.
     folder = new_folder(request.recipe) if request.folder is None else request.folder
     request = dataclasses.replace(request, folder=folder)
     num_ranks = number_of_ranks(request)
     warn_of_unused(num_ranks)
-    # A resumed run may have a limit from before: what counts is that it has fallen.
+    # A resumed run may already have a limit; a lower one means that a smaller size is left to try.
     limit = largest_micro_batch_size(folder)
     status = start(request, num_ranks)
     while status is Status.OUT_OF_MEMORY and request.resume != "never":
         former, limit = limit, largest_micro_batch_size(folder)
-        if limit == former:  # also where there is none: nothing smaller would help
+        if limit == former:  # no smaller size is left
             break
-        sys.stderr.write(f"anybatch: going on by itself, in micro-batches of at most {limit} (--resume never: not)\n")
+        sys.stderr.write(
+            f"anybatch: out of memory: resuming with micro-batches of at most {limit} (disable with --resume never)\n"
+        )
         request = dataclasses.replace(request, resume="always", ranks=num_ranks)
         status = start(request, num_ranks)
-    # Not after wrong options, where nothing has been trained, nor where it was the resuming that failed.
-    if status in _CAN_GO_ON or (status is Status.FILES and request.resume != "always"):
-        say_how_to_resume(folder)
+    # No hint after wrong options, when nothing was trained, or after a failure to resume.
+    if status in _RESUMABLE or (status is Status.FILES and request.resume != "always"):
+        print_resume_command(folder)
     return status
 
 
 def start(request: TrainRequest, num_ranks: int) -> Status:
-    """Run that many ranks on this machine to their end."""
-    if num_ranks == 1:  # and then torch's launcher need not be imported
-        with StopRequest(say_stopping) as asked:
+    """Run `num_ranks` ranks on this machine and return the exit status."""
+    if num_ranks == 1:
+        with StopRequest(print_stopping) as asked:
             return run_rank(request, join(), asked)[0]
-    from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (brings torch's launcher, see above)
+    from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (one rank does not need it)
 
     return run_local_ranks(request, num_ranks)
 
 
 def largest_micro_batch_size(folder: Path) -> int | None:
-    """Return the size that a run has left to go on with, after memory has run out; None if there is none."""
+    """Return the largest size that a run may use after running out of memory; None without a limit."""
     place = RunFolder(folder)
     return place.read().largest_micro_batch_size if place.header.exists() else None
 
 
 def with_former_settings(request: TrainRequest) -> TrainRequest:
-    """Return the request with what was not given taken from the run that is resumed."""
+    """Return the request with missing options filled in from the resumed run."""
     if request.resume not in ("always", "auto"):
         return request
     assert request.folder is not None
@@ -81,18 +83,16 @@ def with_former_settings(request: TrainRequest) -> TrainRequest:
     origin = RunFolder(request.folder).read().origin
     recipe, ranks = request.recipe or origin.get("recipe"), request.ranks or origin.get("ranks")
     if not isinstance(recipe, str):
-        message = (
-            f"{request.folder} does not say which recipe it was begun with. Name it: anybatch train RECIPE --resume ..."
-        )
+        message = f"the recipe of the run in {request.folder} is unknown. Give it: anybatch train RECIPE --resume ..."
         raise CheckpointError(message, path=request.folder)
     return dataclasses.replace(request, recipe=recipe, ranks="auto" if ranks in (None, "auto") else int(ranks))
 
 
 def number_of_ranks(request: TrainRequest) -> int:
-    """Return how many ranks to run here: one per accelerator, else one, unless it was said.
+    """Return the requested number of ranks, or one per accelerator, or one on a CPU.
 
-    One rank without an accelerator, since torch's threads share its cores better than ranks do: see
-    docs/decisions/0008-command-line.md for the measurement.
+    On a CPU, threads of one rank use the cores better than several ranks (measured in
+    docs/decisions/0008-command-line.md).
     """
     if request.ranks in (None, "auto"):
         return max(1, torch.accelerator.device_count())
@@ -100,22 +100,22 @@ def number_of_ranks(request: TrainRequest) -> int:
 
 
 def warn_of_unused(num_ranks: int) -> None:
-    """Say so if an accelerator is here that this run will not use, or must share."""
+    """Warn if this run does not use an accelerator of this machine, or shares one between ranks."""
     num_accelerators = torch.accelerator.device_count()
     message = ""
     if num_ranks < num_accelerators:
-        message = f"{num_accelerators} accelerators are here, and {num_ranks} of them will be used (--ranks auto: all)"
+        message = f"this run uses {num_ranks} of {num_accelerators} accelerators; use all with --ranks auto"
     elif 0 < num_accelerators < num_ranks:
-        message = f"{num_ranks} ranks share {num_accelerators} accelerators; more ranks than those are not faster"
+        message = f"{num_ranks} ranks share {num_accelerators} accelerators, which is not faster than one rank on each"
     elif num_accelerators == 0 and shutil.which("nvidia-smi"):
-        message = f"an NVIDIA driver is here, and torch {torch.__version__} cannot use it: this run uses the CPU"
+        message = f"torch {torch.__version__} cannot use this machine's NVIDIA driver: this run uses the CPU"
     if message:
         sys.stderr.write(f"warning: {message}\n")
 
 
-def say_how_to_resume(folder: Path) -> None:
-    """Say how to go on with a run that has failed, if it can be."""
+def print_resume_command(folder: Path) -> None:
+    """Print the command that resumes a failed run, if it can be resumed."""
     if list_checkpoints(RunFolder(folder).checkpoints):
-        sys.stderr.write(f"\nTo go on from the newest checkpoint: {resume_command(folder)}\n")
+        sys.stderr.write(f"\nTo resume from the newest checkpoint: {resume_command(folder)}\n")
     elif largest_micro_batch_size(folder) is not None:
-        sys.stderr.write(f"\nTo begin again, in smaller micro-batches: {resume_command(folder)}\n")
+        sys.stderr.write(f"\nTo restart with smaller micro-batches: {resume_command(folder)}\n")

@@ -1,11 +1,10 @@
-"""Several ranks on this machine: starts them, waits for them, and prints the error that ends them once.
+"""Start several ranks on this machine, wait for them, and print an error only once.
 
-The ranks meet in a file that only this user can read and write. Nothing listens for them beyond loopback.
+The ranks rendezvous in a file that only this user can read and write, and listen on loopback only.
 """
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -28,17 +27,17 @@ from anybatch.cli.failure import explain
 from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.rank import join, run_rank
 from anybatch.cli.status import Status
-from anybatch.cli.stopping import say_stopping
+from anybatch.cli.stopping import print_stopping
 from anybatch.cli.train_request import TrainRequest
-from anybatch.parallel.launchers import listen_at_loopback, say_launched
+from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables
 from anybatch.recipes.run.stop import SIGNALS
 
 _UNKNOWN = -1
 _MOST_BYTES = 2000
 _SECONDS_AFTER_FAILURE = 10.0
-"""How long the other ranks may take to end by themselves after one has failed; then the launcher kills them."""
+"""Time for the other ranks to exit after one fails; then the launcher kills them."""
 _SECONDS_WITHOUT_LAUNCHER = 30.0
-"""How long a rank may take to save and end after the launcher has died; then it kills itself."""
+"""Time for a rank to save and exit after the launcher dies; then it kills itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,10 @@ class SharedState:
     """Memory that the launcher shares with its ranks.
 
     Attributes:
-        stop: not 0 once the launcher was asked to stop.
-        statuses: how each rank ended, as far as it could say.
-        last_words: the message of a rank that ended because of another one; shown if that one left no message.
-        num_threads: of each rank, for torch's operators.
+        stop: nonzero after a request to stop.
+        statuses: exit status of each rank; `_UNKNOWN` if it reported none.
+        last_words: error of a rank that failed because of another one; printed if that one left no message.
+        num_threads: torch threads of each rank.
     """
 
     stop: Any
@@ -59,7 +58,7 @@ class SharedState:
 
 
 def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
-    """Start ranks here, wait for them, and return the exit status."""
+    """Start ranks on this machine, wait for them, and return the exit status."""
     context = start_fork_server()
     board = SharedState(
         stop=context.RawValue("b", 0),
@@ -67,7 +66,7 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
         last_words=context.RawArray("c", _MOST_BYTES),
         num_threads=threads_per_rank(num_ranks),
     )
-    # In multiprocessing's own folder: no other user has access to it, and it is removed when this process ends.
+    # multiprocessing's temporary folder is private to this user and removed after all processes have ended.
     store = Path(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     store.touch()
     ranks = [context.Process(target=serve, args=(request, board, rank, num_ranks, store)) for rank in range(num_ranks)]
@@ -84,10 +83,10 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
 
 
 def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
-    """Run processes to their end, and kill the others some time after one has failed.
+    """Run processes to their end; if one fails, kill the others after a grace period.
 
     Returns:
-        The exit codes of those that failed by themselves, by rank, in the order in which they ended.
+        The nonzero exit codes of ranks that were not killed here, by rank, in the order in which they ended.
     """
     failed: dict[int, int] = {}
     running = dict(enumerate(ranks))
@@ -113,11 +112,11 @@ def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
 
 
 def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, store: Path) -> None:
-    """Run one rank, in a process that the launcher has started."""
+    """Run one rank in a process started by the launcher."""
     joined = threading.Event()
-    threading.Thread(target=_end_without_launcher, args=(store, joined), name="anybatch launcher", daemon=True).start()
+    threading.Thread(target=_end_without_launcher, args=(joined,), name="anybatch launcher", daemon=True).start()
     torch.set_num_threads(board.num_threads)
-    say_launched(rank, num_ranks, _opened(store).as_uri())
+    set_launch_variables(rank, num_ranks, _opened(store).as_uri())
     listen_at_loopback()
     asked = _catch_signals()
     try:
@@ -134,34 +133,32 @@ def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, 
     if status in (Status.DONE, Status.STOPPED):
         dist.destroy_process_group()
     board.statuses[rank] = status
-    if not _launcher_lives() and all(ended >= 0 for ended in board.statuses):
-        _remove_folder(store)
     if status not in (Status.DONE, Status.STOPPED):
         sys.exit(status)
 
 
 def _opened(store: Path) -> Path:
-    """Return a path to the store that stays valid when the file is removed.
+    """Return a path to the store that stays valid after the file is removed (Linux only).
 
-    torch waits for a file that is missing, and lets no other thread run meanwhile. Only Linux has such a path.
+    torch waits for a missing file without releasing the GIL.
     """
     place = Path(f"/proc/self/fd/{os.open(store, os.O_RDWR)}")
     return place if place.exists() else store
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Return how many threads each rank may use, so that all of them together use the cores once."""
+    """Return the number of threads per rank that uses every core once."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Less where the user has said so, with OMP_NUM_THREADS.
+    # torch's number is smaller if the user has set OMP_NUM_THREADS.
     return min(torch.get_num_threads(), max(1, num_cores // num_ranks))
 
 
 def exit_status_of(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Status, str]:
-    """Return the exit status of a run from those of its ranks, and what to say of a rank that could not say it itself.
+    """Return the exit status of a run, and a message about a rank that died without one.
 
     Args:
-        statuses: of each rank; below 0 where it did not get to say.
-        exit_codes: of the processes of ranks that failed first; below 0 for a signal.
+        statuses: status of each rank; below 0 if it reported none.
+        exit_codes: exit codes of the ranks that failed first; below 0 for a signal.
     """
     known = [Status(status) for status in statuses if status >= 0]
     first = [Status(statuses[rank]) for rank in exit_codes if statuses[rank] >= 0]
@@ -170,7 +167,7 @@ def exit_status_of(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tu
             return status, ""
     for rank, code in exit_codes.items():
         if statuses[rank] < 0:
-            return Status.RANKS, f"rank {rank} {_how_it_ended(code)} The other ranks were ended too."
+            return Status.RANKS, f"rank {rank} {_how_it_ended(code)} The other ranks were stopped too."
     if Status.RANKS in known or len(known) < len(statuses):
         return Status.RANKS, ""
     return (Status.STOPPED if Status.STOPPED in known else Status.DONE), ""
@@ -178,18 +175,18 @@ def exit_status_of(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tu
 
 def _how_it_ended(exit_code: int) -> str:
     if exit_code < 0:
-        names = {number.value: number.name for number in signal.Signals}  # SIGKILL is none of Windows' signals
+        names = {number.value: number.name for number in signal.Signals}  # Windows has no SIGKILL
         name = names.get(-exit_code, f"signal {-exit_code}")
         if name == "SIGKILL":
             return "was killed (SIGKILL: by a user, or by the system because memory ran out)."
         return f"was ended by {name}."
-    return f"ended with exit code {exit_code} before it could say why."
+    return f"ended with exit code {exit_code} without an error message."
 
 
 def _catch_signals() -> list[signal.Signals]:
-    """Return a list that is not empty once this rank itself was asked to stop.
+    """Return a list that receives SIGTERM if this rank gets one.
 
-    A Ctrl-C reaches every process of a terminal, and only the launcher acts on it.
+    Ignore SIGINT: Ctrl-C reaches every process of a terminal, and the launcher handles it.
     """
     asked: list[signal.Signals] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -202,32 +199,26 @@ def _launcher_lives() -> bool:
     return launcher is None or launcher.is_alive()
 
 
-def _end_without_launcher(store: Path, joined: threading.Event) -> None:
-    """Wait for the launcher to die; end this rank at once if it has not joined the others, else some time later."""
+def _end_without_launcher(joined: threading.Event) -> None:
+    """Kill this rank when the launcher dies: after a grace period to save if it has joined, else immediately."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
     if joined.is_set():
         time.sleep(_SECONDS_WITHOUT_LAUNCHER)
-    _remove_folder(store)
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
-
-
-def _remove_folder(store: Path) -> None:
-    """Remove the folder that the launcher would have removed at its end."""
-    shutil.rmtree(store.parent, ignore_errors=True)
 
 
 @contextmanager
 def _listening(board: SharedState) -> Iterator[None]:
-    """Let signals to the launcher ask the ranks to stop; a second Ctrl-C ends them at once."""
+    """Forward signals as a request to stop; a second Ctrl-C ends the ranks immediately."""
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if not board.stop.value:
             board.stop.value = 1
-            say_stopping(signal.Signals(number))
+            print_stopping(signal.Signals(number))
         elif number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not come between
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not interrupt the clean-up
             raise KeyboardInterrupt
 
     former = {number: signal.signal(number, ask) for number in SIGNALS}

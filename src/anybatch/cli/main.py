@@ -1,4 +1,4 @@
-"""`anybatch`: find the verb, run it, and turn an error into a message and an exit status."""
+"""`anybatch`: run a command, and turn an error into a message and an exit status."""
 
 import argparse
 import difflib
@@ -17,60 +17,53 @@ from anybatch.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """Something the command line can do.
+    """A command: its name, a one-line summary, and the extra that provides it (None: anybatch itself).
 
-    Attributes:
-        name: the word to type; also the name of the module in this folder that does it, by `run(words) -> int`.
-        question: what a user who needs it asks.
-        extra: the extra of anybatch whose package brings it, as an entry point of `ENTRY_POINTS`; None: it is ours.
+    `anybatch.cli.NAME.run(words)` runs it, or an entry point of `ENTRY_POINTS` for a command of an extra.
     """
 
     name: str
-    question: str
+    summary: str
     extra: str | None = None
 
 
 VerbFunction = Callable[[Sequence[str]], int]
-"""Takes the words after the verb, and returns an exit status."""
+"""Receives the words after the command; returns an exit status."""
 ENTRY_POINTS = "anybatch.verbs"
-"""The group in which other packages name their verbs: `name = "module:function"`."""
+"""The entry-point group of commands of other packages: `name = "module:function"`."""
 
 VERBS = (
-    Verb("train", "How do I train at the batch size I name, on whatever is here?"),
-    Verb("plan", "What fits into a device that is not here, and what would make more fit?"),
-    Verb("check", "Is what I train exactly what I think?"),
-    Verb("tune", "Which micro-batch size is the fastest here, and does loading keep up?"),
-    Verb("compare", "Which way of using devices is best here: accumulation, DDP, ZeRO-1, FSDP?"),
-    Verb("scale", "Why are N ranks not N times as fast, and what should I change?"),
-    Verb("advise", "Which effective batch size is worth it here, and does accumulating pay?"),
-    Verb("spikes", "Has a run left its course, and where?"),
-    Verb("trace", "What did each rank do, and when?"),
-    Verb("watch", "How are my runs doing, now and beside each other?", extra="guide"),
-    Verb("memory", "Where does the memory of a step go, and how much is left?"),
-    Verb("demo", "What does it do, in a minute?"),
-    Verb("guide", "What happens in a step, and what changes if I do it otherwise?", extra="guide"),
-    Verb("init", "How does a recipe of my own begin?"),
-    Verb("env", "What should a bug report say about this machine?"),
+    Verb("train", "Train a recipe at the effective batch size you choose"),
+    Verb("plan", "Predict what fits into a device, and what would make more fit"),
+    Verb("check", "Check that micro-batches give the gradient of the whole batch"),
+    Verb("tune", "Find the fastest micro-batch size, and check that data loading keeps up"),
+    Verb("compare", "Compare accumulation, DDP, ZeRO-1 and FSDP on this machine"),
+    Verb("scale", "Find out why N ranks are not N times as fast"),
+    Verb("advise", "Find the effective batch size that pays off"),
+    Verb("spikes", "Find loss spikes and divergence in a log"),
+    Verb("trace", "Show what each rank did, and when"),
+    Verb("watch", "Follow runs in the browser, live and side by side", extra="guide"),
+    Verb("memory", "Show where the memory of a step goes"),
+    Verb("demo", "See it work in a minute"),
+    Verb("guide", "Explore what happens in a step, in the browser", extra="guide"),
+    Verb("init", "Write a starter recipe"),
+    Verb("env", "Print versions and hardware for a bug report"),
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit status.
-
-    Args:
-        words: what follows the program's name; None takes it from the process.
-    """
+    """Run a command line and return its exit status."""
     try:
         status = _run_command(sys.argv[1:] if words is None else words)
-        # Output that cannot be written fails here, and not when the interpreter exits.
+        # A failure to write the output is raised here instead of at interpreter exit.
         sys.stdout.flush()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (every error becomes a message and an exit status)
         return _report(error)
     return status
 
 
 def _run_command(words: Sequence[str]) -> int:
-    """Run a command line and return its exit status; errors pass."""
+    """Run a command line and return its exit status; errors propagate."""
     if len(words) > 1 and words[0] == "help":
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
@@ -86,20 +79,20 @@ def _run_command(words: Sequence[str]) -> int:
     try:
         return int(function_of(verb)(words[1:]))
     except SystemExit as end:
-        # argparse ends the program on --help and on a wrong option; any other exit is the user's code.
+        # argparse exits on --help and on a wrong option; any other exit comes from the user's code.
         if isinstance(end.code, int) and _raised_by_argparse(end):
             return end.code
         return _report(end)
 
 
 def _report(error: BaseException) -> int:
-    """Print an error and return the exit status; nothing is printed if the reader of the output has gone."""
+    """Print an error and return the exit status; print nothing if the reader closed the pipe."""
     from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
     from anybatch.cli.output import discard_unwritable_output  # noqa: PLC0415 (the same)
 
     status = status_of(error)
     if status is not Status.CLOSED_PIPE:
-        with suppress(OSError):  # results that were written so far come before the error
+        with suppress(OSError):  # print the results so far before the error
             sys.stdout.flush()
         with suppress(OSError):
             sys.stderr.write(f"{explain(error)}\n")
@@ -113,32 +106,28 @@ def _raised_by_argparse(error: SystemExit) -> bool:
 
 
 def function_of(verb: Verb) -> VerbFunction:
-    """Import what does a verb, only now: some bring torch along, which takes seconds.
-
-    Raises:
-        UserError: its package is not installed.
-    """
+    """Import the function of a command; late, because some import torch, which takes seconds."""
     if verb.extra is None:
         return cast("VerbFunction", importlib.import_module(f"anybatch.cli.{verb.name}").run)
     for found in entry_points(group=ENTRY_POINTS, name=verb.name):
         return cast("VerbFunction", found.load())
-    message = f"`anybatch {verb.name}` is a package of its own: pip install 'anybatch[{verb.extra}]'"
+    message = f"`anybatch {verb.name}` needs an extra: pip install 'anybatch[{verb.extra}]'"
     raise UserError(message)
 
 
 def overview() -> str:
-    """Return the verbs, as the questions they answer."""
+    """Return the list of commands."""
     width = max(len(verb.name) for verb in VERBS)
-    lines = [f"  anybatch {verb.name:<{width}}  {verb.question}\n" for verb in VERBS]
+    lines = [f"  anybatch {verb.name:<{width}}  {verb.summary}\n" for verb in VERBS]
     return (
         "anybatch: name the effective batch size; any hardware trains it, exactly.\n\n"
         f"{''.join(lines)}\n"
-        "`anybatch VERB --help` says what a verb takes. To begin: anybatch train digits\n"
+        "`anybatch COMMAND --help` lists the options of a command. Start with: anybatch train digits\n"
     )
 
 
 def unknown_verb(word: str) -> str:
-    """Return the message about an unknown command, with the nearest one."""
+    """Return the error for an unknown command, with the most similar one."""
     names = [verb.name for verb in VERBS]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"Did you mean `anybatch {near[0]}`?" if near else f"Commands: {', '.join(names)}."

@@ -1,6 +1,6 @@
-"""From the options of other libraries to ours. docs/command_line.md has the same table, with what differs.
+"""Maps options of other libraries to ours; docs/command_line.md has the same table, with the differences.
 
-The names are those of DeepSpeed (configuration JSON), Accelerate (`accelerate launch`), transformers
+The names come from DeepSpeed (configuration JSON), Accelerate (`accelerate launch`), transformers
 (`TrainingArguments`), Lightning (`Trainer`), Megatron-LM, torchtitan, torchrun and nanoGPT.
 """
 
@@ -14,20 +14,20 @@ OWN_OPTIONS: Final = (
     *("seed", "out", "resume", "checkpoint-seconds"),
 )
 
-# Where the same number means another batch here, the answer says so on the spot. For the rest our option is enough.
+# The hint explains the difference if the same number gives a different batch here.
 _EFFECTIVE = (
-    "samples of one optimizer step over all ranks. A batch size per device is another number: times accumulation steps "
-    "and ranks, it is this one."
+    "samples of one optimizer step over all ranks. Multiply a batch size per device by the accumulation steps and "
+    "the ranks."
 )
 _MICRO = (
-    "the same number, samples of one forward and backward on one device; but it only has to fit the memory. It no "
-    "longer decides the batch: name that with --effective-batch-size (theirs x accumulation steps x ranks)."
+    "samples per forward and backward on one device, as there. It only has to fit into memory and does not "
+    "determine the batch: set that with --effective-batch-size (theirs x accumulation steps x ranks)."
 )
 _STEPS = (
-    "micro-batches per rank and step, as there; but they no longer make the batch larger, they cut the same effective "
-    "batch into more parts. Mostly you need not name them."
+    "micro-batches per rank and step. They do not enlarge the batch; they split the same effective batch into more "
+    "parts. Usually you can leave them out."
 )
-_RECIPE = "a recipe says this once, for every machine; `anybatch init train.py` writes one to change."
+_RECIPE = "belongs to the recipe, for every machine; `anybatch init train.py` writes one to edit."
 
 HINTS: Final = (
     (
@@ -52,7 +52,7 @@ HINTS: Final = (
     (
         "--effective-batch-size 32,128@20000",
         "rampup-batch-size",
-        "128 samples of one optimizer step after 20,000 samples of 32; theirs grows by one increment again and again.",
+        "128 samples per optimizer step after 20,000 samples of 32; theirs grows by one increment again and again.",
     ),
     (
         "--ranks N",
@@ -112,22 +112,22 @@ HINTS: Final = (
         "",
     ),
 )
-"""Our option, those of other libraries for it, and the difference where the same number would mislead."""
+"""Our option, its names in other libraries, and the difference if the same number means something else."""
 
 
 def explain_unknown(words: Sequence[str]) -> str:
-    """Return a sentence about options that do not exist: ours for those of other libraries, else the nearest one."""
+    """Return an error about unknown options: our name for another library's option, else the most similar one."""
     names = [plain(word) for word in words if word.startswith("-")]
     for name in names:
         for ours, theirs, difference in HINTS:
             if name in theirs.split():
-                found = f"there is no --{name}; here it is `{ours}`"
+                found = f"unknown option --{name}; here it is `{ours}`"
                 return f"{found}: {difference}" if difference else f"{found}."
     if not names:
         return f"unknown argument {words[0]!r}. Pass one recipe; options begin with --"
     near = difflib.get_close_matches(names[0], OWN_OPTIONS, n=1)
-    hint = f"Did you mean --{near[0]}?" if near else f"There are: {', '.join(f'--{word}' for word in OWN_OPTIONS)}."
-    return f"there is no --{names[0]}. {hint}"
+    hint = f"Did you mean --{near[0]}?" if near else f"Options: {', '.join(f'--{word}' for word in OWN_OPTIONS)}."
+    return f"unknown option --{names[0]}. {hint}"
 
 
 def plain(option: str) -> str:

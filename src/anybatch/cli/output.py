@@ -1,4 +1,4 @@
-"""Output that can no longer be written: a closed pipe, as after `| head -1`, or a full disk."""
+"""Unwritable output: a closed pipe, as after `| head -1`, or a full disk."""
 
 import os
 import select
@@ -8,12 +8,12 @@ from typing import TextIO
 
 
 def is_output_closed(error: BaseException) -> bool:
-    """Return whether an error says that the reader of standard output or standard error has closed the pipe."""
+    """Return whether an error means that the reader of standard output or standard error closed the pipe."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
 
 
 def discard_unwritable_output() -> None:
-    """Send output that cannot be written to the null device, so that Python does not fail again when it exits."""
+    """Redirect unwritable output to the null device, so that Python does not fail again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -29,10 +29,10 @@ def discard_unwritable_output() -> None:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    # Not by another write: a stream drops what it could not write, so the next one may succeed.
+    # Polled, because a stream drops unwritten data, so another write may succeed.
     poller = select.poll()
     try:
         poller.register(stream.fileno(), 0)
-    except (OSError, ValueError):  # a stream that is no file, or is closed
+    except (OSError, ValueError):  # not a file, or closed
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll(0))

@@ -1,4 +1,4 @@
-"""argparse, as every verb uses it: options in full, errors in a sentence, values that say what they must be."""
+"""argparse as every command uses it: no abbreviations, one-line errors, typed values."""
 
 import argparse
 import os
@@ -16,25 +16,18 @@ Explain = Callable[[Sequence[str]], str]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one verb.
-
-    Args:
-        verb: its name.
-        description: of the verb, in a sentence or two.
-        epilog: what to say last in the help.
-        explain_unknown: returns what to say about words that it does not know; None for the words themselves.
-    """
+    """The parser of one command; `explain_unknown` returns the error for unknown words."""
 
     def __init__(
         self, verb: str, description: str, *, epilog: str | None = None, explain_unknown: Explain | None = None
     ) -> None:
-        # An abbreviation is a name that is written down nowhere.
+        # Abbreviated options would break scripts when an option is added.
         super().__init__(prog=f"anybatch {verb}", description=description, epilog=epilog, allow_abbrev=False)
         self._explain_unknown = explain_unknown
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the values of a command line, or end the program with a sentence about the first thing wrong in it."""
-        # Unknown words are returned instead of refused, so that the sentence about them is our own.
+        """Return the values of a command line, or exit with the first error in it."""
+        # argparse would print its own message for unknown words.
         values, unknown = self.parse_known_args(words)
         if unknown and self._explain_unknown is not None:
             self.error(self._explain_unknown(unknown))
@@ -45,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and end the program."""
-        self.exit(Status.USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
+        self.exit(Status.USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists the options)\n")
 
 
 def count(text: str) -> int:
@@ -95,15 +88,11 @@ def memory_size(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file to write, if a file can be there: checked before what goes into it is computed.
-
-    Raises:
-        ArgumentTypeError: it is a folder, or lies below a file or in a folder that cannot be written.
-    """
+    """Return the path of an output file, checked to be writable before its content is computed."""
     path = Path(text)
     parent = next(folder for folder in (path.absolute(), *path.absolute().parents)[1:] if os.path.lexists(folder))
     if not text or path.is_dir():
-        message = f"{text!r} is a folder; name a file in it"
+        message = f"{text!r} is a folder; choose a file in it"
     elif not parent.is_dir():
         message = f"{text!r} cannot be written: {str(parent)!r} is not a folder"
     elif not os.access(path if path.exists() else parent, os.W_OK):
@@ -114,7 +103,7 @@ def output_file(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Return the path of a picture to write, checked as by `output_file`."""
+    """Return the path of a picture, checked as by `output_file`."""
     path = output_file(text)
     if path.suffix.lower() not in FORMATS:
         message = f"{text!r} must end in one of {', '.join(FORMATS)}"
@@ -123,11 +112,7 @@ def picture_file(text: str) -> Path:
 
 
 def integer(text: str) -> int:
-    """Return a whole number.
-
-    Raises:
-        ArgumentTypeError: it is none; argparse shows the message.
-    """
+    """Return a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -136,13 +121,7 @@ def integer(text: str) -> int:
 
 
 def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str) -> None:
-    """Let a verb take a recipe.
-
-    Args:
-        parser: of the verb.
-        default: the recipe if none is named; None to leave that to the verb.
-        shown: what the help says is taken.
-    """
+    """Add the argument RECIPE; `shown` is the default that the help names."""
     parser.add_argument(
         "recipe",
         nargs="?",

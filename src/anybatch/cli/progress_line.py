@@ -1,4 +1,4 @@
-"""What a verb that measures for a minute says meanwhile: one line of the terminal, over itself."""
+"""The progress of a measuring command: one line of the terminal, overwritten."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ _WIDTH: Final = 79
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None] | None]:
-    """Yield a function (words) that writes them over the last line, also from another process; clear it at the end.
+    """Yield a function that overwrites the line, from any process; clear the line at the end.
 
-    None where the error stream is no terminal.
+    Yields None if standard error is not a terminal.
     """
     if not sys.stderr.isatty():
         yield None
@@ -24,6 +24,6 @@ def progress_line() -> Iterator[Callable[[str], None] | None]:
 
 
 def _write(words: str) -> None:
-    # To the error stream, beside the report.
+    # Standard output is for the report.
     sys.stderr.write(f"\r{words[:_WIDTH]:<{_WIDTH}}\r")
     sys.stderr.flush()

@@ -27,17 +27,17 @@ from anybatch.recipes.run.settings import Choices
 
 
 def join() -> World:
-    """Return the world, or say what kept the ranks from meeting.
+    """Return the world of ranks.
 
     Raises:
-        WorldError: they did not meet.
+        WorldError: the ranks could not connect.
     """
     try:
         return World.from_environment()
     except dist.DistError as error:
         message = (
-            f"the ranks could not meet: {str(error).splitlines()[0].rstrip('.')}. If the port is taken, by an earlier "
-            "run that has not ended yet, wait for it or give the launcher another one (torchrun's --master-port)."
+            f"the ranks could not connect: {str(error).splitlines()[0].rstrip('.')}. If an earlier run still uses the "
+            "port, wait for it, or give the launcher another port (torchrun's --master-port)."
         )
         raise WorldError(message) from error
 
@@ -45,22 +45,22 @@ def join() -> World:
 def run_rank(
     request: TrainRequest, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False
 ) -> tuple[Status, str]:
-    """Train as one rank; return how that ended, and the words for it.
+    """Train as one rank; return its status and the error message.
 
-    What failed is printed by the rank on which it failed first.
+    The first rank that fails prints the error.
 
     Args:
-        request: what was asked for.
+        request: the requested run.
         world: the ranks.
-        stop: whether to stop after this step; None lets signals decide.
-        is_watched: a launcher of ours will say it if a rank ends without a word.
+        stop: returns whether to stop after this step; None: stop on signals.
+        is_watched: our launcher reports ranks that die without an error message.
     """
     try:
         with warnings.catch_warnings():
             _quiet_warnings(world)
             return _train(request, world, stop), ""
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (whatever it is, the status says it)
-        # Every rank sees an error when one fails; only the rank that published first prints it.
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (every error becomes a status)
+        # When a rank fails, all ranks raise; only the first to publish its error prints it.
         is_first = world.publish_failure(error, 0)
         words = explain(error)
         status = status_of(error)
@@ -72,18 +72,18 @@ def run_rank(
 
 def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None) -> Status:
     if request.ranks not in (None, "auto", world.size):
-        message = f"--ranks {request.ranks}, but a launcher has started {world.size}. Leave --ranks to the launcher."
+        message = f"--ranks {request.ranks} differs from the {world.size} ranks of the launcher. Omit --ranks."
         raise UserError(message)
     if request.folder is None and (max_restarts() or is_restarted()):
         message = (
-            f"the launcher starts these ranks again ({'it has done so' if is_restarted() else 'it may do so'}), and "
-            "without --out each start begins a new run. Name the folder: --out FOLDER."
+            f"the launcher {'has restarted' if is_restarted() else 'may restart'} these ranks, and without --out each "
+            "restart would begin a new run. Set the folder: --out FOLDER."
         )
         raise UserError(message)
     recipe = request.recipe or DEFAULT_RECIPE
-    # The name has the time in it, and other ranks would read the clock a moment later.
+    # The name contains the time, which differs between ranks.
     folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
-    resume = on_first_rank(world, partial(_goes_on, request, RunFolder(folder)))
+    resume = on_first_rank(world, partial(_resumes, request, RunFolder(folder)))
     origin: dict[str, str | int] = {"recipe": recipe, "ranks": request.ranks or "auto"}
     if (launch := launch_id()) is not None:
         origin["launch"] = launch
@@ -107,21 +107,20 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
     return Status.STOPPED if result.stopped else Status.DONE
 
 
-def _goes_on(request: TrainRequest, place: RunFolder) -> bool:
-    """Return whether to go on with the run in a folder, and not to begin one."""
+def _resumes(request: TrainRequest, place: RunFolder) -> bool:
+    """Return whether to resume the run in a folder instead of starting a new one."""
     if request.resume in ("always", "never") or not place.header.exists():
         return request.resume == "always"
     return request.resume == "auto" or is_restarted() or place.read().origin.get("launch", "") == launch_id()
 
 
 def new_folder(recipe: str | None) -> Path:
-    """Return a folder for a run that has no name yet."""
+    """Return the default folder of a new run."""
     return RUNS / f"{short_name(recipe or DEFAULT_RECIPE)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _quiet_warnings(world: World) -> None:
-    """Show warnings as sentences, and once: ranks do the same, so they warn of the same."""
-    # Ranks run the same code, so their warnings are the same, too.
+    """Print warnings as one sentence, on the first rank only, since all ranks warn about the same."""
     if world.rank:
         warnings.simplefilter("ignore")
 

@@ -1,4 +1,4 @@
-"""Files that a verb writes beside its text: the report as JSON, and its picture."""
+"""Files of a report: JSON and a picture."""
 
 import json
 import sys
@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 
 
 class Report(Protocol):
-    """What a verb has found."""
+    """The result of a command."""
 
     def as_json(self) -> Mapping[str, Any]:
-        """Return it as `json.dumps` takes it."""
+        """Return it as `json.dumps` accepts it."""
         ...
 
 
@@ -21,14 +21,7 @@ ReportT = TypeVar("ReportT", bound=Report)
 def write_report_files(
     report: ReportT, draw: Callable[[ReportT, Path], object], *, json_file: Path | None, figure: Path | None
 ) -> None:
-    """Write the files that were asked for, and say so.
-
-    Args:
-        report: what was found.
-        draw: draws it into a file.
-        json_file: where to write it as JSON; None for nowhere.
-        figure: where to draw it; None for nowhere.
-    """
+    """Write the requested files, and print their names; None skips a file."""
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")

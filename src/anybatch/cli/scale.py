@@ -1,4 +1,4 @@
-"""`anybatch scale RECIPE`: why several ranks are not that many times as fast, and what to change."""
+"""`anybatch scale RECIPE`: why N ranks are not N times as fast, and what to change."""
 
 import argparse
 import sys
@@ -15,17 +15,17 @@ from anybatch.cli.train_request import DEFAULT_RECIPE
 from anybatch.errors import UserError
 
 _DESCRIPTION = (
-    "Run steps of a recipe on several ranks of this machine's CPUs, with and without reduction, in several bucket "
-    "sizes, with and without loading; say what keeps N ranks from being N times as fast, what to change, and how much "
-    "that will gain. What is trained is not kept."
+    "Run steps of a recipe on several ranks of this machine's CPUs, with and without reduction, with several bucket "
+    "sizes, with and without data loading. Report what keeps N ranks from being N times as fast, what to change, and "
+    "the expected gain. The trained model is not kept."
 )
 MEASURED = ("all_reduce", "ddp")
 _SHARED = ("--strategy", "--effective-batch-size", "--micro-batch-size", "--bucket", "--figure", "--json")
-"""Options that both a measurement and a forecast have."""
+"""Options of both a measurement and a forecast."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Measure the recipe that a command line names, or read a log; return the exit status."""
+    """Run `anybatch scale` and return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
     if given.log is not None:
@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("scale", _DESCRIPTION)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
@@ -43,63 +43,61 @@ def make_parser() -> Parser:
         type=count,
         action="append",
         metavar="N",
-        help="a number of ranks; may be given several times (default: 2); one rank is always measured beside it",
+        help="number of ranks; repeatable (default: 2); one rank is always measured too",
     )
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
     add(
         "--micro-batch-size",
         type=count,
         metavar="N",
-        help="of one forward and backward (default: the fastest of a few)",
+        help="samples per forward and backward (default: the fastest of a few)",
     )
     add(
         "--strategy",
         choices=("all_reduce", "ddp", "zero1", "fsdp"),
         default="all_reduce",
-        help="how ranks sum; zero1 and fsdp are forecast only (default: all_reduce)",
+        help="how ranks sum gradients; zero1 and fsdp only with --forecast (default: all_reduce)",
     )
     add("--workers", type=integer, default=0, metavar="N", help="loading processes per rank (default: 0)")
-    add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="of the run (default: 25MiB)")
+    add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="gradient bucket (default: 25MiB)")
     add(
         "--buckets",
         type=memory_size,
         action="append",
         metavar="SIZE",
-        help="a bucket size to try, such as 5MiB; may be given several times (default: 1, 5, 25, 50 and 100 MiB, and "
-        "the model's gradients in 1, 2, 4 and 8 parts)",
+        help="another bucket size to try, such as 5MiB; repeatable (default: 1, 5, 25, 50 and 100 MiB, and the "
+        "model's gradients in 1, 2, 4 and 8 parts)",
     )
-    add("--apply", action="store_true", help="try the first change that can be tried, and say whether the gain came")
-    add("--seconds", type=count, default=20, metavar="N", help="about as long for steps in turns (default: 20)")
-    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
+    add("--apply", action="store_true", help="try the first suggested change, and report the measured gain")
+    add("--seconds", type=count, default=20, metavar="N", help="seconds of measuring, approximately (default: 20)")
+    add(
+        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
+    )
     add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")
     add(
         "--figure",
         type=picture_file,
         metavar="FILE",
-        help="draw a step's parts, and bucket sizes: .png, .svg or .pdf",
+        help="draw the parts of a step, and the bucket sizes: .png, .svg or .pdf",
     )
-    add("--json", type=output_file, metavar="FILE", help="write everything that was found")
+    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     add_forecast_options(parser, without=_SHARED)
     return parser
 
 
 def scale_recipe(given: argparse.Namespace) -> int:
-    """Measure a recipe, print the report, and return the exit status.
-
-    Raises:
-        UserError: the recipe or a number cannot be used.
-    """
+    """Measure a recipe, print the report, and return the exit status."""
     if given.strategy not in MEASURED:
-        message = f"--strategy {given.strategy} is forecast only: add --forecast N --link RATE,LATENCY, or use ddp."
+        message = f"--strategy {given.strategy} can only be forecast: add --forecast N --link RATE,LATENCY, or use ddp."
         raise UserError(message)
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.diagnostics.scaling.figure import draw_scaling  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.scaling.measure import RunSettings  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.scaling.scale import measure_scaling  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.diagnostics.scaling.figure import draw_scaling  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.scaling.measure import RunSettings  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.scaling.scale import measure_scaling  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
-    load_recipe(given.recipe)  # here, so that a mistake is not an error of a rank
+    load_recipe(given.recipe)  # a mistake is reported here, not by a rank
     job = MeasuredJob(recipe=given.recipe, effective_batch_size=given.effective_batch_size, seed=given.seed)
     settings = RunSettings(
         strategy=given.strategy,
@@ -118,19 +116,14 @@ def scale_recipe(given: argparse.Namespace) -> int:
             apply=given.apply,
             tell=tell,
         )
-    sys.stdout.write(f"{given.recipe}: why is it not linear?\n{report}\n")
+    sys.stdout.write(f"{given.recipe}: what limits scaling?\n{report}\n")
     write_report_files(report, draw_scaling, json_file=given.json, figure=given.figure)
     return Status.DONE
 
 
 def read_a_log(path: Path) -> int:
-    """Print what the log of a run says about its steps, and return the exit status.
+    """Print the parts of a step by the log of a run, and return the exit status."""
+    from anybatch.diagnostics.scaling.from_log import read_steps  # noqa: PLC0415 (imports torch)
 
-    Raises:
-        UserError: the log holds no steps.
-        OSError: it cannot be opened.
-    """
-    from anybatch.diagnostics.scaling.from_log import read_steps  # noqa: PLC0415 (brings torch)
-
-    sys.stdout.write(f"{path}: where do the steps of this run go?\n{read_steps(path)}\n")
+    sys.stdout.write(f"{path}: parts of a step\n{read_steps(path)}\n")
     return Status.DONE

@@ -1,4 +1,4 @@
-"""The terminal's side of a run: where its files are, its progress, and a summary at the end."""
+"""The terminal output of a run: its folder, its progress, and a summary."""
 
 import shlex
 import sys
@@ -27,21 +27,15 @@ _STOPPING = DiagnosisRecord(
     step=None,
     code="stopping",
     level="warning",
-    message="asked to stop: stopping after this step, and saving; Ctrl-C (again) ends at once, without",
+    message="stopping after this step and saving a checkpoint; press Ctrl-C again to quit without saving",
     remedy=None,
 )
 
 
 class ConsoleFilter:
-    """An observer that hands a console the records which are shown nowhere else.
+    """An observer that passes on only the records to show on the console.
 
-    Left out are saved checkpoints, which are in the log, the last one in the summary, and the reason why a run failed,
-    which is printed once for all ranks when it has ended.
-
-    Args:
-        console: shows the rest.
-        stop_requested: function () -> whether the run was asked to stop, where the console should say so; a line that
-            a signal handler writes would be lost under the bar.
+    Saved checkpoints are in the log and the summary; the reason of a failure is printed once for all ranks.
     """
 
     def __init__(self, console: Console, stop_requested: Callable[[], bool] | None = None) -> None:
@@ -49,10 +43,10 @@ class ConsoleFilter:
         self._stop_requested = stop_requested
 
     def observe(self, record: Record, /) -> None:
-        """Show a record, unless it is shown elsewhere."""
+        """Pass on a record, unless it is shown elsewhere."""
         stop_requested = self._stop_requested
         if stop_requested is not None and not isinstance(record, StartRecord | EndRecord) and stop_requested():
-            self._stop_requested = None  # said once
+            self._stop_requested = None  # reported once
             self._console.observe(_STOPPING)
         if isinstance(record, EndRecord) and record.status == "failed":
             self._console.close()
@@ -61,26 +55,22 @@ class ConsoleFilter:
 
 
 class RunDisplay:
-    """Shows a run from rank 0: on the console and, where it is installed, for TensorBoard. Use it in a `with`.
-
-    Args:
-        stop_requested: function () -> whether the run was asked to stop; None if that is not known.
-    """
+    """Shows a run on rank 0: on the console, and in TensorBoard if installed. Use it in a `with`."""
 
     def __init__(self, stop_requested: Callable[[], bool] | None) -> None:
-        # Without a terminal there is no bar that the signal handler's own line could be lost under.
+        # A line of the signal handler would be overwritten by the bar of a terminal.
         self._stop_requested = stop_requested if sys.stderr.isatty() else None
         self._console: Console | None = None
         self._charts: TensorBoardLog | None = None
         self.missing = ""
-        """Why there is nothing for TensorBoard, and how to get it; empty if there is something."""
+        """Why TensorBoard is not available, and how to install it; empty if it is."""
 
     def begin(self, session: SessionStart) -> Observer:
-        """Print where the run is, and return the observer that shows it.
+        """Print the run's folder, and return the observer that shows the run.
 
-        Progress goes to the standard error, so that the standard output is the result.
+        Progress goes to standard error; standard output is for the result.
         """
-        # Before the first step, so that the place is known even if the run is killed within it.
+        # Before the first step, so that the folder is known even if the run is killed within it.
         sys.stderr.write(f"{place_of(session)}\n")
         sys.stderr.flush()
         self._console = Console(session.num_steps)
@@ -99,36 +89,31 @@ class RunDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the terminal back and close TensorBoard's file, however the run has ended."""
+        """Restore the terminal and close TensorBoard's file."""
         if self._console is not None:
             self._console.close()
         if self._charts is not None:
-            # A full disk, say, has ended the run and ends this too: the first error is the one to show.
+            # A full disk, for example, also fails here; the first error is the one to show.
             with nullcontext() if error is None else suppress(Exception):
                 self._charts.close()
 
 
 def place_of(session: SessionStart) -> str:
-    """Return where a run's files are, in one line."""
+    """Return the files of a run, in one line."""
     folder = session.folder
     return f"run in {folder.path}: log {folder.log(0).name}, checkpoints in {folder.checkpoints.name}/"
 
 
 def summary(result: SessionResult, *, tensorboard: str) -> str:
-    """Return how a session ended: time, numbers, the files that were written, and how to go on.
-
-    Args:
-        result: how it ended.
-        tensorboard: why there is nothing for TensorBoard; empty if there is something.
-    """
-    lines = {"stopped" if result.stopped else "done": _effort(result)}
+    """Return the result of a session: time, loss, metrics, files, and the command to continue."""
+    lines = {"stopped" if result.stopped else "finished": _effort(result)}
     if result.loss is not None:
         lines["loss"] = f"{three_digits(result.loss)} in the last step"
     if result.metrics:
         lines["metrics"] = _listed(result.metrics)
     if result.peak_bytes is not None:
         lines["memory"] = _memory(result.peak_bytes, result.limit_bytes)
-    lines["asked for"] = str(result.folder.header)
+    lines["settings"] = str(result.folder.header)
     lines["log"] = _logs(result.folder)
     if result.loss is not None:
         lines["plot"] = _picture(result.folder)
@@ -136,22 +121,22 @@ def summary(result: SessionResult, *, tensorboard: str) -> str:
     if result.checkpoint is not None:
         lines["checkpoint"] = str(result.checkpoint)
     command = resume_command(result.folder.path)
-    lines["resume" if result.stopped else "longer"] = command if result.stopped else f"{command} --epochs N"
+    lines["resume" if result.stopped else "train on"] = command if result.stopped else f"{command} --epochs N"
     return "".join(f"{name:<{_NAME_WIDTH}}{text}\n" for name, text in lines.items())
 
 
 def _logs(folder: RunFolder) -> str:
     num_others = len(list(folder.path.glob("events-rank-*.jsonl")))
-    return f"{folder.log(0)}{f' (and {num_others} of other ranks beside it)' * bool(num_others)}"
+    return f"{folder.log(0)}{f' (and {num_others} of other ranks)' * bool(num_others)}"
 
 
 def _picture(folder: RunFolder) -> str:
-    """Draw the losses and return where they are, or why they are not: a picture does not decide how a run has ended."""
+    """Draw the losses and return their files, or the reason why it failed: a failed picture must not fail the run."""
     try:
         return ", ".join(map(str, plot_losses(folder.log(0), folder.plots)))
     except UserError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 (whatever it was, the run itself is done and saved)
+    except Exception as error:  # noqa: BLE001 (the run is complete and saved)
         return f"not drawn, because of {type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -162,19 +147,19 @@ def resume_command(folder: Path) -> str:
 
 def _effort(result: SessionResult) -> str:
     if result.num_session_steps == 0:
-        return f"nothing was left to do: the run has made its {result.num_steps:,} steps"
+        return f"nothing left to do: all {result.num_steps:,} steps were already made"
     steps = f"{result.num_session_steps:,} step{'s' * (result.num_session_steps != 1)}"
-    in_all = f" ({result.num_steps:,} in all)" if result.num_steps != result.num_session_steps else ""
+    in_all = f" ({result.num_steps:,} in total)" if result.num_steps != result.num_session_steps else ""
     speed = result.num_session_samples / result.stepping_seconds if result.stepping_seconds > 0 else None
     return (
         f"{steps}{in_all}, {result.num_session_samples:,} samples in "
-        f"{duration(result.session_seconds)}, {per_second(speed)} samples/s while stepping"
+        f"{duration(result.session_seconds)}, {per_second(speed)} samples/s while training"
     )
 
 
 def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
     if limit_bytes is None:
-        return f"peak {in_bytes(peak_bytes)} resident on rank 0: {MEANINGS['resident']}"
+        return f"peak {in_bytes(peak_bytes)} (resident memory of the rank 0 process)"
     return f"{describe_reserve(Reserve(peak_bytes, limit_bytes))}; allocated on rank 0: {MEANINGS['allocated']}"
 
 

@@ -1,4 +1,4 @@
-"""`anybatch spikes LOG`: where a run has left its course, by its log."""
+"""`anybatch spikes LOG`: find loss spikes in the log of a run."""
 
 import sys
 from collections.abc import Sequence
@@ -8,25 +8,25 @@ from anybatch.cli.parser import Parser
 from anybatch.cli.status import Status
 
 _DESCRIPTION = (
-    "Look through the losses and gradient norms in the log of a run, finished or still going on, for what the steps "
-    "before would not lead one to expect: jumps, rises, what is not finite."
+    "Search the losses and gradient norms in the log of a finished or running run for jumps, rises and non-finite "
+    "values that the steps before do not explain."
 )
 
 
 def run(words: Sequence[str]) -> int:
-    """Read the log that a command line names; return the exit status."""
+    """Run `anybatch spikes` and return the exit status."""
     given = make_parser().parse(words)
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.core.spikes import SpikeRule  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.spike_log import read_spikes  # noqa: PLC0415 (brings torch)
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.core.spikes import SpikeRule  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.spike_log import read_spikes  # noqa: PLC0415 (imports torch)
 
     report = read_spikes(given.log, SpikeRule(strictness=given.strictness))
-    sys.stdout.write(f"{given.log}: has this run left its course?\n{report}\n")
+    sys.stdout.write(f"Loss spikes in {given.log}\n{report}\n")
     return Status.DONE
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("spikes", _DESCRIPTION)
     parser.add_argument("log", type=Path, metavar="LOG", help="events.jsonl, or the folder of a run")
     parser.add_argument(
@@ -34,6 +34,6 @@ def make_parser() -> Parser:
         type=float,
         default=7.0,
         metavar="X",
-        help="how certain a rise must be; lower finds more, and more by chance (default: 7)",
+        help="how unlikely a rise must be by chance; lower finds more, with more false alarms (default: 7)",
     )
     return parser

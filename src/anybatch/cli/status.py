@@ -1,4 +1,4 @@
-"""How a command ended, as the number that a shell or a scheduler sees."""
+"""The exit statuses of the command line."""
 
 import errno
 import sys
@@ -13,7 +13,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Status(IntEnum):
-    """The exit statuses. The table in docs/command_line.md has one line for each; a test compares them."""
+    """The exit statuses, listed in docs/command_line.md."""
 
     DONE = 0
     UNEXPECTED = 1
@@ -24,12 +24,13 @@ class Status(IntEnum):
     RANKS = 6
     OUT_OF_MEMORY = 7
     NOT_EXACT = 8
+    UNDECIDED = 9
     INTERRUPTED = 130
     CLOSED_PIPE = 141
 
 
 def status_of(error: BaseException) -> Status:
-    """Return how a command ends that this error ends."""
+    """Return the exit status for an error that ends a command."""
     if isinstance(error, KeyboardInterrupt):
         return Status.INTERRUPTED
     if is_output_closed(error):
@@ -50,10 +51,10 @@ def status_of(error: BaseException) -> Status:
 
 
 def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
-    """Return whether a file that the user chose cannot be used; errors of the user's own code are not included."""
+    """Return whether a file chosen by the user cannot be used, not counting errors of the user's own code."""
     return isinstance(error, OSError) and error.filename is not None and users_traceback(error) is None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")  # importing it takes seconds, and who has not imported it cannot have raised it
+    torch = sys.modules.get("torch")  # not imported: an error of torch implies that it is
     return isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))

@@ -1,16 +1,16 @@
-"""The line that answers a signal: a run stops after its step."""
+"""The message that confirms a signal: the run stops after its step."""
 
 import os
 import signal
 import sys
 
 
-def say_stopping(number: signal.Signals) -> None:
-    """Say that a stop was asked for; called from a signal handler, where a buffered print may fail.
+def print_stopping(number: signal.Signals) -> None:
+    """Confirm a stop request. Called from a signal handler, where a buffered print may fail.
 
-    On a terminal the console says it, above its bar.
+    On a terminal the console shows it above its bar instead.
     """
     if sys.stderr.isatty():
         return
-    again = "; Ctrl-C again ends at once, without" if number == signal.SIGINT else ""
-    os.write(sys.stderr.fileno(), f"\n{number.name}: stopping after this step, and saving{again}\n".encode())
+    again = " Press Ctrl-C again to quit immediately without saving." if number == signal.SIGINT else ""
+    os.write(sys.stderr.fileno(), f"\n{number.name}: finishing this step, then saving.{again}\n".encode())

@@ -1,6 +1,6 @@
-"""How torch's threads wait for each other: settled before torch is imported, so by the program, never by the library.
+"""Environment variables that torch reads when it is imported: set by the program, never by the library.
 
-The only file that writes to the environment.
+Only `fork_server.py` writes to the environment besides: it passes a folder to its server.
 """
 
 import os
@@ -8,19 +8,19 @@ import sys
 
 
 def let_threads_sleep() -> None:
-    """Let torch's threads sleep while they wait for each other, unless the user has said how they should wait.
+    """Let torch's threads sleep while they wait for each other, unless the user has set how they wait.
 
-    By default they spin, and each operator then waits for a thread that another program keeps from its core: see
-    docs/decisions/0008-command-line.md. It is read when torch is imported, and changes nothing afterwards.
+    By default they spin, and each operator then waits for a thread whose core another program uses: see
+    docs/decisions/0008-command-line.md. Without effect once torch is imported.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def hide_logs_of_torch() -> None:
-    """Let torch's C++ code print errors only, here and in processes that are started from here.
+    """Make torch's C++ code print errors only, in this process and its children.
 
-    Its reducer warns of what a comparison does on purpose. It is read when torch is imported.
+    A comparison triggers warnings of DDP's reducer on purpose. Without effect once torch is imported.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""`anybatch trace RUN`: a run's log as a trace for Perfetto."""
+"""`anybatch trace RUN`: convert the log of a run to a trace for Perfetto."""
 
 import sys
 from collections.abc import Sequence
@@ -9,18 +9,14 @@ from anybatch.cli.status import Status
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 
 _DESCRIPTION = (
-    "Write the log of a run, finished or still going on, as a trace: phases, micro-batches and reductions of each rank "
-    "on one line of time, with memory, loss and diagnoses. https://ui.perfetto.dev opens it."
+    "Convert the log of a finished or running run to a trace: phases, micro-batches and reductions of each rank on one "
+    "time axis, with memory, loss and diagnoses. Open it in https://ui.perfetto.dev."
 )
-_EPILOG = "Times are host times; on an accelerator, work shows where the host waits for it."
+_EPILOG = "Times are host times; on an accelerator, work shows up where the host waits for it."
 
 
 def run(words: Sequence[str]) -> int:
-    """Write the trace that a command line asks for; return the exit status.
-
-    Raises:
-        UserError: there is no such run, or no such step in it.
-    """
+    """Run `anybatch trace` and return the exit status."""
     given = make_parser().parse(words)
     logs = rank_logs(given.run)
     target = given.out or logs[0].with_name("trace.json")
@@ -28,19 +24,24 @@ def run(words: Sequence[str]) -> int:
     ranks = f"{report.num_ranks} rank{'s' * (report.num_ranks != 1)}"
     sys.stdout.write(f"wrote {target}: {report.num_steps} steps, {ranks}, {report.num_events} events\n")
     if report.num_skipped:
-        sys.stdout.write(f"left out {report.num_skipped} lines that are none of a log\n")
+        sys.stdout.write(f"skipped {report.num_skipped} unreadable lines\n")
     if report.shifted:
         names = ", ".join(map(str, report.shifted))
-        sys.stdout.write(f"other clocks than rank 0's: {names}; their steps stand where rank 0's end\n")
+        sys.stdout.write(f"clocks differ from rank 0's: {names}; their steps are aligned with the ends of rank 0's\n")
     return Status.DONE
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("trace", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of a run, or its events.jsonl; logs of other ranks lie beside it")
-    add("--out", type=output_file, metavar="FILE", help="where to write it (default: trace.json beside the log)")
-    add("--first-step", type=integer, default=0, metavar="N", help="the first step that is wanted (default: 0)")
-    add("--last-step", type=integer, metavar="N", help="the last one (default: the last of the log)")
+    add(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, or its events.jsonl; other ranks' logs are found next to it",
+    )
+    add("--out", type=output_file, metavar="FILE", help="file to write (default: trace.json next to the log)")
+    add("--first-step", type=integer, default=0, metavar="N", help="first step to include (default: 0)")
+    add("--last-step", type=integer, metavar="N", help="last step to include (default: the last of the log)")
     return parser

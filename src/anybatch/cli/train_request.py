@@ -1,4 +1,4 @@
-"""The request of an `anybatch train` command line, as a value that can be sent to other processes."""
+"""The request of an `anybatch train` command line; can be pickled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +12,16 @@ Resume = Literal["always", "auto", "never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """One run, as it was asked for.
+    """A requested run.
 
     Attributes:
-        recipe: what to train; None for the recipe of the run that is resumed, else the default one.
-        folder: where; None for a new folder in `runs`.
-        resume: whether to go on with the run in `folder`: "always"; "auto" if it was begun there, and after memory has
-            run out; "never"; None as "auto", but only where it is sure to be this very run: memory has run out, or the
-            launcher starts these ranks again.
-        ranks: how many; None for as many as the run that is resumed was asked for, else "auto".
-        checkpoint_seconds: most time between two checkpoints; None for that of a session.
-        choices: the arguments of `Choices` that were given.
+        recipe: the recipe to train; None: from the resumed run, else the default.
+        folder: the run's folder; None: a new one in `runs`.
+        resume: "always"; "auto": if the run was started in `folder`, and after out of memory; "never"; None: as "auto",
+            but only if it is certainly this run: after out of memory, or when the launcher restarts these ranks.
+        ranks: number of ranks; None: from the resumed run, else "auto".
+        checkpoint_seconds: maximum seconds between checkpoints; None: the session's default.
+        choices: the given arguments of `Choices`.
     """
 
     recipe: str | None
@@ -34,8 +33,8 @@ class TrainRequest:
 
 
 def short_name(recipe: str) -> str:
-    """Return a word for a recipe: `digits`, and `train` for `jobs/train.py:main` or `jobs.train:main`."""
+    """Return a short name for a recipe: `digits`, and `train` for `jobs/train.py:main` or `jobs.train:main`."""
     place, _, function = recipe.rpartition(":")
-    # The colon of a Windows drive separates no function.
+    # The colon of a Windows drive does not separate a function.
     place = place if place and function.isidentifier() else recipe
     return Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]

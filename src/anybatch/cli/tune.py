@@ -1,4 +1,4 @@
-"""`anybatch tune RECIPE`: speed and memory by micro-batch size, and whether loading keeps up."""
+"""`anybatch tune RECIPE`: speed and memory by micro-batch size, and whether data loading keeps up."""
 
 import sys
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from anybatch.engine.update.precision import PrecisionName
 
 _DESCRIPTION = (
-    "Make whole steps of a recipe at many micro-batch sizes, in turns, and print samples per second and memory of "
-    "each; load its data with several numbers of workers, and say whether that keeps up. What is trained is not kept."
+    "Run steps of a recipe with many micro-batch sizes, interleaved, and print the speed and memory of each. Load its "
+    "data with several numbers of workers, and report whether that keeps up. The trained model is not kept."
 )
 _EPILOG = "`anybatch train` tries a few sizes automatically; this prints the whole curve."
 _WORKERS = (0, 1, 2)
 
 
 def run(words: Sequence[str]) -> int:
-    """Tune the recipe that a command line names; return the exit status."""
+    """Run `anybatch tune` and return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
     return tune_recipe(
@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("tune", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
@@ -47,17 +47,19 @@ def make_parser() -> Parser:
         type=count,
         action="append",
         metavar="N",
-        help="a size to try; may be given several times (default: the batch in 1, 2, 4, ... parts)",
+        help="a size to try; repeatable (default: the batch in 1, 2, 4, ... parts)",
     )
     add(
         "--workers",
         type=integer,
         action="append",
         metavar="N",
-        help="a number of loading processes to try; may be given several times (default: 0, 1 and 2)",
+        help="a number of loading processes to try; repeatable (default: 0, 1 and 2)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
-    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
+    add(
+        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
+    )
     add("--figure", type=picture_file, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
     return parser
 
@@ -72,24 +74,11 @@ def tune_recipe(
     seed: int,
     figure: Path | None,
 ) -> int:
-    """Tune a recipe, print the report, and return the exit status.
-
-    Args:
-        recipe: as `load_recipe` takes it.
-        effective_batch_size: samples of a step; None for the recipe's.
-        micro_batch_sizes: samples of a micro-batch, for each size to try; None for the batch in 1, 2, 4, ... parts.
-        workers: numbers of loading processes to try; None for 0, 1 and 2.
-        precision: number format of forward and backward.
-        seed: of the parameters and the order.
-        figure: file for a picture of the curves.
-
-    Raises:
-        UserError: the recipe or a size cannot be used.
-    """
-    # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (brings torch)
-    from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+    """Tune a recipe, print the report, and return the exit status."""
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
     job = MeasuredJob(recipe=recipe, effective_batch_size=effective_batch_size, precision=precision, seed=seed)
     report = tune(
@@ -98,7 +87,7 @@ def tune_recipe(
         micro_batch_sizes=micro_batch_sizes,
         num_workers=_WORKERS if workers is None else workers,
     )
-    sys.stdout.write(f"{recipe}: which micro-batch size is the fastest?\n{report}\n")
+    sys.stdout.write(f"{recipe}: speed by micro-batch size\n{report}\n")
     if figure is not None:
         draw_tuning(report, figure)
         sys.stdout.write(f"wrote {figure}\n")

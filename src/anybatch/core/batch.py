@@ -1,4 +1,4 @@
-"""Chapter 5: what the engine asks of an effective batch, whatever data it comes from."""
+"""Chapter 5: the interface of an effective batch, independent of the source of the data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,14 @@ from anybatch.errors import DataError
 
 T = TypeVar("T")
 Positions = Sequence[int]
-"""Where the samples of one unit stand in their effective batch."""
+"""Positions of one unit's samples in their effective batch."""
 LaterUnits = Callable[[int, SampleLengths | None], Sequence[Positions]]
-"""From the number and lengths of a later batch's samples to the units that this rank will ask for, as batches are cut
-now."""
+"""From the number and lengths of a later batch's samples to the units of this rank, under the current cut."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Where a run stands in its data: the epoch, and how many samples of it have made a step, over all ranks."""
+    """The position of a run in its data: the epoch, and the number of its samples used so far, over all ranks."""
 
     epoch: int = 0
     sample_offset: int = 0
@@ -27,14 +26,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How batches are cut, over how many ranks they are dealt, and which of those ranks this one is.
+    """The cut, the number of ranks, and this rank.
 
     Attributes:
-        cut: by numbers of samples.
+        cut: the cut by numbers of samples.
         world_size: number of ranks.
-        rank: this one.
-        budget: cuts by length instead, with `cut` saying how units are dealt; None for by samples.
-        packed: batches whose collate function can pad and pack are packed.
+        rank: this rank.
+        budget: cuts by length instead, and `cut` sets how units are dealt; None for a cut by samples.
+        packed: whether to pack batches whose collate function can both pad and pack.
     """
 
     cut: Cut
@@ -44,14 +43,10 @@ class Placement:
     packed: bool = False
 
     def plan(self, num_samples: int, lengths: SampleLengths | None = None) -> BatchPlan:
-        """Return the plan of an effective batch.
-
-        Args:
-            num_samples: of the batch, over all ranks.
-            lengths: of these samples; None where nobody has said.
+        """Return the plan of an effective batch of `num_samples` over all ranks, with lengths if known.
 
         Raises:
-            DataError: batches are cut by length, and this one has none.
+            DataError: batches are cut by length, and this one has no lengths.
             BatchSizeError: a sample, or a group, does not fit into a micro-batch.
         """
         if self.budget is None:
@@ -76,7 +71,7 @@ class Placement:
         return batch.feed(self.units(len(batch.sample_ids), lengths), self.units)
 
     def laid_out(self, batch: Any) -> tuple[Any, SampleLengths | None]:  # noqa: ANN401 (an `EffectiveBatch`)
-        """Return a batch in the chosen layout, where its collate function can pad and pack, and its lengths."""
+        """Return a batch in the chosen layout, if its collate function can pad and pack, and its lengths."""
         lengths = lengths_of(batch)
         if lengths is None or not lengths.either:
             return batch, lengths
@@ -84,31 +79,26 @@ class Placement:
 
 
 def lengths_of(batch: "EffectiveBatch") -> SampleLengths | None:
-    """Return the lengths of a batch's samples; None where the batch, which may be of a user's class, has none."""
+    """Return the lengths of a batch's samples; None if the batch (possibly of a user's class) has none."""
     return getattr(batch, "lengths", None)
 
 
 def taken(values: Sequence[T], positions: Positions) -> Sequence[T]:
-    """Return the values at some positions, in the order of these.
-
-    Args:
-        values: any sequence; of a range of positions a slice of it is returned.
-        positions: from 0 on; a range counts up by one.
-    """
-    if isinstance(positions, range):  # nearly always: a slice is many times faster
+    """Return the values at some positions, in this order; a range of positions (step 1) returns a slice."""
+    if isinstance(positions, range):  # the usual case, and many times faster
         return values[positions.start : positions.stop]
     return [values[position] for position in positions]
 
 
 class EffectiveBatch(Protocol):
-    """The samples of one optimizer step, over all ranks, before they are cut. Lazy: they are loaded when they are fed.
+    """The samples of one optimizer step, over all ranks, before they are cut. Lazy: `feed` loads them.
 
     Attributes:
-        sample_ids: global ids of its samples; the same on every rank. A batch that may be cut by length also has
-            `lengths`, a `SampleLengths`; and where these say `either`, a method `in_layout(packed=)`, which returns the
+        sample_ids: global ids of its samples; the same on every rank. A batch that can be cut by length also has
+            `lengths`, a `SampleLengths`; if these are `either`, it has a method `in_layout(packed=)`, which returns the
             batch padded or packed.
         seed: the seed of the run's data, the first word of every random key.
-        end: where the data stands once a step on this batch has succeeded.
+        end: the position in the data after a successful step on this batch.
     """
 
     @property
@@ -131,18 +121,16 @@ class EffectiveBatch(Protocol):
 
         Args:
             units: the positions in `sample_ids` of the samples of each micro-batch.
-            later_units: how later batches will be cut, so that workers can load ahead; None: they load none of these.
+            later_units: the cut of later batches, so that workers can prefetch; None to prefetch nothing.
         """
         ...
 
 
 def picked(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0) -> Iterator[Batch]:
-    """Yield some samples of a batch that is in memory, for each list of places.
+    """Yield some samples of an in-memory batch (as `read_samples` returns it) for each list of positions.
 
-    Args:
-        batch: the batch as `read_samples` returns it.
-        lists: places of samples; consecutive ones are cut, and others joined, which some classes of batches refuse.
-        first: place of the batch's first sample.
+    Consecutive positions are sliced, others are joined, which some batch classes refuse. `first` is the position of the
+    batch's first sample.
     """
     for places in lists:
         start, stop = places[0] - first, places[-1] - first + 1

@@ -1,7 +1,7 @@
-"""Chapter 26: an effective batch size that grows in stages while a run goes on.
+"""Chapter 26: an effective batch size that grows in stages during a run.
 
-A ramp is a function of the samples that have made a step, and has no state: a run that is resumed anywhere, at any
-world size, goes on in the same stage, and the order of the samples does not know of it.
+A ramp is a stateless function of the number of samples used so far: a run that is resumed anywhere, at any world size,
+continues in the same stage, and the order of the samples does not depend on it.
 """
 
 import re
@@ -14,7 +14,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError
 
 Stage = tuple[int, int | None]
-"""Samples of one step, and over how many samples; None for the rest of the run."""
+"""Samples of one step, and the number of samples it lasts; None for the rest of the run."""
 _STAGE: Final = re.compile(r"(?P<size>\d+)(@(?P<begin>\d+))?")
 
 
@@ -25,25 +25,25 @@ class BatchRamp:
     ```python
     ramp = BatchRamp((64, 100_000), (256, 400_000), (1024, None))
     for batch in ab.batches(dataset, effective_batch_size=ramp, epochs=3):
-        engine.step(batch)  # an engine without an effective_batch_size of its own: accumulation follows the batch
+        engine.step(batch)  # an engine without effective_batch_size: accumulation follows the batch
     ```
 
     A step belongs to the stage in which it begins, and may reach into the next one; an epoch's last batch may be
     smaller, as always.
 
-    Two uses, and they want different learning rates. In the place of a decay (Smith et al. 2017, arXiv 1711.00489) the
-    rate stays as it is, since the noise of an update falls as rate / batch size: a batch B -> aB does what a rate
-    -> rate / a would do, as long as B is far below the size of the data set and the rate below its limit of stability.
-    At the beginning (McCandlish et al. 2018, arXiv 1812.06162, find that the noise scale grows over a run; Brown et al.
-    2020, arXiv 2005.14165, train so) a small batch is enough, and the rate follows by its rule: `scale_rate` at each
-    size, or `AdaScale`. Neither is done by itself.
+    Its two uses need different learning rates. Instead of a decay (Smith et al. 2017, arXiv 1711.00489) keep the rate
+    constant, since the noise of an update falls as rate / batch size: a batch B -> aB does what a rate -> rate / a
+    would do, while B is far below the size of the data set and the rate below its limit of stability. At the beginning
+    of a run (McCandlish et al. 2018, arXiv 1812.06162, find that the noise scale grows over a run; Brown et al. 2020,
+    arXiv 2005.14165, train so) a small batch is enough, and the rate follows its rule: `scale_rate` at each size, or
+    `AdaScale`. The ramp changes no learning rate.
 
     Args:
-        *stages: pairs (samples of one step over all ranks, over how many samples); the last has None there.
+        *stages: pairs (samples of one step over all ranks, number of samples it lasts); the last has None there.
 
     Raises:
         BatchSizeError: no stage, a size that is not a whole number of at least 1, a stage that is shorter than one of
-            its steps, one that does not end before the last, or a last one that does.
+            its steps, or a None that is missing in the last stage or present in another.
     """
 
     stages: tuple[Stage, ...]
@@ -59,20 +59,20 @@ class BatchRamp:
 
     @classmethod
     def in_tokens(cls, *stages: Stage, tokens_per_sample: int) -> Self:
-        """Return a ramp whose stages are given in tokens: (tokens of one step, over how many tokens).
+        """Return a ramp whose stages are given in tokens: (tokens of one step, number of tokens it lasts).
 
         Args:
-            *stages: as of `BatchRamp`; every size is a whole number of samples, lengths are rounded up to samples.
+            *stages: as of `BatchRamp`; every size is a whole number of samples, durations are rounded up to samples.
             tokens_per_sample: the same in every sample, as in packed windows.
 
         Raises:
-            BatchSizeError: a size is no multiple of `tokens_per_sample`, or what `BatchRamp` refuses.
+            BatchSizeError: a size is not a multiple of `tokens_per_sample`, or as for `BatchRamp`.
         """
         checked_int("tokens_per_sample", tokens_per_sample, error=BatchSizeError)
         for number, (size, _) in enumerate(stages):
             if size % tokens_per_sample:
                 message = (
-                    f"stage {number} has {size} tokens a step, and samples have {tokens_per_sample}: that is no whole "
+                    f"stage {number} has {size} tokens a step, and samples have {tokens_per_sample}: not a whole "
                     f"number of samples. The nearest are {size // tokens_per_sample * tokens_per_sample} and "
                     f"{ceil_div(size, tokens_per_sample) * tokens_per_sample} tokens."
                 )
@@ -86,10 +86,10 @@ class BatchRamp:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the ramp that is written as `32,128@20000,512@100000`: sizes, and the samples at which each begins.
+        """Return the ramp of a text such as `32,128@20000,512@100000`: sizes, and the samples at which each begins.
 
         Raises:
-            BatchSizeError: it is not written so, or what `BatchRamp` refuses.
+            BatchSizeError: the text has another form, or as for `BatchRamp`.
         """
         found = [_STAGE.fullmatch(part.strip()) for part in text.split(",")]
         stages = [(int(one["size"]), one["begin"]) for one in found if one is not None]
@@ -111,7 +111,7 @@ class BatchRamp:
     def notation(self) -> str:
         """The text that `parse` reads."""
         begins = accumulate((length or 0 for _, length in self.stages), initial=0)
-        sizes = zip(self.sizes, begins, strict=False)  # behind the last there is an end, at which nothing begins
+        sizes = zip(self.sizes, begins, strict=False)  # the last stage ends, and none begins after it
         return ",".join(f"{size}@{begin}" if begin else f"{size}" for size, begin in sizes)
 
     @property
@@ -125,7 +125,7 @@ class BatchRamp:
         return sum(length for _, length in self.stages if length is not None)
 
     def at(self, num_samples: int) -> int:
-        """Return the effective batch size of a step that begins after so many samples of the run."""
+        """Return the effective batch size of a step that begins after `num_samples` samples of the run."""
         for size, length in self.stages:
             if length is None or num_samples < length:
                 return size
@@ -133,12 +133,12 @@ class BatchRamp:
         raise AssertionError(self)  # the last stage has no end
 
     def steps_of(self, num_samples: int) -> int:
-        """Return the number of steps that so many samples take from the beginning of the run, rounded up."""
+        """Return the number of steps of the first `num_samples` samples of the run, rounded up."""
         checked_int("num_samples", num_samples, least=0)
         done = steps = end = 0
         for size, length in self.stages:
             end = num_samples if length is None else min(num_samples, end + length)
-            # A step of the stage before may have reached into this one.
+            # The last step of the previous stage may reach into this one.
             of_stage = ceil_div(max(0, end - done), size)
             steps, done = steps + of_stage, done + of_stage * size
         return steps
@@ -167,5 +167,5 @@ class BatchRamp:
 
 
 def sizes_of(effective_batch_size: int | BatchRamp) -> tuple[int, ...]:
-    """Return the samples of one step, stage by stage; a size by itself is one stage."""
+    """Return the samples of one step, stage by stage; a plain size is one stage."""
     return effective_batch_size.sizes if isinstance(effective_batch_size, BatchRamp) else (effective_batch_size,)

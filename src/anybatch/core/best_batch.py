@@ -1,19 +1,19 @@
-"""Chapter 24: what a larger batch costs, in samples and in time, and where the time to a loss is least.
+"""Chapter 24: the cost of a larger batch in samples and time, and the size with the least time to a loss.
 
-At a learning rate that is right for each size, an effective batch of B samples needs about
+At a learning rate that suits each size, an effective batch of B samples needs about
 
     steps(B)   = least_steps (1 + B_crit / B)
     samples(B) = B steps(B) = least_samples (1 + B / B_crit)
 
-to come to the same loss, with the critical batch size B_crit (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
-Where a step takes `overhead + B x seconds_per_sample`, the time is least at
+to reach the same loss, with the critical batch size B_crit (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
+If a step takes `overhead + B x seconds_per_sample`, the time is least at
 
     B* = sqrt(B_crit x overhead / seconds_per_sample)
 
 by setting the derivative of `(overhead + B s) (1 + B_crit / B)` to 0. Larger batches than that take longer.
 
-Limits. B_crit changes in the course of a run, and the noise scale that stands for it is an estimate. Memory is not in
-it: accumulation leaves the seconds per sample as they are, and so only ever pays by sharing out the overhead.
+Limits. B_crit changes during a run, and the noise scale used for it is an estimate. Memory is not part of the model:
+accumulation leaves the seconds per sample unchanged, and so only pays by sharing the overhead.
 """
 
 import math
@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """The cost of a run by its effective batch size, up to a factor that is the same for all sizes.
+    """The cost of a run by its effective batch size, up to a factor common to all sizes.
 
     Attributes:
-        critical_batch_size: samples; infinite where no batch is large enough.
-        overhead_seconds: of a step, whatever its size: reduction, clipping, the optimizer, launching.
-        seconds_per_sample: of the whole job, so an Nth of a rank's on N ranks.
+        critical_batch_size: samples; infinite if no batch is large enough.
+        overhead_seconds: of a step of any size: reduction, clipping, the optimizer, launching.
+        seconds_per_sample: of the whole job, so on N ranks an Nth of a single rank's.
     """
 
     critical_batch_size: float
@@ -36,15 +36,15 @@ class BatchCost:
 
     @property
     def best(self) -> float:
-        """The effective batch size at which the time to a loss is least, in samples; 0 without overhead."""
+        """The effective batch size with the least time to a loss, in samples; 0 without overhead."""
         return math.sqrt(self.critical_batch_size * self.overhead_seconds / self.seconds_per_sample)
 
     def steps(self, size: float, *, by: float) -> float:
-        """Return the steps to the same loss at one size, by those at another."""
+        """Return the steps to the same loss at `size`, relative to size `by`."""
         return (1.0 + self.critical_batch_size / size) / (1.0 + self.critical_batch_size / by)
 
     def samples(self, size: float, *, by: float) -> float:
-        """Return the samples to the same loss at one size, by those at another."""
+        """Return the samples to the same loss at `size`, relative to size `by`."""
         return size / by * self.steps(size, by=by)
 
     def step_seconds(self, size: float) -> float:
@@ -52,20 +52,15 @@ class BatchCost:
         return self.overhead_seconds + size * self.seconds_per_sample
 
     def seconds(self, size: float, *, by: float) -> float:
-        """Return the time to the same loss at one size, by that at another."""
+        """Return the time to the same loss at `size`, relative to size `by`."""
         return self.steps(size, by=by) * self.step_seconds(size) / self.step_seconds(by)
 
     def at(self, critical_batch_size: float) -> "BatchCost":
-        """Return the same with another critical batch size, such as an end of its interval."""
+        """Return the same cost with another critical batch size, such as an end of its interval."""
         return replace(self, critical_batch_size=critical_batch_size)
 
     def on_ranks(self, num_ranks: int, reduction_seconds: float) -> "BatchCost":
-        """Return the same on so many ranks, each with its share of the samples.
-
-        Args:
-            num_ranks: times as many as now.
-            reduction_seconds: that a step takes longer there, for summing gradients.
-        """
+        """Return the cost on `num_ranks` times the ranks; summing gradients adds `reduction_seconds` to a step."""
         return replace(
             self,
             overhead_seconds=self.overhead_seconds + reduction_seconds,

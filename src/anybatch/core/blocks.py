@@ -9,12 +9,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Modules of one class that follow each other.
+    """Consecutive modules of one class.
 
     Attributes:
-        parent: what holds them.
+        parent: the module that contains them.
         names: their names in it.
-        path: the name of the parent in the model; empty if it is the model.
+        path: name of the parent in the model; empty if it is the model.
         kind: their class.
     """
 
@@ -25,26 +25,23 @@ class Blocks:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Return the blocks themselves, in order."""
+        """Return the block modules, in order."""
         return [self.parent.get_submodule(name) for name in self.names]
 
     def __str__(self) -> str:
-        """Return where they are: `blocks.* (12 x Block)`."""
+        """Return their location: `blocks.* (12 x Block)`."""
         return f"{self.path}{'.' * bool(self.path)}* ({len(self.names)} x {self.kind.__name__})"
 
 
 def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
-    """Return the outermost rows of at least two modules of one class that hold modules and parameters of their own.
+    """Return the outermost runs of two or more modules of one class, each with child modules and parameters.
 
-    Such are the layers of a transformer and the stages of a residual network. Nothing inside a block is one.
-
-    Args:
-        modules: with data or without.
+    Examples are the layers of a transformer and the stages of a residual network. Nothing inside a block counts.
     """
     found: list[Blocks] = []
     inside: list[str] = []
     for path, parent in modules.named_modules():
-        # Blocks within blocks belong to the outer one.
+        # Blocks within blocks belong to the outer blocks.
         if any(path == taken or path.startswith(f"{taken}.") for taken in inside):
             continue
         if not isinstance(parent, _CONTAINERS):
@@ -53,7 +50,7 @@ def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
         for kind in dict.fromkeys(type(child) for child in parent.children()):
             names = tuple(name for name, child in parent.named_children() if type(child) is kind)
             first = parent.get_submodule(names[0])
-            # A single layer is too small to be worth anything by itself.
+            # A single layer is too small to be a block.
             composite = any(True for _ in first.children()) and not isinstance(first, _CONTAINERS)
             if len(names) > 1 and composite and any(True for _ in first.parameters()):
                 found.append(Blocks(parent, names, path, kind))

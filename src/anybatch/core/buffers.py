@@ -9,11 +9,7 @@ from anybatch.core.torch_internals import buffer_tables, copy_each
 
 
 class BufferValues:
-    """A snapshot of all buffers' values, taken when it is made; each one copies them.
-
-    Args:
-        modules: the model; its buffers may be on any device.
-    """
+    """A snapshot of all buffers' values, copied when it is made."""
 
     def __init__(self, modules: nn.Module) -> None:
         self._kept = [
@@ -24,7 +20,7 @@ class BufferValues:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the values, also where a module has replaced the tensor."""
+        """Restore the values, even if a module has replaced the tensor."""
         for module, name, buffer, value in self._kept:
             buffer.copy_(value)
             setattr(module, name, buffer)
@@ -35,12 +31,9 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class BufferKeeper:
-    """A snapshot of all buffers' values that is taken again in every step, into the same memory.
+    """A snapshot of all buffers' values that every step takes again, into the same memory.
 
-    It costs nothing for a model without buffers.
-
-    Args:
-        modules: the model; modules that are added later are not seen.
+    It costs nothing for a model without buffers. Modules that are added later are ignored.
     """
 
     def __init__(self, modules: nn.Module) -> None:
@@ -50,10 +43,10 @@ class BufferKeeper:
         self._copies: list[torch.Tensor] = []
 
     def keep(self) -> None:
-        """Take the snapshot: copy the values as they are now."""
+        """Take the snapshot: copy the current values."""
         self._before = [(owner, dict(owner)) for owner in self._owners if owner]
         values = [value for _, named in self._before for value in named.values() if value is not None]
-        # A forward may replace a buffer by a new tensor (`self.running_mean = ...`): then the copies may not fit.
+        # A forward may replace a buffer by a new tensor (`self.running_mean = ...`), whose shape may differ.
         fits = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
         if not fits and not (len(values) == len(self._copies) and all(map(_alike, values, self._copies))):
             self._copies = [torch.empty_like(value) for value in values]
@@ -64,8 +57,8 @@ class BufferKeeper:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the last snapshot, also where a module has replaced, added or dropped a tensor."""
-        # Cleared first: a buffer that the forward has added must not stay.
+        """Restore the last snapshot, even if a module has replaced, added or dropped a tensor."""
+        # Clear first, to remove buffers that the forward has added.
         for owner in self._owners:
             owner.clear()
         for owner, named in self._before:

@@ -1,13 +1,13 @@
-"""Chapter 21: how long collectives take, in the model of latency and bandwidth.
+"""Chapter 21: the duration of collectives in the latency-bandwidth model.
 
-A message of n bytes takes `latency + n / bandwidth` (Hockney 1994), each rank sends and receives at once at full
-bandwidth, and ranks do not slow each other down: a network without contention, as a non-blocking switch is. The
-arithmetic of a reduction is left out. N is the number of ranks, n the bytes of the whole tensor (which all ranks have
-in an all-reduce, before a reduce-scatter, and after an all-gather), a the latency and B the bandwidth.
+A message of n bytes takes `latency + n / bandwidth` (Hockney 1994), each rank sends and receives simultaneously at full
+bandwidth, and ranks do not slow each other down: a network without contention, like a non-blocking switch. The
+arithmetic of a reduction is ignored. N is the number of ranks, n the bytes of the whole tensor (which all ranks have in
+an all-reduce, before a reduce-scatter, and after an all-gather), a the latency and B the bandwidth.
 
 Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH" (rings);
-Patarasuk and Yuan 2009 (2 (N - 1) / N of the bytes is the least that an all-reduce can send); Sanders, Speck and Traeff
-2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (trees).
+Patarasuk and Yuan 2009 (an all-reduce must send at least 2 (N - 1) / N of the bytes); Sanders, Speck and Traeff 2009,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan" (trees).
 """
 
 import re
@@ -19,14 +19,14 @@ from anybatch.core.message_rounds import most_sum_rounds
 from anybatch.errors import UserError
 
 GLOO_SEGMENT_BYTES = 2**20
-"""The most that gloo sends in one message (`kMaxSegmentSize` in gloo/allreduce.h)."""
+"""Maximum size of one of gloo's messages (`kMaxSegmentSize` in gloo/allreduce.h)."""
 _BIT_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects two ranks, or two hosts.
+    """The connection between two ranks, or two hosts.
 
     Attributes:
         latency_seconds: until the first byte of a message arrives.
@@ -41,18 +41,18 @@ class Link:
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
     def __str__(self) -> str:
-        """Return it the way `parse_link` reads it, in bits."""
+        """Return it in the format of `parse_link`, in bits."""
         latency = self.latency_seconds * 1e6
         return f"{self.bytes_per_second * 8 / 1e9:.6g}Gbit,{latency:.6g}us"
 
 
 def parse_link(text: str) -> Link:
-    """Return the link that "400Gbit,5us", "1Gbit,1ms" or "25GB/s,2us" stands for: bandwidth, comma, latency.
+    """Return the link of a text such as "400Gbit,5us", "1Gbit,1ms" or "25GB/s,2us": bandwidth, comma, latency.
 
-    Bits and bytes are counted in thousands, as networks are sold. A small b and "bit" are bits, a capital B is bytes.
+    Prefixes are powers of 1000, as in network hardware. A small b and "bit" are bits, a capital B is bytes.
 
     Raises:
-        UserError: it is not written so, or a number is not above 0; a latency may be 0.
+        UserError: the text has another form, or a number is not above 0; a latency may be 0.
     """
     bandwidth, comma, latency = text.replace(" ", "").partition(",")
     rate = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([kKMGT]?)(bits?|b|B)(?:/s|ps)?", bandwidth)
@@ -76,7 +76,7 @@ def ring_reduce_scatter(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def ring_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the seconds of an all-gather around a ring, which sends what a reduce-scatter does (Thakur et al. 2005).
+    """Return the seconds of an all-gather around a ring, with the messages of a reduce-scatter (Thakur et al. 2005).
 
     `(N - 1) (a + n / (N B))`
     """
@@ -86,7 +86,7 @@ def ring_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:
 def ring_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the seconds of an all-reduce around a ring: a reduce-scatter, then an all-gather (Patarasuk, Yuan 2009).
 
-    `2 (N - 1) a + 2 (N - 1) / N n / B`: the least bytes that are possible, and a latency that grows with the ranks.
+    `2 (N - 1) a + 2 (N - 1) / N n / B`: the minimum of bytes, and a latency that grows with the ranks.
     """
     return ring_reduce_scatter(num_bytes, num_ranks, link) + ring_all_gather(num_bytes, num_ranks, link)
 
@@ -94,8 +94,9 @@ def ring_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
 def tree_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the seconds of an all-reduce through a double binary tree: to the roots and back (Sanders et al. 2009).
 
-    `2 ceil(log2 N) a + 2 n / B`, for messages that are cut finely enough for all levels to be busy at once: a rank is a
-    leaf of one tree and inside of the other, and sends half of the tensor once in the one and three times in the other.
+    `2 ceil(log2 N) a + 2 n / B`, for messages that are cut finely enough to keep all levels busy: a rank is a leaf of
+    one tree and an inner node of the other, and sends half of the tensor once in the first and three times in the
+    second.
     """
     if num_ranks == 1:
         return 0.0
@@ -104,41 +105,32 @@ def tree_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def best_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the seconds of a ring or a tree, whichever is faster: what a library does that chooses by size, as NCCL.
-
-    `min(ring, tree)`
-    """
+    """Return the seconds of the faster of ring and tree, as NCCL chooses by size: `min(ring, tree)`."""
     return min(ring_all_reduce(num_bytes, num_ranks, link), tree_all_reduce(num_bytes, num_ranks, link))
 
 
 def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes: int = 4) -> float:
-    """Return the seconds of an all-reduce around a ring as gloo runs it, over TCP.
+    """Return the seconds of gloo's all-reduce around a ring, over TCP; `item_bytes` is the size of one number.
 
-    Each rank's part is cut into k >= 2 segments of s <= 1 MiB. Two segments are under way at a time, and each begins
-    with the receiver's word that it is ready (gloo/allreduce.cc; `sendNotifyRecvReady` in gloo/transport/tcp/pair.cc).
-    So a segment takes `2 a + s / B`, and a phase, which passes on S = (N - 1) k of them, takes
+    Each rank's part is cut into k >= 2 segments of s <= 1 MiB. Two segments are in flight at a time, and each begins
+    with the receiver's ready message (gloo/allreduce.cc; `sendNotifyRecvReady` in gloo/transport/tcp/pair.cc). So a
+    segment takes `2 a + s / B`, and a phase, which passes on S = (N - 1) k of them, takes
 
         max(2 a + S s / B, ceil(S / 2) (2 a + s / B) + (s / B if S is even))
 
-    whichever limits it, the link or the waiting. An all-reduce is two such phases: 4 (N - 1) a, if latency is all.
+    limited by either the link or the waiting. An all-reduce is two such phases: 4 (N - 1) a, if latency dominates.
 
-    A message of fewer items than there are segments leaves some empty. These are not waited for, so that receivers
-    say early that they are ready: with E segments that are not empty, latencies are `2 (N - 1) + E / 2` up to E = N,
-    and from there on rise evenly to those above. This comes from gloo's loops, gone through event by event in the test.
-
-    Args:
-        num_bytes: of the tensor.
-        num_ranks: in the ring.
-        link: between neighbours.
-        item_bytes: of one number, which is never cut.
+    A message with fewer items than segments leaves some segments empty. These are not waited for, so that receivers are
+    ready early: with E non-empty segments, latencies are `2 (N - 1) + E / 2` up to E = N, and rise evenly from there to
+    those above. This follows from gloo's loops, which the test simulates event by event.
     """
     if num_ranks == 1 or not num_bytes:
         return 0.0
     most = 2 * num_ranks
     per_rank = max(2, ceil_div(ceil_div(int(num_bytes), GLOO_SEGMENT_BYTES), num_ranks))
     items = ceil_div(int(num_bytes), item_bytes)
-    filled = ceil_div(items, ceil_div(items, most))  # segments share whole numbers
-    if filled < most and per_rank == 2:  # noqa: PLR2004 (the fewest there are)
+    filled = ceil_div(items, ceil_div(items, most))  # items are never cut
+    if filled < most and per_rank == 2:  # noqa: PLR2004 (the minimum)
         extra = filled / 2
         if filled > num_ranks:
             above = (filled - num_ranks) / num_ranks
@@ -158,8 +150,8 @@ def _gloo_phase(num_segments: int, segment_bytes: float, link: Link) -> float:
 def doubling_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the seconds of a sum by recursive doubling (`message_rounds.sum_rounds`; Thakur et al. 2005).
 
-    `(r + 1) a + r n / B` with r rounds, `floor(log2 N)`, and two more where N is no power of two, of which one may be
-    saved. Gloo's receivers say that they are ready (see `gloo_all_reduce`): all at first, which is the 1.
+    `(r + 1) a + r n / B` with r rounds, `floor(log2 N)`, and two more unless N is a power of two, of which one may be
+    saved. The 1 is for the ready messages of gloo's receivers (see `gloo_all_reduce`), all at the start.
     """
     rounds = most_sum_rounds(num_ranks)
     return link.latency_seconds + rounds * link.seconds(num_bytes) if rounds else 0.0
@@ -187,15 +179,15 @@ def hierarchical_all_reduce(
 ) -> float:
     """Return the seconds of an all-reduce by hosts: reduce-scatter in each, all-reduce over them, all-gather in each.
 
-    Each of a host's d devices reduces its part, n / d, with the devices of that number on the other hosts. All d go
-    through the host's one link at once, so each has B / d of it, and `all_reduce(n / d, N / d, B / d)` has the bytes of
-    `all_reduce(n, N / d, B)` (Jia et al. 2018; `NCCL_HIERARCHICAL_ALLREDUCE` of Horovod). With hosts that are not full
-    the number of hosts is rounded up.
+    Each of a host's d devices reduces its part, n / d, with the devices of that number on the other hosts. All d share
+    the host's one link, so each has B / d of it, and `all_reduce(n / d, N / d, B / d)` has the bytes of `all_reduce(n,
+    N / d, B)` (Jia et al. 2018; `NCCL_HIERARCHICAL_ALLREDUCE` of Horovod). If hosts are not full the number of hosts is
+    rounded up.
 
     Args:
         num_bytes: of the tensor.
         num_ranks: devices of all hosts.
-        devices_per_host: d; 1 leaves the outer all-reduce alone.
+        devices_per_host: d; 1 leaves only the outer all-reduce.
         inner: between devices of a host.
         outer: of a host, which its devices share.
         over_hosts: function (bytes, hosts, link) -> the seconds over hosts.
@@ -210,7 +202,7 @@ def hierarchical_all_gather(
 ) -> float:
     """Return the seconds of an all-gather, or a reduce-scatter, by hosts: over hosts, and in each host.
 
-    As in `hierarchical_all_reduce`, devices share the host's link: a ring over hosts, and one inside.
+    Devices share the host's link, as in `hierarchical_all_reduce`: a ring over hosts, and a ring in each.
     """
     inside = min(num_ranks, devices_per_host)
     hosts = ceil_div(num_ranks, devices_per_host)

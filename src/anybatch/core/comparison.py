@@ -11,12 +11,12 @@ Gradients = Mapping[str, torch.Tensor | None]
 def relative_error(found: Gradients, expected: Gradients) -> float:
     """Return ||found - expected|| / ||expected|| over all parameters together, in float64.
 
-    A gradient of None on one side only counts as infinitely far: a parameter that was never used is not the same as
-    one with a zero gradient, because optimizers move the latter.
+    A gradient that is None on one side only counts as infinitely far: an unused parameter is not the same as one with a
+    zero gradient, because optimizers move the latter.
 
     Args:
-        found: gradients by parameter name, dense or sparse, on any device and of any type.
-        expected: those to compare with.
+        found: gradients by parameter name, dense or sparse, on any device and of any dtype.
+        expected: the gradients to compare with.
 
     Raises:
         ValueError: the two do not have the same parameters.
@@ -27,15 +27,8 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
 def errors_by_parameter(found: Gradients, expected: Gradients) -> dict[str, float]:
     """Return each parameter's part in the relative error: ||found_p - expected_p|| / ||expected||, over all of them.
 
-    The squares add up to that of `relative_error`. Dividing by the parameter's own norm instead would make much of
-    parameters whose gradient is nothing but rounding.
-
-    Args:
-        found: as for `relative_error`.
-        expected: as for `relative_error`.
-
-    Raises:
-        ValueError: the two do not have the same parameters.
+    The squares add up to the square of `relative_error`. Dividing by the parameter's own norm instead would inflate
+    parameters whose gradient is only rounding error.
     """
     if set(found) != set(expected):
         message = f"different parameters: {sorted(set(found) ^ set(expected))} are on one side only."

@@ -1,9 +1,8 @@
-"""Chapter 10: what composes with what. A table, feature by feature, that is checked before anything is changed.
+"""Chapter 10: the composition table, feature by feature, which is checked before anything is changed.
 
-A cell says what happens when two features meet; a feature by itself is the cell of the diagonal. Cells are stated only
-where there is something to say: any other pair of two values of one axis excludes itself, and any other pair is as
-good as the worse of its two features is by itself. So a new row begins as one untested feature, and its author states
-what he has seen.
+A cell describes two features together, or a single feature on the diagonal. Only exceptions are stated: any other pair
+of two values of one axis is exclusive, and any other pair is as good as the worse of its two features alone. So a new
+row begins as one untested feature, and its author records the tested combinations.
 """
 
 import itertools
@@ -17,12 +16,12 @@ from anybatch.errors import CompositionError
 class Verdict(Enum):
     """The verdict on two features together, from good to bad; the value is the mark in the printed table.
 
-    EXACT: the gradient is that of the un-split batch: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
-    SAME_CUT: the gradient is that of the same micro-batches, run by whatever ranks; another cut draws other numbers.
-    DIFFERS: it runs, but equality with the un-split batch cannot be had; the reason says why.
-    UNTESTED: it runs, and has not been compared with the un-split batch.
-    EXCLUSIVE: the two never meet: values of one axis, or one follows from the absence of the other.
-    REFUSED: an error before the model is touched; for what shows only in a backward, before the first update.
+    EXACT: the gradient equals that of the unsplit batch: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
+    SAME_CUT: the gradient equals that of the same micro-batches on any ranks; another cut draws other random numbers.
+    DIFFERS: it runs, but cannot equal the unsplit batch; the reason explains why.
+    UNTESTED: it runs, and has not been compared with the unsplit batch.
+    EXCLUSIVE: the two never occur together: values of one axis, or one implies the absence of the other.
+    REFUSED: an error before the model is changed; if only a backward can show it, before the first update.
     """
 
     EXACT = "="
@@ -39,7 +38,7 @@ class Axis:
 
     Attributes:
         name: the question in a word or two.
-        known: when the engine can tell: "built" (with the engine), "first batch", or "running" (not before).
+        known: when the engine can answer: "built" (with the engine), "first batch", or "running" (not before).
         exclusive: a run has exactly one of the features; otherwise it may have any number of them.
     """
 
@@ -71,7 +70,7 @@ _NORMS = Axis("norms")
 
 
 class Feature(Enum):
-    """A row and column of the table: a value of an axis, and how a sentence calls it."""
+    """A row and column of the table: a value of an axis, and its name in a sentence."""
 
     SINGLE = (_STRATEGY, "strategy='single'")
     ALL_REDUCE = (_STRATEGY, "strategy='all_reduce'")
@@ -100,7 +99,7 @@ class Feature(Enum):
     AUTO_SIZE = (_CUT, "micro_batch_size='auto'")
     TOKEN_BUDGET = (_CUT, "micro_batch_size=token_budget(...)")
     DEALT = (_BATCH, "batches of ab.batches")
-    RANK_SHARES = (_BATCH, "rank shares from one's own loader")
+    RANK_SHARES = (_BATCH, "rank shares from the user's loader")
     COUNT_BEFORE = (_LOSS, "a loss with its count known before the forward")
     COUNT_LATE = (_LOSS, "a loss that brings its count along")
     SEVERAL_TERMS = (_LOSS, "a loss of several terms (ab.sum_of)")
@@ -135,12 +134,12 @@ class Feature(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The table's entry for two features, or for one by itself.
+    """The table's entry for two features, or for a single feature.
 
     Attributes:
-        verdict: what becomes of them.
+        verdict: the outcome.
         reason: why it is not exact; a clause.
-        instead: what to use; a sentence.
+        instead: the alternative; a sentence.
     """
 
     verdict: Verdict
@@ -181,7 +180,7 @@ _WHOLE_WEIGHTS = Cell(
 )
 _WIDE_WEIGHTS = Cell(
     Verdict.REFUSED,
-    "no trainable parameter is in bf16, so that there is nothing to keep beside it",
+    "no trainable parameter is in bf16, so the option does not apply",
     "Call model.to(torch.bfloat16), or leave bf16_weights out.",
 )
 _SKIPPED_PIECES = Cell(
@@ -191,7 +190,7 @@ _SKIPPED_PIECES = Cell(
 )
 _ONE_PROCESS = Cell(
     Verdict.REFUSED,
-    "its replicas are threads of one process, and each rank would train a model of its own",
+    "its replicas are threads of one process, and each rank would train a separate model",
     "Use strategy='ddp', which has a process for each device, or start one process only.",
 )
 _NOT_SENT = Cell(Verdict.EXCLUSIVE, "compression is an option of AllReduce and DDP")
@@ -203,7 +202,7 @@ _REPLICAS_NORMALISE = Cell(
 
 _OWN_NORMALISATION = Cell(
     Verdict.REFUSED,
-    "compiled code normalises by itself, so that nothing can take the place of BatchNorm",
+    "compiled code contains the normalisation, so nothing can replace BatchNorm",
     "Leave the model uncompiled, or use norms='keep' or 'freeze'.",
 )
 _JOINS_RANKS = Cell(
@@ -243,7 +242,7 @@ _NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, *_IN_PI
 # Keyed by sets, so that a pair is found in either order.
 _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
-        Verdict.REFUSED, "every rank would train a model of its own", "Use strategy='auto' (all_reduce) or 'ddp'."
+        Verdict.REFUSED, "every rank would train a separate model", "Use strategy='auto' (all_reduce) or 'ddp'."
     ),
     **{frozenset((strategy, Feature.ALONE)): _NOT_STARTED for strategy in _DISTRIBUTED},
     **{frozenset((several, Feature.SPARSE)): _DENSE_BUCKETS for several in (*_DISTRIBUTED, Feature.SEVERAL_RANKS)},
@@ -267,9 +266,9 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     ),
     frozenset((Feature.DATA_PARALLEL, Feature.DROPOUT_KEYED)): Cell(
         Verdict.SAME_CUT,
-        "random numbers belong to micro-batches, and the replicas of one draw from them in turn: another cut, or "
-        "another number of replicas, draws others",
-        "Keep micro_batch_size and replicas as they are.",
+        "random numbers belong to micro-batches, and the replicas of one draw from them one after another: another "
+        "cut, or another number of replicas, draws others",
+        "Keep micro_batch_size and replicas unchanged.",
     ),
     frozenset((Feature.DATA_PARALLEL, Feature.DROPOUT_PER_SAMPLE)): Cell(
         Verdict.REFUSED,
@@ -294,15 +293,15 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     ),
     frozenset((Feature.TOKEN_BUDGET, Feature.RANK_SHARES)): Cell(
         Verdict.REFUSED,
-        "samples of one's own loader have been padded together already, before they are cut",
+        "samples of the user's loader have been padded together already, before they are cut",
         "Feed the engine from ab.batches(dataset, lengths=..., collate=anybatch.data.Padded()), or name a number of "
         "samples.",
     ),
     **{
         frozenset((Feature.TOKEN_BUDGET, policy)): Cell(
             Verdict.REFUSED,
-            "the policy normalises over whatever a micro-batch is padded with, and each cut pads otherwise",
-            "Use norms='freeze' or a layer that normalises each sample by itself, or name a number of samples.",
+            "the policy normalises over padding too, and each cut pads otherwise",
+            "Use norms='freeze' or a layer that normalises each sample alone, or pass a number of samples.",
         )
         for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
     },
@@ -314,8 +313,8 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     **{
         frozenset((Feature.JOINT, policy)): Cell(
             Verdict.REFUSED,
-            "its micro-batches are run twice, and the policy sets up what is run once",
-            "Use norms='keep' or 'freeze', or a layer that normalises each sample by itself (anybatch.norms.replaced).",
+            "its micro-batches are run twice, and the policy supports a single run only",
+            "Use norms='keep' or 'freeze', or a layer that normalises each sample alone (anybatch.norms.replaced).",
         )
         for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
     },
@@ -348,7 +347,7 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "compiled code draws by itself, where masks cannot be given by sample",
         "Leave torch.compile out, or use rng='micro_batch'.",
     ),
-    frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
+    frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint with its own
     **{
         frozenset((way, strategy)): _WHOLE_WEIGHTS
         for way in _IN_PIECES
@@ -360,12 +359,12 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
     frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
 }
-# An Enum keeps the order in which its members are written.
+# An Enum keeps its members in definition order.
 _GOOD_TO_BAD = tuple(Verdict)
 
 
 def cell(one: Feature, other: Feature) -> Cell:
-    """Return what the table says of two features, in either order; of one feature by itself if both are the same."""
+    """Return the table's cell of two features, in either order; of a single feature if both are the same."""
     if one is other:
         return _BY_ITSELF.get(one, _EXACT)
     stated = _TOGETHER.get(frozenset((one, other)))
@@ -373,49 +372,39 @@ def cell(one: Feature, other: Feature) -> Cell:
         return stated
     if one.axis is other.axis and one.axis.exclusive:
         return _ONE_AXIS
-    # In the order of the table and not of the arguments: of two equally bad features the first one gives the reason.
+    # In table order, so that the first of two equally bad features gives the reason.
     owns = [cell(feature, feature) for feature in Feature if feature in (one, other)]
     return max(owns, key=lambda own: _GOOD_TO_BAD.index(own.verdict))
 
 
 def is_stated(one: Feature, other: Feature) -> bool:
-    """Return whether the table itself has something to say of two features, or of one; other pairs follow from that."""
+    """Return whether the table itself has an entry for two features, or for one; other pairs follow from these."""
     return one is other or frozenset((one, other)) in _TOGETHER
 
 
 def pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
-    """Return every feature with itself, then every two of them, in the order of the table."""
+    """Return every feature with itself, then every two features, in table order."""
     ordered = [feature for feature in Feature if feature in set(features)]
     return [(feature, feature) for feature in ordered] + list(itertools.combinations(ordered, 2))
 
 
 def refuse_compositions(present: Mapping[Feature, str]) -> None:
-    """Refuse features that do not compose.
+    """Raise a `CompositionError` with each reason once, and the alternatives, if features do not compose.
 
-    Args:
-        present: the features of a run, each with what showed it (`"'head.weight' is torch.bfloat16"`), or "".
-
-    Raises:
-        CompositionError: with every reason there is, each once, and what to use instead.
+    `present` maps the features of a run to the evidence for each (`"'head.weight' is torch.bfloat16"`), or "".
     """
     sentences: dict[Cell, str] = {}
     for one, other in meetings(present):
         found = cell(one, other)
         if found.verdict is Verdict.REFUSED:
-            # By cell, because several pairs may share one, and its reason is to be given once.
+            # By cell, because several pairs may share one cell and its reason.
             sentences.setdefault(found, refusal(one, other, present))
     if sentences:
         raise CompositionError("\n".join(sentences.values()))
 
 
 def refusal(one: Feature, other: Feature, evidence: Mapping[Feature, str]) -> str:
-    """Return the message for two features that do not compose: both of them, why, and what to use.
-
-    Args:
-        one: a feature whose cell with the other is refused.
-        other: the same as `one` for a feature that is refused by itself.
-        evidence: what showed the features, as `refuse_compositions` takes it; may lack either.
-    """
+    """Return the message for a refused pair of features, or a single one: the reason and the alternative."""
     found = cell(one, other)
     first, second = _named(one, evidence), _named(other, evidence)
     what = f"{first} is not supported" if one is other else f"{first} does not compose with {second}"
@@ -423,7 +412,7 @@ def refusal(one: Feature, other: Feature, evidence: Mapping[Feature, str]) -> st
 
 
 def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
-    """Return a sentence for everything in a run that keeps it from equality with the un-split batch."""
+    """Return a sentence for everything that keeps a run from equality with the unsplit batch."""
     telling = (Verdict.SAME_CUT, Verdict.DIFFERS, Verdict.UNTESTED)
     said = [(one, other, cell(one, other)) for one, other in meetings(present)]
     return tuple(
@@ -435,9 +424,9 @@ def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
 
 
 def meetings(present: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
-    """Return what has a say about a run: its features by themselves, and its pairs that are stated.
+    """Return the cells that apply to a run: its stated pairs, and its single features without a stated pair.
 
-    A stated pair speaks for its features, so that one that is no good by itself can be cured by another.
+    A stated pair replaces the cells of its two features, so that one feature can cure another.
     """
     found = [pair for pair in pairs(present) if pair[0] is not pair[1] and frozenset(pair) in _TOGETHER]
     spoken_for = {feature for pair in found for feature in pair}

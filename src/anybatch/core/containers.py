@@ -1,4 +1,4 @@
-"""Chapter 29: the containers and leaves that a batch may consist of, and how they are rebuilt around other leaves."""
+"""Chapter 29: the containers and leaves of a batch, and how to rebuild them around other leaves."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -11,33 +11,33 @@ Tree = Any
 
 
 class SampleList(list[Any]):
-    """A list with one entry for each sample, such as images or recordings of different sizes; it is cut by entries."""
+    """A list with one entry per sample, such as images or recordings of different sizes; it is cut by entries."""
 
     __slots__ = ()
 
 
 class FieldList(list[Any]):
-    """A list of fields, although its entries could be samples."""
+    """A list of fields, even if its entries could be samples."""
 
     __slots__ = ()
 
 
 class FieldTuple(tuple[Any, ...]):
-    """A tuple of fields, although its entries could be samples."""
+    """A tuple of fields, even if its entries could be samples."""
 
     __slots__ = ()
 
 
 def is_cut_whole(node: object) -> bool:
-    """Whether something is cut as one, whatever it consists of: it knows how, or has one entry for each sample."""
+    """Whether an object is cut as one: it has its own method for it, or one entry per sample."""
     if type(node) is dict:
         return False
     return isinstance(node, SampleList) or hasattr(node, "slice_samples")
 
 
 def is_container(node: object) -> bool:
-    """Whether something holds leaves: a mapping, dataclass or tuple, or a list of more than plain values."""
-    # What most batches consist of goes first: asking for a Mapping takes longer than all else here.
+    """Whether an object holds leaves: a mapping, dataclass or tuple, or a list with more than plain values."""
+    # The most frequent type first: checking for a Mapping takes longer than everything else here.
     if isinstance(node, torch.Tensor):
         return False
     if isinstance(node, dict):
@@ -51,17 +51,17 @@ def is_container(node: object) -> bool:
 
 
 def can_hold_rows(item: object) -> bool:
-    """Whether something may have a row for each sample, or be a sample: all but plain values."""
+    """Whether an object may have a row per sample, or be a sample: everything but plain values."""
     return is_tensor(item) or hasattr(item, "slice_samples") or is_container(item)
 
 
 def is_tensor(item: object) -> bool:
-    """Whether this is a tensor, or a numpy array, recognised without numpy, which need not be installed."""
+    """Whether this is a tensor or a numpy array, without importing numpy."""
     return isinstance(item, torch.Tensor) or (hasattr(item, "__array__") and getattr(item, "ndim", 0) > 0)
 
 
 def _are_strings(node: object) -> bool:
-    """Whether this is one string per sample, as torch's default collate hands them on (a named tuple is none)."""
+    """Whether this is one string per sample, as torch's default collate returns them (a named tuple is not)."""
     if not isinstance(node, tuple) or hasattr(node, "_fields"):
         return False
     return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
@@ -77,7 +77,7 @@ def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield what a batch consists of; what is cut as one is not looked into where `cutting`."""
+    """Yield the leaves of a batch with their paths; with `cutting`, an object that is cut as one is a leaf."""
     if not is_container(node) or (cutting and is_cut_whole(node)):
         yield path, node
         return
@@ -86,14 +86,14 @@ def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple
 
 
 def map_tree(node: Tree, function: Callable[[Any], Any], *, cutting: bool = False) -> Tree:
-    """Return the same structure around what `function` makes of leaves."""
+    """Return the same structure with `function` applied to its leaves."""
     if isinstance(node, torch.Tensor) or not is_container(node) or (cutting and is_cut_whole(node)):
         return function(node)
     return with_children(node, lambda child: map_tree(child, function, cutting=cutting))
 
 
 def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
-    """Return a container of the same kind around what `function` makes of its children; anything else as it is."""
+    """Return a container of the same kind with `function` applied to its children; return anything else unchanged."""
     if isinstance(node, torch.Tensor) or not is_container(node):
         return node
     if isinstance(node, (dict, Mapping)):
@@ -103,7 +103,7 @@ def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
         fields = {f.name: function(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         return dataclasses.replace(node, **fields)
     items = [function(item) for item in node]
-    # A named tuple takes its items one by one, any other tuple takes all of them together.
+    # A named tuple takes its items as separate arguments, any other tuple takes one iterable.
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*items)
     return type(node)(items)
@@ -120,7 +120,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
 
 
 def carries_samples(leaf: object) -> bool:
-    """Whether the first axis of a leaf is the sample; other leaves belong to every sample."""
+    """Whether the first axis of a leaf is the sample axis; other leaves are shared by all samples."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
     return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or is_tensor(leaf)

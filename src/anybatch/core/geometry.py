@@ -10,18 +10,18 @@ from anybatch.errors import BatchSizeError
 class Sizes:
     """The three sizes as far as the user has fixed them, on `world_size` ranks.
 
-    At least one of `micro_batch_size` and `accumulation_steps` is None unless all three agree: whichever was not given
-    is not stored but follows from the batch at hand, so that the last batch of an epoch may be smaller.
+    At least one of `micro_batch_size` and `accumulation_steps` is None unless all three agree: a size that was not
+    given is computed from each batch, so that the last batch of an epoch may be smaller.
 
     Args:
         world_size: number of ranks.
-        effective_batch_size: samples of one optimizer step over all ranks; None means "as many as a batch brings".
-        micro_batch_size: most samples of one forward and backward; None means "the rank share in equal parts".
-        accumulation_steps: micro-batches per rank and step; None means "as many as it takes".
-        budget_tokens: most tokens of one forward and backward that the user allows, where batches are cut by length.
-        micro_batch_tokens: the same as they are cut now: fewer where memory has run out, or where it is faster.
-        fixed_tokens: what a micro-batch then costs beside its tokens, in tokens; None where it is still to be found.
-        packed: whether batches whose collate function can pad and pack are packed; None where that is not settled.
+        effective_batch_size: samples of one optimizer step over all ranks; None: the size of each batch.
+        micro_batch_size: maximum samples of one forward and backward; None: the rank share in equal parts.
+        accumulation_steps: micro-batches per rank and step; None: as few as fit.
+        budget_tokens: the user's maximum of tokens of one forward and backward, if batches are cut by length.
+        micro_batch_tokens: the maximum in use: lower than `budget_tokens` after an out-of-memory error, or if faster.
+        fixed_tokens: fixed cost of a micro-batch, in tokens; None until it is measured.
+        packed: whether batches are packed if their collate function can both pad and pack; None until it is decided.
     """
 
     world_size: int
@@ -35,7 +35,7 @@ class Sizes:
 
     @property
     def product(self) -> str:
-        """Return `" = 2 ranks x 4 accumulation steps x 16"` where that is where the effective size came from."""
+        """Return `" = 2 ranks x 4 accumulation steps x 16"` if the effective size was computed from the other two."""
         if self.micro_batch_size is None or self.accumulation_steps is None:
             return ""
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
@@ -43,12 +43,7 @@ class Sizes:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Return `numerator / denominator` rounded up.
-
-    Args:
-        numerator: 0 or more.
-        denominator: 1 or more.
-    """
+    """Return `numerator / denominator` rounded up, for a numerator of at least 0 and a denominator of at least 1."""
     return -(-numerator // denominator)
 
 
@@ -59,23 +54,21 @@ def resolve_sizes(
     micro_batch_size: int | None = None,
     accumulation_steps: int | None = None,
 ) -> Sizes:
-    """Check the three sizes against each other and fill in the one that follows.
+    """Check the three sizes against each other and fill in the effective size if it follows from the other two.
 
-    effective = ranks x accumulation steps x micro-batch, where the last micro-batch of a share may be smaller: on
-    `W` ranks a share has at most `ceil(E / W)` samples, hence `K = ceil(ceil(E / W) / m)` micro-batches.
+    `E = W x K x m`, where the last micro-batch of a share may be smaller: on `W` ranks a share has at most `ceil(E /
+    W)` samples, hence `K = ceil(ceil(E / W) / m)` micro-batches. A missing micro-batch size or number of accumulation
+    steps stays None, because it depends on each batch.
 
     Args:
         world_size: number of ranks, `W`.
-        effective_batch_size: samples of one optimizer step over all ranks, `E`; None where it was not given.
-        micro_batch_size: most samples of one forward and backward, `m`; None where it was not given.
-        accumulation_steps: micro-batches per rank and step, `K`; None where it was not given.
-
-    Returns:
-        Sizes in which `effective_batch_size` is filled in when the other two were given. A missing micro-batch size
-        or number of accumulation steps stays None where it depends on the batch at hand.
+        effective_batch_size: samples of one optimizer step over all ranks, `E`; None if not given.
+        micro_batch_size: maximum samples of one forward and backward, `m`; None if not given.
+        accumulation_steps: micro-batches per rank and step, `K`; None if not given.
 
     Raises:
-        BatchSizeError: a size below 1, more accumulation steps than a share has samples, or three that contradict.
+        BatchSizeError: a size below 1, more accumulation steps than a share has samples, or three sizes that
+            contradict.
     """
     given = {
         "world_size": world_size,
@@ -117,7 +110,7 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
     if micro is None:
         return
     needed = ceil_div(share, micro)
-    # By numbers of micro-batches and not by the product, since the last one of a share may be smaller.
+    # Compare numbers of micro-batches, not products: the last micro-batch of a share may be smaller.
     if needed != steps:
         message = (
             f"effective_batch_size={effective} contradicts {world_size} rank{'s' * (world_size > 1)} x "

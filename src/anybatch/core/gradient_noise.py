@@ -1,4 +1,4 @@
-"""Chapter 23: how noisy the gradient of an effective batch is, from the norms of its micro-batches' gradients.
+"""Chapter 23: the noise of an effective batch's gradient, from the norms of its micro-batches' gradients.
 
 Let g be the gradient of an effective batch, the sum of parts g_k, one for each micro-batch, already divided by the
 count of the whole batch, and p_k the share of micro-batch k in that count (p_1 + p_2 + ... = 1). Samples being drawn
@@ -7,19 +7,19 @@ independently, each part has the mean p_k G, where G is the gradient over all da
     |G|^2       is estimated by  (|g|^2 - sum |g_k|^2) / (1 - sum p_k^2)
     variance(g) is estimated by  sum |g_k|^2 - |G|^2 sum p_k^2
 
-Both are unbiased for micro-batches of any sizes, on any ranks, and of unlike noise: the first averages the inner
+Both are unbiased for micro-batches of any sizes, on any ranks, and of unequal noise: the first averages the inner
 products of different micro-batches, and variances of independent parts add up. With equal micro-batches it is the pair
 of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1.
 
 The *noise scale* is N variance(g) / |G|^2 with N samples in the batch: the batch size at which noise and gradient are
-equally large. Both parts are averaged over steps and only then divided: the ratio of one step is far off, and its mean
-is not the ratio of the means.
+equally large. Both parts are averaged over steps before the division: the ratio of a single step is far off, and the
+mean of such ratios is not the ratio of the means.
 
-Limits. It is an estimate of the critical batch size, not that size itself: it takes the loss to be curved alike in all
+Limits. It is an estimate of the critical batch size, not that size itself: it assumes a loss of equal curvature in all
 directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it an unreliable stand-in. Samples
-that are drawn from a set of M without putting them back are not independent: |G|^2 is then that of the data which the
-set was drawn from, and over the set itself it is larger by the variance of a sample over M. A mean over a varying count
-(tokens) has the mean G only where length and gradient have nothing to do with each other.
+that are drawn without replacement from a set of M are not independent: |G|^2 is then for the distribution from which
+the set was drawn, and over the set itself it is larger by the variance of a sample over M. A mean over a varying count
+(tokens) has the mean G only if length and gradient are independent.
 """
 
 import math
@@ -45,10 +45,10 @@ _STUDENT = (
 
 
 class NoiseParts(NamedTuple):
-    """What one effective batch says about its gradient; tensors may have any shape, one value per group of parameters.
+    """The two estimates of one effective batch; tensors of any shape, one value per group of parameters.
 
     Attributes:
-        squared_norm: estimate of the squared norm of the gradient over all data; below 0 now and then.
+        squared_norm: estimate of the squared norm of the gradient over all data; occasionally below 0.
         variance: estimate of the variance of the effective batch's gradient.
     """
 
@@ -64,7 +64,7 @@ def noise_parts(of_sum: Tensor, of_parts: Tensor, squared_shares: "Tensor | floa
     Args:
         of_sum: squared norm of the summed gradient.
         of_parts: sum of the squared norms of the micro-batches' gradients.
-        squared_shares: sum of the squares of their shares, below 1: with one micro-batch nothing can be said.
+        squared_shares: sum of the squares of their shares, below 1: a single micro-batch gives no estimate.
     """
     squared_norm = (of_sum - of_parts) / (1.0 - squared_shares)
     return NoiseParts(squared_norm, of_parts - squared_norm * squared_shares)
@@ -73,17 +73,17 @@ def noise_parts(of_sum: Tensor, of_parts: Tensor, squared_shares: "Tensor | floa
 def with_step(
     moments: Float[Tensor, "row 9"], parts: NoiseParts, *, weight: "Tensor | float", num_samples: int, decay: float
 ) -> Float[Tensor, "row 9"]:
-    """Return moments to which one step has been added, and of which the earlier steps have faded; nothing waits.
+    """Return moments with one step added and the earlier steps decayed; nothing waits for the device.
 
-    A step whose numbers are not finite (an overflow of fp16) leaves them as they were.
+    A step with non-finite numbers (an fp16 overflow) leaves them unchanged.
 
     Args:
         moments: sums over the steps so far.
         parts: of the step, one value per row.
-        weight: of the step: how much it knows, so that a small last batch does not drown the others; the number of
-            pairs of samples in different micro-batches, `N^2 (1 - sum p_k^2)`.
-        num_samples: of the effective batch, by which variances become those of one sample.
-        decay: what a step's weight is multiplied with in each later one.
+        weight: information in the step, so that a small last batch gets little weight: the number of pairs of samples
+            in different micro-batches, `N^2 (1 - sum p_k^2)`.
+        num_samples: of the effective batch; multiplies variances to give the variance of one sample.
+        decay: factor of a step's weight for each later step.
     """
     one, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)
     first = torch.stack([torch.ones_like(a), a, v], dim=1)
@@ -96,15 +96,15 @@ def with_step(
 def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Tensor]:
     """Return noise scales in samples, and the two ends of their 95% intervals, each of shape (rows,).
 
-    The upper end is infinite while |G|^2 cannot be told from 0: then only "at least the lower end" is known. A ratio of
-    means has such an interval by Fieller 1954, "Some problems in interval estimation": all ratios r for which the mean
-    of V - r A is within the quantile of Student's t times its own standard error of 0. Steps are taken to be
-    independent, and the mean of so many to be normal. Before the weight of ten steps is there, nothing is said.
+    The upper end is infinite while |G|^2 cannot be distinguished from 0: then only a lower bound is known. Intervals of
+    a ratio of means are by Fieller 1954, "Some problems in interval estimation": all ratios r for which the mean of V -
+    r A is within the quantile of Student's t times its own standard error of 0. Steps are assumed to be independent,
+    and their mean to be normal. The interval starts once the weight of ten steps is reached.
     """
     w, wa, wv, ww, wwa, wwv, wwaa, wwav, wwvv = moments.unbind(dim=1)
     mean_a, mean_v = wa / w, wv / w
     num_steps = w * w / ww
-    # Of the means: weighted squares around them, by n / (n - 1) for the mean that they are around.
+    # Variances of the means: weighted squares around them, times n / (n - 1) because the mean is estimated too.
     unbiased = num_steps / (num_steps - 1.0) / (w * w)
     var_a = unbiased * (wwaa - 2 * mean_a * wwa + mean_a**2 * ww)
     var_v = unbiased * (wwvv - 2 * mean_v * wwv + mean_v**2 * ww)
@@ -115,22 +115,22 @@ def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Ten
     a, b, c = mean_a**2 - t2 * var_a, mean_a * mean_v - t2 * cov, mean_v**2 - t2 * var_v
     root = (b * b - a * c).clamp(min=0.0).sqrt()
     is_bounded, never, above = (a > 0) & (mean_a > 0), torch.full_like(a, math.inf), num_steps >= _FEWEST_STEPS
-    # Of the two roots the lower positive one, in the form that is not a difference of nearly equal numbers.
+    # The lower positive root, in the form without a difference of nearly equal numbers.
     low = torch.where((b + root > 0) & (c > 0), c / (b + root), torch.zeros_like(c))
     high = torch.where(is_bounded, (b + root) / a, never)
     return mean_v / mean_a, torch.where(above, low, torch.zeros_like(low)), torch.where(above, high, never)
 
 
-# eq=False: comparing two of them would compare tensors, and wait for the device.
+# eq=False: comparing two estimates would compare tensors, and wait for the device.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NoiseEstimate:
-    """The noise of the gradient, smoothed over steps. Reading a number waits for the device; printed, it is one line.
+    """The gradient noise, smoothed over steps. Reading a number waits for the device; it prints as one line.
 
     Attributes:
-        names: what each row is about: "all parameters" first, then groups or layers.
+        names: label of each row: "all parameters" first, then groups or layers.
         moments: sums over steps, on the device; see `with_step`.
         items: the loss's items, such as "tokens".
-        items_per_sample: their number in a sample of the last batch.
+        items_per_sample: their number per sample of the last batch.
     """
 
     names: tuple[str, ...]
@@ -140,13 +140,13 @@ class NoiseEstimate:
 
     @property
     def scale(self) -> float:
-        """The noise scale of all parameters in samples: an estimate of the critical batch size. NaN before a step."""
+        """The noise scale of all parameters in samples, an estimate of the critical batch size; NaN before a step."""
         scale = self.scales[self.names[0]]
         return math.inf if scale < 0 else scale
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95% interval; the upper end is infinite while only "at least the lower end" is known."""
+        """Its 95% interval; the upper end is infinite while only a lower bound is known."""
         return self.intervals[self.names[0]]
 
     @property
@@ -172,16 +172,16 @@ class NoiseEstimate:
 
     @property
     def variances(self) -> dict[str, float]:
-        """The variance of the gradient of one sample, by row; that of n samples is an nth of it."""
+        """The variance of the gradient of one sample, by row; the mean of n samples has an nth of it."""
         return dict(zip(self.names, (self.moments[:, 2] / self.moments[:, 0]).tolist(), strict=True))
 
     def __str__(self) -> str:
-        """Return the estimate and its interval, or the least that it is."""
+        """Return the estimate and its interval, or its lower bound."""
         return in_words(self.scale, self.interval, self.items, float(self.items_per_sample))
 
 
 def in_words(scale: float, interval: Sequence[float], items: str = "samples", items_per_sample: float = 1.0) -> str:
-    """Return an estimate of the noise scale in a clause: `noise scale about 412 samples (95% interval 350 to 480)`."""
+    """Return an estimate of the noise scale as a clause: `noise scale about 412 samples (95% interval 350 to 480)`."""
     low, high = interval
     if math.isinf(high):
         known = f"noise scale at least {low:,.0f} samples" if low > 0 else "noise scale not known yet"

@@ -1,4 +1,4 @@
-"""Chapter 15: how much of a device's memory is kept free, and whether it is."""
+"""Chapter 15: the share of a device's memory that is kept free as headroom."""
 
 import math
 from dataclasses import dataclass
@@ -6,31 +6,28 @@ from dataclasses import dataclass
 from anybatch.core.units import in_bytes
 
 HEADROOM = 0.15
-"""Share of the memory that is kept free. A margin for the unforeseen, such as fragmentation, not a speed-up."""
+"""Share of the memory that is kept free: a margin for unplanned use such as fragmentation, not a speed-up."""
 MEASURED_HEADROOM = 0.10
-"""Share that is kept free of what a step was measured to take, on a device on which one has been."""
+"""Share kept free beyond the measured memory of a step, once a step has been measured on the device."""
 
 
 def measured_headroom(excess: float) -> float:
-    """Return the headroom to plan with so that `MEASURED_HEADROOM` stays free although steps take more than planned.
+    """Return the headroom to plan with so that `MEASURED_HEADROOM` stays free if steps exceed the plan.
 
-    A plan of `P` bytes takes `(1 + excess) P`, so `(1 + excess) (1 - headroom) = 1 - MEASURED_HEADROOM`: 10% where
-    the plan was right, and 15% where it was 5.9% too low.
-
-    Args:
-        excess: memory measured beyond the plan, as a fraction of the plan; not below 0.
+    A plan of `P` bytes takes `(1 + excess) P`, so `(1 + excess) (1 - headroom) = 1 - MEASURED_HEADROOM`: 10% if the
+    plan was right, and 15% if it was 5.9% too low.
     """
     return 1.0 - (1.0 - MEASURED_HEADROOM) / (1.0 + excess)
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """The peak memory on a device, and how much that leaves.
+    """The peak memory on a device, and the rest.
 
     Attributes:
-        peak_bytes: the most memory used at once.
-        limit_bytes: what there is.
-        headroom: share of it that is to be kept free.
+        peak_bytes: peak memory in use.
+        limit_bytes: memory of the device.
+        headroom: share of it to keep free.
     """
 
     peak_bytes: int
@@ -39,7 +36,7 @@ class Reserve:
 
     @property
     def left(self) -> float:
-        """Fraction of the memory that was never used; below 0 if more was used than there is."""
+        """Fraction of the memory that was never used; below 0 if the peak exceeds the limit."""
         return 1.0 - self.peak_bytes / self.limit_bytes
 
     @property
@@ -51,10 +48,7 @@ class Reserve:
 def describe_reserve(reserve: Reserve) -> str:
     """Return the peak and the rest of a memory in words: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
 
-    Percentages are rounded down, so that at least as much was left as is said.
-
-    Args:
-        reserve: the peak and the limit, in bytes.
+    Percentages are rounded down, so that the rest is never overstated.
     """
     of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
     if reserve.left < 0:

@@ -1,9 +1,9 @@
-"""Chapter 7: how the learning rate follows the batch size.
+"""Chapter 7: how the learning rate depends on the batch size.
 
 Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
 another. A *scaling rule* converts it once, before training; a schedule (chapter 25) then multiplies it by a factor in
-each step. `AdaScale` does both, step by step, by the noise that is measured. How far each rule carries was measured on
-small networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
+each step. `AdaScale` does both, step by step, using the measured noise. The range of each rule was measured on small
+networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
 """
 
 import math
@@ -18,12 +18,12 @@ from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 ScalingRule = Literal["linear", "sqrt", "none"]
 Memory = Literal["samples", "steps"]
-"""In what running averages of gradients keep their length when the batch grows."""
+"""The unit in which running averages of gradients keep their length when the batch grows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledRate:
-    """A learning rate scaled from one batch size to another, with betas and eps. Printed, it is one line.
+    """A learning rate scaled from one batch size to another, with betas and eps; it prints as one line.
 
     Attributes:
         rule: the scaling rule that was applied.
@@ -34,7 +34,7 @@ class ScaledRate:
         learning_rate: the scaled learning rate.
         base_betas: betas of an Adam-like optimizer before scaling; empty for other optimizers.
         betas: the scaled betas.
-        base_eps: the optimizer's eps before scaling; None for an optimizer without one that a rule scales.
+        base_eps: the optimizer's eps before scaling; None for an optimizer without an eps that a rule scales.
         eps: the scaled eps.
         base_momentum: momentum of SGD or RMSprop before scaling; 0 for none.
         momentum: the scaled momentum.
@@ -54,7 +54,7 @@ class ScaledRate:
     momentum: float = 0.0
 
     def __str__(self) -> str:
-        """Return what changed in one line: `lr 0.0032 = 0.0001 x 32 (linear, 256 / 8 samples)`."""
+        """Return the changes in one line: `lr 0.0032 = 0.0001 x 32 (linear, 256 / 8 samples)`."""
         sizes = f"{self.effective_batch_size} / {self.base_batch_size} samples"
         rates = f"lr {self.learning_rate:.6g} = {self.base_learning_rate:.6g} x {self.factor:.6g}"
         line = f"{rates} ({self.rule}, {sizes})"
@@ -86,21 +86,21 @@ def scale_rate(
       warm-up that starts at the base rate (`WarmUp(num_steps=..., start_factor=1 / kappa)`) and takes about 5 epochs.
     - "sqrt": lr x sqrt(kappa), betas -> betas ** kappa, eps -> eps / sqrt(kappa). Malladi et al. 2022, arXiv
       2205.10287, for Adam and RMSprop. They give 1 - beta -> kappa (1 - beta), which leaves [0, 1) for large kappa;
-      beta ** kappa agrees to first order, never leaves it, and keeps the half-life of the average in samples
-      (Marek et al. 2025, arXiv 2507.07101). For SGD, which has no betas, it keeps the variance of the update
-      (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
+      beta ** kappa agrees to first order, never leaves it, and keeps the half-life of the average in samples (Marek et
+      al. 2025, arXiv 2507.07101). For SGD, which has no betas, it keeps the variance of the update (Krizhevsky 2014,
+      arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
     - "none": nothing is scaled.
 
     Running averages of gradients keep their length in steps under "linear" and "none", and betas keep theirs in samples
-    under "sqrt", as published. `memory` says otherwise: with "samples" every decay rate becomes its power kappa, which
-    keeps the half-life in samples, momentum included. Momentum in torch's form (u = momentum u + g, p -= lr u) takes
-    lr / (1 - momentum) per unit of gradient, so there the rate is multiplied by (1 - momentum ** kappa) /
-    (1 - momentum) as well, and rate / (1 - momentum) follows the rule. In that form a rate that changes from step to
-    step needs no correction of what is in u; it does in the form u = momentum u + lr g (Goyal et al. 2017, section 3).
+    under "sqrt", as published. `memory` overrides this: with "samples" every decay rate becomes its power kappa, which
+    keeps the half-life in samples, momentum included. Momentum in torch's form (u = momentum u + g, p -= lr u) takes lr
+    / (1 - momentum) per unit of gradient, so there the rate is multiplied by (1 - momentum ** kappa) / (1 - momentum)
+    as well, and rate / (1 - momentum) follows the rule. In that form a rate that changes from step to step needs no
+    correction of u; it does in the form u = momentum u + lr g (Goyal et al. 2017, section 3).
 
-    Limits: the rules are valid only where gradient noise dominates, well below the critical batch size (McCandlish et
-    al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in
-    kappa (1 - beta). No rule scales the weight decay coefficient.
+    Limits: the rules are valid only while gradient noise dominates, well below the critical batch size (McCandlish et
+    al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in kappa (1 -
+    beta). No rule scales the weight decay coefficient.
 
     Args:
         learning_rate: the rate that was tuned with `base_batch_size`.
@@ -110,11 +110,11 @@ def scale_rate(
         betas: an Adam-like optimizer's decay rates of its running averages, per step.
         eps: an Adam-like optimizer's eps, added to the root of the second moment.
         momentum: of SGD or RMSprop, in torch's form; 0 for none.
-        memory: in what running averages keep their length; None for what the rule says.
+        memory: the unit in which running averages keep their length; None for the rule's default.
 
     Raises:
         BatchSizeError: a batch size below 1.
-        UserError: a rule or memory that does not exist, or a learning rate that is negative or not finite.
+        UserError: an unknown rule or memory, or a learning rate that is negative or not finite.
     """
     checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
@@ -123,13 +123,13 @@ def scale_rate(
         message = f"{rule=} is not a scaling rule; use one of {_comma_separated(get_args(ScalingRule))}."
         raise UserError(message)
     if memory not in (None, *get_args(Memory)):
-        message = f"{memory=} must be one of {_comma_separated(get_args(Memory))}, or None for what the rule says."
+        message = f"{memory=} must be one of {_comma_separated(get_args(Memory))}, or None for the rule's default."
         raise UserError(message)
     kappa = effective_batch_size / base_batch_size
     of_rule = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
     is_sqrt = rule == "sqrt"
     keeps_samples = memory == "samples" or (memory is None and is_sqrt)
-    # Momentum by default stays as it is under any rule.
+    # By default no rule changes momentum.
     scaled_momentum = momentum**kappa if memory == "samples" else momentum
     factor = of_rule if scaled_momentum == momentum else of_rule * (1.0 - scaled_momentum) / (1.0 - momentum)
     return ScaledRate(
@@ -157,7 +157,7 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
     the learning rate themselves (D-Adaptation, Prodigy) look like Adam, but need "none".
 
     Raises:
-        UserError: no rule is known for this type.
+        UserError: this type has no known rule.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return "linear"
@@ -178,11 +178,11 @@ def scale_optimizer(
     rule: ScalingRule | None = None,
     memory: Memory | None = None,
 ) -> tuple[ScaledRate, ...]:
-    """Scale the learning rate of every parameter group in place; return what changed, one `ScaledRate` per group.
+    """Scale the learning rate of every parameter group in place; return the changes, one `ScaledRate` per group.
 
     "sqrt" also scales an Adam-like optimizer's betas (RMSprop's alpha) and eps, see `scale_rate`. Momentum is scaled
-    with memory="samples" only, and the weight decay coefficient never. Where weight decay is decoupled, torch
-    multiplies it by the learning rate, so the decay of a step follows the learning rate.
+    with memory="samples" only, and the weight decay coefficient never. For decoupled weight decay torch multiplies it
+    by the learning rate, so the decay of a step follows the learning rate.
 
     Call it once, on a new optimizer: a second call scales again, and groups added later are not scaled.
 
@@ -191,12 +191,12 @@ def scale_optimizer(
         base_batch_size: samples per optimizer step, over all ranks, that its learning rates were tuned with.
         effective_batch_size: samples per optimizer step, over all ranks, to train with.
         rule: None for `default_rule(optimizer)`.
-        memory: in what running averages keep their length; None for what the rule says.
+        memory: the unit in which running averages keep their length; None for the rule's default.
 
     Raises:
         BatchSizeError: a batch size below 1.
-        ParameterError: the optimizer is under a scheduler, which would undo the scaling with its next step.
-        UserError: a rule that does not exist, or none given and none known for this type of optimizer.
+        ParameterError: the optimizer has a scheduler, which would undo the scaling with its next step.
+        UserError: an unknown rule, or none was given and this type of optimizer has no default.
     """
     # Every scheduler of torch computes from initial_lr, which it copied before the scaling.
     if any("initial_lr" in group for group in optimizer.param_groups):
@@ -207,7 +207,7 @@ def scale_optimizer(
         raise ParameterError(message)
     chosen = default_rule(optimizer) if rule is None else rule
     betas_keys = [_betas_key(optimizer, group) for group in optimizer.param_groups]
-    # All groups are computed before the first is changed, so that an error leaves the optimizer unchanged.
+    # Compute all groups before changing the first, so that an error leaves the optimizer unchanged.
     scaled = tuple(
         scale_rate(
             float(group["lr"]),
@@ -227,12 +227,12 @@ def scale_optimizer(
 
 
 def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size: int) -> float:
-    """Return by how much a larger batch makes a step longer: r = (1 + B_noise / base) / (1 + B_noise / effective).
+    """Return the step-length gain of a larger batch: r = (1 + B_noise / base) / (1 + B_noise / effective).
 
-    From 1, where there is no noise to average, to kappa = effective / base, where there is nothing else. It is
-    AdaScale's gain (Johnson et al. 2020, arXiv 2007.05105: (sigma^2 + mu^2) / (sigma^2 / kappa + mu^2), with
-    sigma^2 / mu^2 = B_noise / base) and the rate that McCandlish et al. 2018 (arXiv 1812.06162) give SGD,
-    eta_max / (1 + B_noise / B), as a ratio: the two are the same formula.
+    It is 1 without noise to average, and tends to kappa = effective / base if noise dominates. It is AdaScale's gain
+    (Johnson et al. 2020, arXiv 2007.05105: (sigma^2 + mu^2) / (sigma^2 / kappa + mu^2), with sigma^2 / mu^2 = B_noise /
+    base) and, as a ratio, the rate of McCandlish et al. 2018 (arXiv 1812.06162) for SGD, eta_max / (1 + B_noise / B):
+    the two are the same formula.
 
     Limits: both derive it for SGD without momentum. For Adam-like optimizers the root of it is used (Qiao et al. 2021,
     arXiv 2008.12260), by analogy.
@@ -253,11 +253,12 @@ def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size
 
 
 class AdaScale:
-    """A scheduler that scales by the gain of the moment, and runs its schedule on what was gained.
+    """A scheduler that scales by the current gain, and advances its schedule by the gain.
 
     In each step the learning rate is base rate x gain x schedule(progress), and progress grows by the gain: a step at
-    gain r counts for r steps of the base batch size, so the schedule is the one tuned there, unscaled, and needs no
-    warm-up for the larger batch (Johnson et al. 2020, arXiv 2007.05105; `noise_gain` has the formula and its limits).
+    gain r counts for r steps of the base batch size, so the schedule tuned at the base size is used unscaled, without a
+    longer warm-up for the larger batch (Johnson et al. 2020, arXiv 2007.05105; `noise_gain` has the formula and its
+    limits).
 
     The plain loop:
 
@@ -267,20 +268,20 @@ class AdaScale:
     progress += gain
     ```
 
-    An `Engine` takes it as `scheduler=lambda optimizer: AdaScale(optimizer, ...)`.
+    Pass it to an `Engine` as `scheduler=lambda optimizer: AdaScale(optimizer, ...)`.
 
     Args:
         optimizer: with the rates that were tuned at the base batch size.
         schedule: function (step at the base batch size) -> factor.
-        noise_scale: a number, or a function () -> number, the same on every rank; None as long as it is not known,
-            which gives the gain 1.
+        noise_scale: a number, or a function () -> number, the same on every rank; None while unknown, which gives the
+            gain 1.
         base_batch_size: samples per step that the rates were tuned with.
         effective_batch_size: samples per step to train with.
         root: multiply the rate by the root of the gain, as for Adam-like optimizers; progress grows by the gain.
 
     Attributes:
-        last_epoch: optimizer steps so far, by torch's name for it.
-        progress: steps of the base batch size that these count for.
+        last_epoch: optimizer steps so far (torch's name).
+        progress: the equivalent number of steps of the base batch size.
 
     Raises:
         BatchSizeError, UserError: as `noise_gain`.
@@ -310,18 +311,18 @@ class AdaScale:
         self._set_rates()
 
     def step(self) -> None:
-        """Count a step of the gain that it was made with, and set the rates of the next one."""
+        """Add the gain of the finished step to the progress, and set the rates of the next step."""
         self.last_epoch += 1
         self.progress += self._gain
         self._set_rates()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it has come; schedule and noise scale come from the code."""
+        """Return the progress; schedule and noise scale come from the code."""
         state = {"last_epoch": self.last_epoch, "progress": self.progress, "gain": self._gain}
         return {**state, "base_rates": list(self._base_rates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; the rates of the next step come with the optimizer's own state."""
+        """Resume from a state; the rates of the next step come with the optimizer's own state."""
         self.last_epoch, self.progress, self._gain = state["last_epoch"], state["progress"], state["gain"]
         self._base_rates = list(state["base_rates"])
 
@@ -337,7 +338,7 @@ class AdaScale:
 
 def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
     """Return the key of an Adam-like optimizer's decay rates, "betas" or "alpha"; None for other optimizers."""
-    # Adafactor's eps is a pair, for which no rule is known.
+    # Adafactor's eps is a pair, which no rule covers.
     if not isinstance(group.get("eps"), int | float):
         return None
     if "betas" in group:
@@ -364,13 +365,13 @@ def _update_group(group: dict[str, Any], betas_key: str | None, rate: ScaledRate
         return
     old = group[betas_key]
     betas = tuple(_same_type(beta, new) for beta, new in zip(_as_tuple(old), rate.betas, strict=True))
-    # RMSprop keeps one decay rate, Adam a pair.
+    # RMSprop has one decay rate, Adam a pair.
     group[betas_key] = betas if isinstance(old, tuple | list) else betas[0]
     group["eps"] = rate.eps
 
 
 def _same_type(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
-    """Return `new` as a float or tensor, as `old` is; a new tensor, since groups may share the old one."""
+    """Return `new` as a float or tensor, like `old`; a new tensor, since groups may share the old one."""
     return old.new_tensor(new) if isinstance(old, torch.Tensor) else new
 
 

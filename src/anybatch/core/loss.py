@@ -38,11 +38,11 @@ from anybatch.errors import LossError
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The exact value of a loss or metric: the `total` over some items and how many items that were.
+    """The exact value of a loss or metric: the `total` over some items, and the `count` of these items.
 
     Args:
         total: zero-axis tensor, the sum over the items.
-        count: number of items (or the sum of their weights); a zero-axis tensor if it is known on the device only.
+        count: number of items (or the sum of their weights); a zero-axis tensor if only the device has it.
     """
 
     total: Num[Tensor, ""]
@@ -51,11 +51,11 @@ class LossSum:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss function together with what its values mean. Made by the declarations of this module.
+    """A loss function together with its declaration; made by the functions of this module.
 
     Attributes:
-        function: `function(model, batch)`, or `function(model, outputs)` where it looks across samples.
-        kind: what its value depends on, and what it is divided by.
+        function: `function(model, batch)`, or `function(model, outputs)` for a loss across samples.
+        kind: the dependence between samples, and the divisor.
     """
 
     function: LossFunction
@@ -67,7 +67,7 @@ class Loss:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the terms, in the order counts and sums are kept."""
+        """Names of the terms, in the order of counts and sums."""
         return tuple(self.kind.terms)
 
     @property
@@ -77,22 +77,22 @@ class Loss:
 
     @property
     def functions(self) -> dict[str, LossFunction]:
-        """The functions that are called with the model, by the name under which their parameters are kept."""
+        """The functions that are called with the model, by the name under which their parameters are saved."""
         return {"loss": self.function} | ({} if self.kind.encode is None else {"encode": self.kind.encode})
 
     @property
     def needs_data_to_count(self) -> bool:
-        """Whether counts are known only once the micro-batches are loaded."""
+        """Whether counts are known only after the micro-batches are loaded."""
         return any(term.count is not None for term in self.kind.terms.values())
 
     @property
     def allows_other_rows(self) -> bool:
-        """Whether its count is right where a micro-batch has another number of rows than samples, as packed ones do."""
+        """Whether its count stays right if a micro-batch has more or fewer rows than samples, as packed ones do."""
         return self.needs_data_to_count or self.kind.brings_count or self.kind.encode is not None
 
 
 def samples(*, weight: float = 1.0) -> Term:
-    """Declare a term as the mean over the samples of the batch."""
+    """Declare a term as the mean over the samples of the batch, with a weight in the loss."""
     return Term(None, _weight(weight))
 
 
@@ -103,13 +103,13 @@ def tokens(
     shift: bool = True,
     weight: float = 1.0,
 ) -> Term:
-    """Declare a term as the mean over the targets that are not masked.
+    """Declare a term as the mean over the unmasked targets.
 
     Args:
-        labels: name of the labels in the batch (key or attribute), or a function of the batch; integer tensor
-            (samples, positions).
+        labels: name of the labels in the batch (key or attribute), or a function of the batch; integer tensor (samples,
+            positions).
         ignore_index: label value that marks a masked target.
-        shift: the first position is no target, as in a causal language model, where position t is predicted from the
+        shift: the first position is not a target, as in a causal language model, which predicts position t from the
             positions before it. False for masked-language, sequence-to-sequence and token-classification heads.
         weight: the term's weight in the loss.
     """
@@ -128,11 +128,11 @@ def tokens(
 
 
 def counted(count: Count, *, weight: float = 1.0) -> Term:
-    """Declare a term as the mean over whatever `count(batch)` says: class weights, boxes, pairs.
+    """Declare a term as the mean over `count(batch)` items: class weights, boxes, pairs.
 
     Args:
-        count: `count(batch)` returns how many items a micro-batch has, 0 or more: a number, or a tensor of one element.
-            It has the batch alone to go by, before the forward.
+        count: `count(batch)` returns the number of items of a micro-batch, 0 or more: a number, or a tensor of one
+            element. It is called before the forward, with the batch only.
         weight: the term's weight in the loss.
     """
     refuse_unless(callable(count), "count", count, "a function of a batch", LossError)
@@ -145,7 +145,7 @@ def _weight(weight: float) -> float:
 
 
 def mean_over_samples(function: LossFunction) -> Loss:
-    """Declare that `function(model, batch)` is the mean over the samples it is given, or one loss per sample.
+    """Declare that `function(model, batch)` returns the mean over its samples, or one loss per sample.
 
     The plain loop: `(function(model, micro_batch) * len(micro_batch) / len(effective_batch)).backward()`.
     """
@@ -153,14 +153,14 @@ def mean_over_samples(function: LossFunction) -> Loss:
 
 
 def sum_over_samples(function: LossFunction) -> Loss:
-    """Declare that `function(model, batch)` is the sum over the samples it is given, and is meant to stay one.
+    """Declare that `function(model, batch)` returns the sum over its samples, and that the loss should stay a sum.
 
     The plain loop: `function(model, micro_batch).backward()`. Nothing divides it, so its gradient grows with the
-    effective batch, and a learning rate that is right for one size is not for another: most losses are better declared
-    as means. `Engine.evaluate` gives its mean over samples.
+    effective batch, and a learning rate that suits one size does not suit another: declare most losses as means
+    instead. `Engine.evaluate` reports its mean over samples.
 
     Args:
-        function: returns a tensor without axes, one loss per item, or `LossSum`, whose count is not looked at.
+        function: returns a tensor without axes, one loss per item, or a `LossSum`, whose count is ignored.
     """
     return Loss(_callable(function), CountedBefore({ONLY_TERM: Term(None, is_sum=True)}))
 
@@ -172,15 +172,15 @@ def mean_over_tokens(
     ignore_index: int = -100,
     shift: bool = True,
 ) -> Loss:
-    """Declare that `function(model, batch)` is the mean over unmasked targets (or one loss per target).
+    """Declare that `function(model, batch)` returns the mean over unmasked targets (or one loss per target).
 
-    This is what `output.loss` of a causal language model is.
+    `output.loss` of a causal language model in transformers is such a mean.
 
     Args:
         function: returns a tensor without axes, or one loss per target.
         labels: name of the labels in the batch, or a function of the batch; see `tokens`.
         ignore_index: label value that marks a masked target.
-        shift: the first position is no target; see `tokens`.
+        shift: the first position is not a target; see `tokens`.
     """
     terms = {ONLY_TERM: tokens(labels, ignore_index=ignore_index, shift=shift)}
     return Loss(_callable(function), CountedBefore(terms))
@@ -205,7 +205,7 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
     `sum_of(loss, lm=tokens(), aux=samples(weight=0.01))`: the loss is `lm + 0.01 * aux`, each over its own count.
 
     Raises:
-        LossError: no term was declared.
+        LossError: no term was declared, or a term was not made with `samples`, `tokens` or `counted`.
     """
     if not terms:
         message = "sum_of needs at least one term, such as sum_of(loss, lm=ab.tokens(), aux=ab.samples(weight=0.01))."
@@ -218,7 +218,7 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
 
 
 def joint(encode: LossFunction, function: LossFunction) -> Loss:
-    """Declare a loss that looks across samples: `function` needs the outputs of the whole effective batch.
+    """Declare a loss across samples: `function` needs the outputs of the whole effective batch.
 
     For contrastive losses (CLIP, SimCSE, SupCon), triplets mined in the batch, Barlow Twins, VICReg. The plain loop:
 
@@ -227,13 +227,13 @@ def joint(encode: LossFunction, function: LossFunction) -> Loss:
     function(model, outputs).backward()
     ```
 
-    The gradient is the same, with the activations of one micro-batch at a time: micro-batches are encoded, the outputs
-    of all ranks brought together once, the gradient with respect to them computed, and every micro-batch but the last
-    is encoded again, under the same random numbers, to pass its rows of that gradient on.
+    The gradient is the same, with the activations of one micro-batch at a time: the engine encodes the micro-batches,
+    gathers the outputs of all ranks once, computes the gradient with respect to them, and encodes every micro-batch but
+    the last again, under the same random numbers, to back-propagate its rows of that gradient.
 
     Args:
         encode: `encode(model, batch)` returns a tensor, or a dict, tuple or dataclass of tensors, whose first axis is
-            the samples. Labels and whatever else `function` needs come along; they need no gradient.
+            the samples. Include labels and other inputs of `function`; they need no gradient.
         function: `function(model, outputs)` gets these for the whole effective batch, in its order, and returns the
             loss, one number. It may use parameters of the model (a temperature, say), or be a module with its own.
 
@@ -243,24 +243,15 @@ def joint(encode: LossFunction, function: LossFunction) -> Loss:
 
 
 def declared(loss: "Loss | LossFunction") -> Loss:
-    """Return `loss` if it is declared; take a bare function as one that returns `LossSum` or one loss per item."""
+    """Return `loss` if it is declared; otherwise treat it as a function that returns `LossSum` or one loss per item."""
     return loss if isinstance(loss, Loss) else Loss(_callable(loss), CountedByLoss())
 
 
 def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]:
-    """Return each term's count in one micro-batch, as CPU numbers.
-
-    Args:
-        loss: the declaration.
-        batch: the micro-batch, on any device; a count that is a tensor there is waited for.
-        num_samples: its samples.
-
-    Raises:
-        LossError: a count is negative or not finite.
-    """
+    """Return each term's count in one micro-batch, as CPU numbers; refuse negative or non-finite counts."""
     counts = []
     for name, term in loss.kind.terms.items():
-        # On the host, because the divisors have to be known there before the first forward.
+        # On the host, because the first forward needs the divisors.
         returned = num_samples if term.count is None else term.count(batch)
         try:
             count = float(returned)
@@ -280,12 +271,12 @@ class TermFactors:
 
     Args:
         of_mean: factor for a value that is a mean: weight x count of the micro-batch / count of the effective batch;
-            `of_sum` where one number is a sum too.
-        of_sum: factor for a value that is a sum: weight / count of the effective batch, or the weight alone of a term
-            that nothing divides.
+            equal to `of_sum` if a single number is a sum too.
+        of_sum: factor for a value that is a sum: weight / count of the effective batch, or only the weight for a term
+            without a divisor.
         count: items of the term in this micro-batch.
-        adds_without_count: the term returns sums, which belong to the effective batch where this micro-batch counts
-            nothing as well: those of a focal loss over background alone, say.
+        adds_without_count: the term returns sums, which count even if this micro-batch has no items: for example a
+            focal loss on background alone.
     """
 
     of_mean: float
@@ -295,7 +286,7 @@ class TermFactors:
 
     @property
     def has_value(self) -> bool:
-        """Whether the term has something to add. A mean over nothing is NaN, and has not."""
+        """Whether the term adds something. A mean over zero items is NaN, and does not."""
         return self.count > 0 or self.adds_without_count
 
 
@@ -308,14 +299,14 @@ def factors_of(
 ) -> tuple[TermFactors, ...]:
     """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
-    A term whose divisor is 0 has nothing to say in the whole effective batch and gets the factor 0.
+    A term whose divisor is 0 has no items in the whole effective batch and gets the factor 0.
 
     Args:
         loss: the declaration.
         counts: of each term in the micro-batch, in the order of `loss.names`.
         divisors: of each term in the effective batch, over all ranks.
-        unit_weight: 1, or 0 for a micro-batch that only keeps ranks in lockstep.
-        sums: names of the terms that return sums, which add up where a micro-batch counts nothing as well.
+        unit_weight: 1, or 0 for a filler micro-batch that only keeps ranks in lockstep.
+        sums: names of the terms that return sums, which count even if a micro-batch has no items.
     """
     factors = []
     for (name, term), count, divisor in zip(loss.kind.terms.items(), counts, divisors, strict=True):
@@ -330,23 +321,21 @@ def factors_of(
 
 
 def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[torch.Tensor]:
-    """Return each term's contribution to the loss of the effective batch, ready for the backward.
+    """Return each term's contribution to the loss of the effective batch, as zero-axis tensors ready for the backward.
+
+    Means with count 0 are left out: a mean over zero items is NaN, and NaN times 0 is NaN.
 
     Args:
         loss: the declaration.
-        output: what the loss function returned for this micro-batch.
+        output: the value that the loss function returned for this micro-batch.
         factors: one per term, from `factors_of`.
 
-    Returns:
-        One zero-axis tensor per term that has something to add here; means with count 0 are left out, since a mean
-        over zero items is NaN and NaN times 0 is NaN.
-
     Raises:
-        LossError: the output is not what was declared.
+        LossError: the output does not match the declaration.
     """
     if not loss.kind.named:
         return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].has_value else []
-    # Neither more nor fewer: a missing term would not be trained, and an extra one has no divisor.
+    # A missing term would not be trained, and an extra one has no divisor.
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
         found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         message = (
@@ -362,7 +351,7 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
 
 
 def without_graph() -> LossError:
-    """Return the error for a loss that no gradient can be computed of."""
+    """Return the error for a loss without a gradient."""
     if torch.is_grad_enabled():
         return LossError(
             "the loss has no graph, so nothing can be trained. Return it as computed from the model's output: without "
@@ -372,7 +361,7 @@ def without_graph() -> LossError:
 
 
 def returned_count(output: object) -> "int | float | torch.Tensor":
-    """Return the count that an undeclared loss brought with its value: of a `LossSum`, or of one loss per item."""
+    """Return the count of an undeclared loss: from its `LossSum`, or the number of its losses per item."""
     if isinstance(output, LossSum):
         return output.count
     assert isinstance(output, torch.Tensor)  # checked by `scaled`
@@ -382,7 +371,7 @@ def returned_count(output: object) -> "int | float | torch.Tensor":
 def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dim():
-            # Before they are added up: a sum no longer shows of how many values it was made.
+            # Check before summing: the sum no longer shows the number of values.
             loss.kind.check_items(name, value, factor.count)
             return times(value.sum(), factor.of_sum)
         return loss.kind.mean(value, factor.of_mean)
@@ -413,7 +402,7 @@ def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) 
         )
         raise LossError(message, term=name)
     count = value.count
-    # Reading a tensor would wait for the device; one that holds no data (of a plan) cannot be read.
+    # Reading a device tensor would wait for it, and a fake tensor (of a plan) cannot be read.
     if not isinstance(count, torch.Tensor) or (type(count) is torch.Tensor and count.device.type == "cpu"):
         loss.kind.check_count(name, float(count), factor.count)
 
@@ -431,7 +420,7 @@ def _lookup(batch: Batch, name: str) -> torch.Tensor:
     return value
 
 
-def _callable(function: Any) -> Any:  # noqa: ANN401 (whatever was passed, checked and handed back)
+def _callable(function: Any) -> Any:  # noqa: ANN401 (any value, checked and returned)
     if not callable(function):
         message = (
             f"a loss is declared from a function f(model, batch), not from {type(function).__name__} {function!r}."

@@ -1,8 +1,8 @@
-"""Chapter 19: through what the loss of a sample depends on the other samples. Each answer is a value with behaviour.
+"""Chapter 19: how the loss of one sample depends on the other samples; each kind of dependence is a class.
 
-Nothing or a count that is known beforehand: one pass. A count that comes with the value: one pass, divided at the end.
-The outputs of the whole effective batch: two passes. (Activations inside of the network, as in BatchNorm, are no matter
-of the loss.)
+No dependence, or a count that is known beforehand: one pass. A count that comes with the value: one pass, divided at
+the end. The outputs of the whole effective batch: two passes. (A dependence inside the network, as in BatchNorm, is not
+part of the loss.)
 """
 
 from collections.abc import Callable, Mapping
@@ -19,25 +19,25 @@ from anybatch.errors import LossError
 LossFunction = Callable[[Any, Batch], Any]
 Count = Callable[[Batch], "int | float | torch.Tensor"]
 ONLY_TERM = "loss"
-"""Name of the term of a loss that has one."""
+"""Name of the term of a loss with a single term."""
 ONE_NUMBER = (
     "the loss function returned one number and does not say over what it is a mean. Declare it: "
     "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
     "ab.mean_over(loss, count) otherwise, ab.sum_over_samples(loss) for a sum; or return one loss per item, or "
     "ab.LossSum(total, count)."
 )
-"""The error of an undeclared loss that is not a mean over samples, or of which that cannot be found out."""
+"""The error for an undeclared loss that is not a mean over samples, or that cannot be checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items that a term is a mean over.
+    """The items of a term's mean.
 
     Attributes:
         name: one word: "samples", "tokens" or "counted".
-        description: what messages call them.
-        values_may_be_fewer: a tensor of losses may hold fewer values than the count says (weights are no items).
-        values_may_be_more: it may hold more (masked targets are there, with a loss of 0).
+        description: their name in messages.
+        values_may_be_fewer: a tensor of losses may hold fewer values than the count (weights are not items).
+        values_may_be_more: it may hold more (masked targets are present, with a loss of 0).
     """
 
     name: str
@@ -53,10 +53,10 @@ COUNTED = Items("counted", "what its count says", values_may_be_fewer=True, valu
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of a loss: what it is a mean over, and its weight in the loss.
+    """One term of a loss: the items of its mean, and its weight in the loss.
 
-    `count(batch)` must be computable before the forward, from the labels, say; None counts samples. Make terms with
-    `samples`, `tokens` and `counted`. A term with `is_sum` is the sum itself, which nothing divides.
+    `count(batch)` runs before the forward, from the labels, say; None counts samples. Make terms with `samples`,
+    `tokens` and `counted`. A term with `is_sum` is a sum, which nothing divides.
     """
 
     count: Count | None
@@ -65,18 +65,18 @@ class Term:
     is_sum: bool = False
 
     def __str__(self) -> str:
-        """Return what becomes of its values: `mean over samples`."""
+        """Return how its values are combined: `mean over samples`."""
         return f"sum over {self.items.description}" if self.is_sum else f"mean over {self.items.description}"
 
 
 class LossKind(Protocol):
-    """Through what the loss of a sample depends on the other samples; decides how an effective batch is run.
+    """How the loss of one sample depends on the other samples; determines how an effective batch is run.
 
     Attributes:
-        terms: by name, in the order counts and sums are kept.
+        terms: by name, in the order of counts and sums.
         named: the function returns a dict with one value per term.
         brings_count: the count comes with the value, so gradients are divided after the last micro-batch.
-        encode: what is run on micro-batches where the function needs the outputs of the whole effective batch.
+        encode: function of a micro-batch whose outputs the loss needs from the whole effective batch; otherwise None.
         feature: the row of the composition table.
     """
 
@@ -110,41 +110,15 @@ class LossKind(Protocol):
         ...
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Refuse losses per item that cannot be one for each item of the term.
-
-        Args:
-            name: of the term.
-            values: the losses, of any shape.
-            count: items of the term in this micro-batch.
-
-        Raises:
-            LossError: with the shape and the count.
-        """
+        """Raise a `LossError` if the number (or shape) of losses per item cannot match the term's count."""
         ...
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the contribution of one number that the function returned.
-
-        Args:
-            value: the number, without an axis.
-            factor: for a mean, `TermFactors.of_mean`.
-
-        Raises:
-            LossError: one number does not say over what it is a mean.
-        """
+        """Return a single number times `factor` (`TermFactors.of_mean`); refuse it if its divisor is undeclared."""
         ...
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """Refuse a count that came with a sum and is not the declared one.
-
-        Args:
-            name: of the term.
-            returned: the count that came with the sum.
-            declared: the count by the declaration, of the same micro-batch.
-
-        Raises:
-            LossError: with both.
-        """
+        """Raise a `LossError` if a returned count differs from the declared count of the same micro-batch."""
         ...
 
 
@@ -193,7 +167,7 @@ class CountedBefore:
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`."""
-        # With a tolerance, because a count may be a sum of weights, which is rounded.
+        # With a tolerance: a count may be a sum of weights, which is rounded.
         if abs(returned - declared) > 1e-6 * declared and not self.terms[name].is_sum:
             counted = (
                 f"or count in the data set or collate, and declare {name}=ab.counted(lambda batch: ...); if the count "
@@ -211,7 +185,7 @@ class CountedBefore:
 class CountedByLoss:
     """The function returns its count too: `LossSum`, or one loss per item. Gradients are divided at the end."""
 
-    # Counted as samples: that is what gradients are divided by until the true count has come.
+    # Gradients are divided by the number of samples until the true count arrives.
     terms = MappingProxyType({ONLY_TERM: Term(None)})
     named = False
     brings_count = True
@@ -223,23 +197,19 @@ class CountedByLoss:
         return f"mean over the count that {function} returns"
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """See `LossKind`: any number of items is right, since they are counted when they come."""
+        """See `LossKind`: any number of items is right, since the loss counts them."""
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
-        """Refuse one number, which does not say over what it is a mean; see `LossKind`.
-
-        Raises:
-            LossError: always, with what to declare.
-        """
+        """Raise a `LossError`, because the divisor of a single number was not declared; see `LossKind`."""
         raise LossError(ONE_NUMBER)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """See `LossKind`: any count is right, since nothing was declared."""
+        """See `LossKind`: any count is right, since none was declared."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcrossSamples:
-    """The function needs the outputs of the whole effective batch, which `encode` makes: two passes."""
+    """The function needs the outputs of the whole effective batch, which `encode` returns: two passes."""
 
     encode: LossFunction
     terms = MappingProxyType({ONLY_TERM: Term(None)})
@@ -252,7 +222,7 @@ class AcrossSamples:
         return f"joint loss {function} of the outputs of {name_of(self.encode)}"
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """See `LossKind`: what holds for a mean over samples holds here."""
+        """See `LossKind`: the same as for a mean over samples."""
         _SAMPLE_MEAN.check_items(name, values, count)
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
@@ -260,20 +230,20 @@ class AcrossSamples:
         return times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """See `LossKind`: what holds for a mean over samples holds here."""
+        """See `LossKind`: the same as for a mean over samples."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
 
 
 def name_of(function: LossFunction) -> str:
-    """Return the name of a function or the class of a callable object, without its address in memory."""
+    """Return the name of a function, or the class name of a callable object."""
     return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
 
 
 def times(value: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return `value * factor`, in memory of its own; that of a micro-batch which is the whole batch is a copy.
+    """Return `value * factor` in new memory, even for a factor of 1.
 
-    Never the value itself: the user may have kept it, and add the next micro-batch's to it in place. And it may hold
-    far more memory than its number: `mse_loss` leaves its mean in what was made for the squares of all elements.
+    Never return the value: the user may have kept it, and add the next micro-batch's value to it in place. And its
+    storage may be far larger than one number: `mse_loss` leaves its mean in the memory of the squares of all elements.
     """
     return value.clone() if factor == 1.0 else value * factor  # the backward of a copy computes nothing
 

@@ -1,7 +1,7 @@
-"""Chapter 22: who sends to whom, and when, so that N ranks sum or gather in about log2 N messages one after another.
+"""Chapter 22: message schedules with which N ranks sum or gather in about log2 N rounds.
 
-A ring passes a message on from neighbour to neighbour, and needs about N of them. Here the number of ranks that a rank
-has heard from, directly or not, doubles with every round.
+A ring passes a message from neighbour to neighbour, which takes about N rounds. Here the number of ranks whose data a
+rank has, directly or not, doubles with every round.
 
 Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH" (recursive
 doubling, with ranks beyond a power of two folded in; Bruck's all-gather, of Bruck et al. 1997).
@@ -13,12 +13,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SumRound:
-    """What a rank does in one round of a sum.
+    """A rank's messages in one round of a sum.
 
     Attributes:
-        partner: the rank that it talks to.
-        sends: whether it sends what it has summed so far.
-        receives: what comes: a part, which it adds to its own; the sum of all, which it takes; or nothing.
+        partner: the rank to exchange with.
+        sends: whether this rank sends its sum so far.
+        receives: the incoming data: a part, to add to its own; the total, to replace it; or nothing.
     """
 
     partner: int
@@ -28,13 +28,13 @@ class SumRound:
 
 @dataclass(frozen=True, slots=True)
 class GatherRound:
-    """What a rank does in one round of a gather, where row i is that of the i-th rank after it, and row 0 its own.
+    """A rank's messages in one round of a gather, where row i belongs to the i-th rank after it, and row 0 to itself.
 
     Attributes:
-        to_rank: gets its first rows.
-        from_rank: whose first rows it gets.
-        num_rows: how many.
-        first_row: the place of those that it gets.
+        to_rank: receives this rank's first rows.
+        from_rank: sends its first rows.
+        num_rows: number of rows.
+        first_row: index of the received rows.
     """
 
     to_rank: int
@@ -46,11 +46,11 @@ class GatherRound:
 def sum_rounds(rank: int, num_ranks: int) -> tuple[SumRound, ...]:
     """Return the rounds of a rank in a sum by recursive doubling.
 
-    With p the largest power of two up to N, rank p + i gives its numbers to rank i before and gets the sum after. In
-    round k of the first p ranks those whose numbers differ in bit k alone exchange what they have, and add it.
+    With p the largest power of two up to N, rank p + i sends its numbers to rank i first and receives the sum at the
+    end. In round k the pairs of the first p ranks whose numbers differ in bit k only exchange and add their sums.
 
     All ranks get the same bits: partners add the same two numbers, whose order does not matter (IEEE 754), so that
-    after each round all ranks of a block of 2^k have the same. The order depends on N alone.
+    after each round all ranks of a block of 2^k have the same sum. The order depends on N alone.
     """
     most = 1 << (num_ranks.bit_length() - 1)
     if rank >= most:
@@ -65,9 +65,9 @@ def sum_rounds(rank: int, num_ranks: int) -> tuple[SumRound, ...]:
 
 
 def gather_rounds(rank: int, num_ranks: int) -> tuple[GatherRound, ...]:
-    """Return the rounds of a rank in a gather, for any N: in round k it gets up to 2^k rows, those after its own 2^k.
+    """Return the rounds of a rank in a gather, for any N: round k adds up to 2^k rows after its first 2^k.
 
-    Every row but its own comes once: N - 1 rows, the least that is possible.
+    Every row but its own arrives once: N - 1 rows, the minimum.
     """
     return tuple(
         GatherRound(
@@ -78,18 +78,18 @@ def gather_rounds(rank: int, num_ranks: int) -> tuple[GatherRound, ...]:
 
 
 def most_sum_rounds(num_ranks: int) -> int:
-    """Return the rounds of a sum one after another: `floor(log2 N)`, and two more where N is no power of two."""
+    """Return the number of successive rounds of a sum: `floor(log2 N)`, and two more unless N is a power of two."""
     doublings = num_ranks.bit_length() - 1
     return doublings if num_ranks == 1 << doublings else doublings + 2
 
 
 def sum_messages(num_ranks: int) -> int:
-    """Return the messages of all ranks in a sum: `p log2 p + 2 (N - p)`."""
+    """Return the number of messages of all ranks in a sum: `p log2 p + 2 (N - p)`."""
     doublings = num_ranks.bit_length() - 1
     most = 1 << doublings
     return most * doublings + 2 * (num_ranks - most)
 
 
 def gather_messages(num_ranks: int) -> int:
-    """Return the messages of all ranks in a gather: `N ceil(log2 N)`."""
+    """Return the number of messages of all ranks in a gather: `N ceil(log2 N)`."""
     return num_ranks * (num_ranks - 1).bit_length()

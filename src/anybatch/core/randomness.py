@@ -1,4 +1,4 @@
-"""Chapter 3: which random numbers belong to what. Keys, not state: the same key gives the same numbers on any rank."""
+"""Chapter 3: keys for random numbers instead of state: the same key gives the same numbers on any rank."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-# One word per purpose, its first letters in ASCII: equal numbers give unrelated seeds for different purposes.
+# One word per purpose, its first letters in ASCII, so that equal numbers give unrelated seeds for different purposes.
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
 _STEP, _CALL, _AXIS, _ROUNDING = 0x73746570, 0x63616C6C, 0x61786973, 0x726F756E
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class BatchKey(NamedTuple):
-    """The key of an effective batch's random numbers. A tuple, since each step makes one.
+    """The key of an effective batch's random numbers. A tuple for speed, since each step makes one.
 
     Attributes:
         seed: of the run.
@@ -31,108 +31,45 @@ class BatchKey(NamedTuple):
 
 
 def unit_seed(seed: int, step: int, first_sample_id: int) -> int:
-    """Return the seed of a micro-batch: a function of (seed, step, first global sample id) and nothing else.
-
-    Args:
-        seed: of the run, any integer.
-        step: number of the step, from 0 on.
-        first_sample_id: global id of the micro-batch's first sample, in the order in which samples are cut.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
-    """
+    """Return the 63-bit seed of a micro-batch, which depends on (seed, step, first global sample id) only."""
     return _mix(_MICRO_BATCH, seed, step, first_sample_id)
 
 
 def joint_seed(seed: int, step: int) -> int:
-    """Return the seed of a loss across samples that draws numbers itself: once per step, equal on every rank.
-
-    Args:
-        seed: of the run, any integer.
-        step: number of the step, from 0 on.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
-    """
+    """Return the 63-bit seed of a loss across samples that draws random numbers: once per step, equal on every rank."""
     return _mix(_JOINT, seed, step, 0)
 
 
 def sample_seed(seed: int, epoch: int, sample_id: int) -> int:
-    """Return the seed under which a sample is loaded and augmented in an epoch.
-
-    Args:
-        seed: of the data, any integer.
-        epoch: from 0 on.
-        sample_id: global id of the sample.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
-    """
+    """Return the 63-bit seed for loading and augmenting a sample in an epoch."""
     return sample_seeds(seed, epoch, [sample_id])[0]
 
 
 def sample_seeds(seed: int, epoch: int, sample_ids: Sequence[int]) -> list[int]:
-    """Return what `sample_seed` does for some samples at once, which share the words they have in common.
-
-    Args:
-        seed: of the data, any integer.
-        epoch: from 0 on.
-        sample_ids: global ids of the samples.
-    """
+    """Return `sample_seed` of several samples, faster: the seed and epoch are folded in once."""
     state = _folded(_folded(_AUGMENTATION, seed), epoch)
     return [_folded(state, sample) >> 1 for sample in sample_ids]
 
 
 def order_seed(seed: int, epoch: int) -> int:
-    """Return the seed of the global sample order of an epoch.
-
-    Args:
-        seed: of the data, any integer.
-        epoch: from 0 on.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
-    """
+    """Return the 63-bit seed of the global sample order of an epoch."""
     return _mix(_ORDER, seed, epoch, 0)
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of a step.
-
-    Args:
-        seed: of the run, any integer.
-        step: number of the step, from 0 on.
-
-    Returns:
-        A number from 0 to 2**62 - 1, which leaves room for counting on from it.
-    """
+    """Return the 62-bit seed of a step, which leaves room for counting up from it."""
     return _mix(_STEP, seed, step, 0) >> 1
 
 
 def rounding_seed(seed: int, step: int, parameter: int) -> int:
-    """Return the seed under which the update of a parameter is rounded in a step: equal on every rank.
-
-    Args:
-        seed: of the run, any integer.
-        step: number of the step, from 0 on.
-        parameter: its number.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
-    """
+    """Return the 63-bit seed for rounding the update of a parameter (by its number) in a step: equal on every rank."""
     return _mix(_ROUNDING, seed, step, parameter)
 
 
 def sample_keys(key: BatchKey, start: int, stop: int) -> Int64[Tensor, " sample"]:
-    """Return the 64-bit key of each of some samples in one step: a function of (seed, step, global sample id).
+    """Return the int64 keys, on the CPU, of the samples at positions `start` to `stop` (exclusive) of a batch.
 
-    Args:
-        key: of the effective batch.
-        start: position of the first sample in `key.sample_ids`.
-        stop: position behind the last sample.
-
-    Returns:
-        Integers (stop - start,), on the CPU.
+    A key depends on (seed, step, global sample id) only.
     """
     ids = torch.tensor([int(sample) for sample in key.sample_ids[start:stop]], dtype=torch.int64)
     return _finalise(ids.add_(1).mul_(_signed(_GOLDEN)).add_(_mix(_STEP, key.seed, key.step, 1)))
@@ -141,25 +78,21 @@ def sample_keys(key: BatchKey, start: int, stop: int) -> Int64[Tensor, " sample"
 def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int]) -> Int32[Tensor, "sample ..."]:
     """Return 32 uniform random bits, as a signed number, for every element of every sample.
 
-    They are a function of the sample's key, the number of the call and the element's indices, counted from the last
-    axis, and of nothing else: not of the other samples, the lengths of the axes, or the device. The plain loop:
-    `bits[n, ..., j, i] = half(i % 2, splitmix64(keys[n] + c(call) + stride(0) * (i // 2) + stride(1) * j + ...))`.
+    They depend only on the sample's key, the number of the call (from 0 on) and the element's indices, counted from the
+    last axis: not on the other samples, the lengths of the axes, or the device. `shape` is the shape of one sample's
+    numbers, with at least one axis. The plain loop: `bits[n, ..., j, i] = half(i % 2, splitmix64(keys[n] + c(call) +
+    stride(0) * (i // 2) + stride(1) * j + ...))`.
 
-    Args:
-        keys: what `sample_keys` returns.
-        call: number of the call, from 0 on.
-        shape: of one sample's numbers; at least one axis.
-
-    Source: the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), on 64-bit numbers that wrap around. One of
-    its outputs serves two neighbours, 32 bits each. Not cryptographic.
+    Source: the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), on 64-bit numbers that wrap around. Each
+    output serves two neighbours, 32 bits each. Not cryptographic.
     """
     state = keys + _signed(_mix(_CALL, call, 0, 0) << 1)
     lengths = (*shape[:-1], (shape[-1] + 1) // 2)
     for axis, length in enumerate(lengths):
-        # Odd, hence one-to-one modulo 2**64: no two indices of an axis get the same state.
+        # Odd, hence one-to-one modulo 2**64: different indices of an axis get different states.
         stride = _signed(_mix(_AXIS, len(lengths) - 1 - axis, 0, 0) << 1 | 1)
         state = state.unsqueeze(-1) + torch.arange(length, device=keys.device).mul_(stride)
-    # Each 64-bit number gives two; of an odd length one is left over.
+    # Each 64-bit number gives two; an odd length drops one.
     return _finalise(state).view(torch.int32)[..., : shape[-1]]
 
 
@@ -185,9 +118,9 @@ def _mix(purpose: int, first: int, second: int, third: int) -> int:
 
 
 def _folded(state: int, word: int) -> int:
-    """Return 64 bits into which one more word has been folded."""
+    """Fold one more word into a 64-bit state."""
     state = (state + word + _GOLDEN) & _MASK
-    # Without a loop: it is asked for each sample.
+    # Without a loop, because it runs for each sample.
     state = ((state ^ (state >> _SHIFT)) * _FACTOR) & _MASK
     state = ((state ^ (state >> _SECOND_SHIFT)) * _SECOND_FACTOR) & _MASK
     return state ^ (state >> 31)

@@ -1,9 +1,8 @@
-"""Chapter 9: a run as its observer sees it. One seam, one method, twelve kinds of record.
+"""Chapter 9: the records that an observer of a run receives: one method, twelve kinds of record.
 
-The engine hands its observer a frozen record for everything that happens, as it happens. Records hold no times: an
-observer that needs times takes them on arrival, so a span comes as a "begin" and an "end" record. Numbers may
-still be on the device: reading one waits for the device, so an observer reads late, or never. Tensors and mappings in a
-record do not change after it was handed over.
+The engine passes its observer a frozen record of every event, as it happens. Records hold no times: an observer that
+needs times reads the clock on arrival, so a span is a "begin" and an "end" record. Numbers may still be on the device,
+and reading one waits for the device: read late, or never. Tensors and mappings in a record never change.
 """
 
 from collections.abc import Mapping
@@ -22,25 +21,24 @@ PhaseName = Literal["load", "forward_backward", "reduce", "clip", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRecord:
-    """A run starts, or goes on from a checkpoint. The header of all records after it.
+    """A run starts, or resumes from a checkpoint. The header of all records that follow.
 
     Attributes:
-        rank: the rank that reports this.
+        rank: the reporting rank.
         world_size: number of ranks.
-        first_step: number of the next step, 0 unless resumed; what earlier records say of this step and later ones
-            was undone.
-        geometry: how an effective batch is cut, in one line.
-        effective_batch_size: samples per step over all ranks; None for as many as a batch brings.
-        micro_batch_size: most samples of one forward and backward; None for no limit.
-        strategy: how gradients are summed over ranks.
+        first_step: number of the next step, 0 unless resumed; earlier records of this step and later ones are void.
+        geometry: the cut of an effective batch, in one line.
+        effective_batch_size: samples per step over all ranks; None: the size of each batch.
+        micro_batch_size: maximum samples of one forward and backward; None for no limit.
+        strategy: the strategy that sums gradients over ranks.
         precision: the number formats of the forward and backward.
         device: type and name of this rank's device.
         dtype: the number format of the parameters.
-        seed: seed of the run; None if the engine does not know it.
+        seed: seed of the run; None if the engine does not have it.
         num_parameters: trainable numbers of the model.
         gradient_bytes: bytes of one copy of its gradients.
-        versions: name of a piece of software to its version.
-        decisions: name of what the engine decided to the decision and its reason.
+        versions: software name to version.
+        decisions: name of each decision of the engine to the decision and its reason.
     """
 
     kind: ClassVar[str] = "start"
@@ -63,20 +61,20 @@ class StartRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRecord:
-    """A micro-batch begins, or its backward is over (on the host: the device may still be at work).
+    """A micro-batch begins, or its backward has ended (on the host: the device may still be working).
 
     Attributes:
         rank: the rank that runs it.
-        event: which end of the span this is.
+        event: "begin" or "end" of the span.
         step: number of the step, from 0 on.
         unit_number: number of its unit in the effective batch.
-        position: its place among the micro-batches of this rank and step, from 0 on.
+        position: its index among the micro-batches of this rank and step, from 0 on.
         num_micro_batches: micro-batches of this rank in this step.
         num_samples: samples in it.
         first_sample_id: global id of its first sample; None if the batch has no ids.
-        weight: 1, or 0 if it only keeps ranks in lockstep and adds nothing.
-        counts: term of the loss to the number of its items here; empty while they are not known.
-        loss_sums: term of the loss to its sum over these items; empty at the beginning.
+        weight: 1, or 0 for a filler that only keeps ranks in lockstep.
+        counts: loss term to the number of its items here; empty until known.
+        loss_sums: loss term to its sum over these items; empty at the beginning.
     """
 
     kind: ClassVar[str] = "micro_batch"
@@ -95,17 +93,17 @@ class MicroBatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecord:
-    """A collective is handed to the data group, or found to be finished. May come from a backward hook's thread.
+    """A collective starts in the data group, or has finished. May come from a backward hook's thread.
 
     Attributes:
         rank: the rank that takes part.
-        event: which end of the span this is.
+        event: "begin" or "end" of the span.
         step: number of the step, from 0 on.
-        bucket: number of the bucket, from 0 on, in the order they are handed over within the step.
+        bucket: number of the bucket, from 0 on, in launch order within the step.
         collective: such as all_reduce, reduce_scatter or all_gather.
-        payload: what travels; gradients are what a step needs once, everything else is listed beside it.
-        num_bytes: bytes this rank hands over.
-        dtype: the number format in which they travel.
+        payload: the data sent; gradients are needed once per step, all other traffic is listed separately.
+        num_bytes: bytes sent by this rank.
+        dtype: their number format.
     """
 
     kind: ClassVar[str] = "reduction"
@@ -124,11 +122,11 @@ class PhaseRecord:
     """A phase of a step begins or ends on the host. Phases may overlap: the next micro-batch loads during a forward.
 
     Attributes:
-        rank: the rank it happens on.
-        event: which end of the span this is.
+        rank: the rank of the phase.
+        event: "begin" or "end" of the span.
         step: number of the step, from 0 on.
         name: the phase.
-        position: the micro-batch it belongs to, from 0 on; None if it belongs to the step.
+        position: index of its micro-batch, from 0 on; None if it belongs to the step.
     """
 
     kind: ClassVar[str] = "phase"
@@ -141,22 +139,22 @@ class PhaseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """An optimizer step is over: its numbers for the effective batch, the same on every rank.
+    """An optimizer step has finished: its numbers for the effective batch, equal on every rank.
 
     Attributes:
-        rank: the rank that reports this.
+        rank: the reporting rank.
         step: number of the step, from 0 on.
-        epoch: epoch the data stands in after the step.
-        sample_offset: samples of that epoch that have made a step, over all ranks.
+        epoch: epoch of the data position after the step.
+        sample_offset: samples of that epoch used so far, over all ranks.
         num_samples: samples of the effective batch, over all ranks.
-        num_micro_batches: micro-batches this rank ran for it.
-        loss: weighted sum of the terms' means: what the gradient is the gradient of.
-        losses: term of the loss to its mean over the effective batch.
-        counts: term of the loss to the number of its items in the effective batch.
-        gradient_norm: norm of the gradient before clipping; None if it was not computed.
+        num_micro_batches: micro-batches that this rank ran for it.
+        loss: weighted sum of the terms' means; the gradient is its derivative.
+        losses: loss term to its mean over the effective batch.
+        counts: loss term to the number of its items in the effective batch.
+        gradient_norm: norm of the gradient before clipping; None if not computed.
         clipped: whether clipping made the gradient smaller; None if clipping is off.
         learning_rates: of each parameter group, as used by this step.
-        skipped: whether the update was left out because the gradient was not finite.
+        skipped: whether the update was skipped because the gradient was not finite.
     """
 
     kind: ClassVar[str] = "step"
@@ -177,20 +175,20 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoiseRecord:
-    """The noise of the gradient, smoothed over the measured steps so far; comes just before the record of its step.
+    """The gradient noise, smoothed over the measured steps so far; precedes the record of its step.
 
-    Each mapping has "all parameters", then parameter groups or layers. The noise scale is an estimate of the critical
-    batch size, not that size itself.
+    Each mapping has "all parameters" first, then parameter groups or layers. The noise scale is an estimate of the
+    critical batch size, not that size itself.
 
     Attributes:
-        rank: the rank that reports this.
+        rank: the reporting rank.
         step: number of the step, from 0 on.
-        noise_scale: variance by squared norm, in samples; not to be believed outside of its interval.
+        noise_scale: variance / squared norm, in samples; use it only with its interval.
         low: lower end of its 95% interval.
-        high: upper end of it; infinite while only "at least the lower end" is known.
+        high: upper end of the interval; infinite while only a lower bound is known.
         squared_norm: squared norm of the gradient over all data.
         variance: variance of the gradient of one sample.
-        items_per_sample: items of the loss (tokens, say) in a sample of this step.
+        items_per_sample: items of the loss (tokens, say) per sample of this step.
     """
 
     kind: ClassVar[str] = "gradient_noise"
@@ -206,15 +204,15 @@ class GradientNoiseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """The memory of a rank's device at the end of a step; comes just before the record of the step.
+    """The memory of a rank's device at the end of a step; precedes the record of the step.
 
     Attributes:
-        rank: the rank whose device it is.
+        rank: the rank of the device.
         step: number of the step, from 0 on.
-        allocated_bytes: in use by tensors; on a CPU by the whole process.
-        reserved_bytes: taken by the caching allocator; None where there is none.
-        peak_bytes: most in use by tensors at once since the step began; on a CPU, by the process since it began.
-        limit_bytes: what there is, or what the run was allowed; None for no limit.
+        allocated_bytes: bytes of live tensors; on a CPU, of the whole process.
+        reserved_bytes: bytes held by the caching allocator; None without one.
+        peak_bytes: peak of live tensors in this step; on a CPU, peak of the process since its start.
+        limit_bytes: memory of the device, or the run's limit; None for no limit.
         category_bytes: weights, buffers, gradients, optimizer to their bytes: resident between steps, from their sizes.
     """
 
@@ -230,15 +228,15 @@ class MemoryRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosisRecord:
-    """Something the user should know about the run.
+    """A finding about the run for the user.
 
     Attributes:
-        rank: the rank that found it.
-        step: number of the step it was found in; None if it is not about one.
+        rank: the rank of the finding.
+        step: number of its step; None if it is not about one.
         code: its name in the documentation, the same in every run.
-        level: how much it matters; an error will end the run.
-        message: what was found, with numbers.
-        remedy: what to do about it; None if nothing need be done.
+        level: severity; an error ends the run.
+        message: the finding, with numbers.
+        remedy: the fix; None if none is needed.
     """
 
     kind: ClassVar[str] = "diagnosis"
@@ -252,13 +250,13 @@ class DiagnosisRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateRecord:
-    """An evaluation is over.
+    """An evaluation has finished.
 
     Attributes:
-        rank: the rank that reports this.
-        step: steps made before it.
-        num_samples: samples that were evaluated, over all ranks.
-        metrics: name of a metric to its value over these samples.
+        rank: the reporting rank.
+        step: number of steps before it.
+        num_samples: evaluated samples, over all ranks.
+        metrics: metric name to its value over these samples.
     """
 
     kind: ClassVar[str] = "evaluate"
@@ -273,11 +271,11 @@ class CheckpointRecord:
     """A checkpoint was written or read.
 
     Attributes:
-        rank: the rank that reports this.
-        event: fell_back means that this one could not be read and an older one is tried.
-        step: steps made before it.
-        path: where it is.
-        num_bytes: its size on disk; None if that is not known.
+        rank: the reporting rank.
+        event: fell_back means that this checkpoint could not be read and an older one is tried.
+        step: number of steps before it.
+        path: path of the checkpoint.
+        num_bytes: its size on disk; None if unknown.
         message: why it fell back; None otherwise.
     """
 
@@ -292,15 +290,15 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryRecord:
-    """A step ran out of memory on some rank, and every rank agreed on what to do. The step is repeated.
+    """A step ran out of memory on some rank, all ranks agreed on a smaller size, and the step is retried.
 
     Attributes:
-        rank: the rank that reports this.
-        step: number of the step, from 0 on; what earlier records say of its micro-batches was undone.
-        phase: the phase it happened in; None if it happened on another rank only.
-        micro_batch_size_before: most samples of a micro-batch until now.
-        micro_batch_size_after: most samples of a micro-batch from now on; None if no smaller size can help.
-        message: of the allocator; None if it happened on another rank only.
+        rank: the reporting rank.
+        step: number of the step, from 0 on; earlier records of its micro-batches are void.
+        phase: the phase that ran out of memory; None if it happened on another rank only.
+        micro_batch_size_before: maximum samples of a micro-batch until now.
+        micro_batch_size_after: maximum samples of a micro-batch from now on; None if no smaller size can help.
+        message: the allocator's message; None if it happened on another rank only.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -314,14 +312,14 @@ class OutOfMemoryRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
-    """A run is over. A run whose last record is another one was killed.
+    """A run has ended. If the last record of a run is a different one, the run was killed.
 
     Attributes:
-        rank: the rank that reports this.
+        rank: the reporting rank.
         status: completed, stopped on request, or failed.
-        num_steps: steps made since the very beginning, resumed ones included.
+        num_steps: steps since the very beginning, including steps before a resume.
         message: why it stopped or failed; None if it completed.
-        digest: digest of the final parameters; None if it was not computed.
+        digest: digest of the final parameters; None if not computed.
     """
 
     kind: ClassVar[str] = "end"
@@ -346,28 +344,28 @@ Record = (
     | OutOfMemoryRecord
     | EndRecord
 )
-"""Any record. More kinds and fields may come: an observer does nothing on a kind that it does not know."""
+"""Any record. New kinds and fields may be added: an observer ignores kinds that it does not handle."""
 
 
 class Observer(Protocol):
-    """Receives the records of a run. It may block, to pause a run or to step it by hand; it decides nothing."""
+    """Receives the records of a run. It may block, to pause a run or single-step it; it never influences the run."""
 
     def observe(self, record: Record, /) -> None:
-        """Take one record. May be called from the thread of a backward hook. What it raises ends the run."""
+        """Handle one record, possibly in the thread of a backward hook. An exception ends the run."""
         ...
 
 
 class Observers:
-    """Several observers as one: each record goes to all of them, in the order they are given."""
+    """Passes each record to several observers, in the order given."""
 
     __slots__ = ("_observers",)
 
     def __init__(self, *observers: Observer) -> None:
-        """Keep the observers, in the order in which they are called."""
+        """Store the observers in calling order."""
         self._observers = observers
 
     def observe(self, record: Record, /) -> None:
-        """Hand the record to every observer; the first that raises ends that."""
-        # An error is not caught: an observer that cannot write its log should end the run, not be forgotten.
+        """Pass the record to every observer; an exception stops this."""
+        # Do not catch errors: a run whose log cannot be written should end.
         for observer in self._observers:
             observer.observe(record)

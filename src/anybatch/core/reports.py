@@ -15,24 +15,23 @@ from anybatch.core.splitting import BatchPlan
 # eq=False: comparing two reports would compare tensors, and wait for the device.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepReport:
-    """The outcome of one effective batch. Reading a number waits for the device; not reading it costs nothing.
+    """The result of one optimizer step. Reading a number waits for the device; not reading it costs nothing.
 
     Attributes:
         step: number of this step, from 0.
-        plan: who ran what.
-        position: where the data stands now.
+        plan: the units of each rank.
+        position: position in the data after the step.
         learning_rates: of each parameter group, as used in this step.
-        skipped: the update was left out, because fp16 gradients overflowed, or because a spike watch goes back instead
+        skipped: whether the update was skipped, because fp16 gradients overflowed or a spike watch rolls back instead
             of ending the run; all ranks skip together.
-        update: how gradients reached the parameters: "direct", "master_weights", "cast", "split" or
-            "stochastic".
+        update: how gradients reached the parameters: "direct", "master_weights", "cast", "split" or "stochastic".
         contributions: tensor (terms,): weight x mean of each loss term over the whole effective batch.
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.
-        gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None where not measured.
-        noise: the gradient's noise, smoothed over the steps up to this one; None in a step that did not measure it.
-        too_large: the largest micro-batches of the cuts that ran out of memory, in order; the step was repeated after
-            each, and `plan` is the cut that it was made with.
+        gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None if not measured.
+        noise: the gradient noise, smoothed over the steps up to this one; None in a step that did not measure it.
+        too_large: largest micro-batches of the cuts that ran out of memory, in order; the step was retried after each,
+            and `plan` is the cut that succeeded.
     """
 
     step: int
@@ -49,7 +48,7 @@ class StepReport:
     too_large: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        """Return the report in a paragraph. Reads its numbers, so it waits for the device."""
+        """Return the report as a paragraph; reading its numbers waits for the device."""
         terms = ", ".join(f"{name} {value:.4g}" for name, value in self.losses.items())
         rates = ", ".join(f"{float(rate):.4g}" for rate in dict.fromkeys(self.learning_rates))
         sizes = ", ".join(map(str, self.too_large))

@@ -1,4 +1,4 @@
-"""Chapter 25: how a learning rate is scheduled from step to step, on top of what its rule has made of it.
+"""Chapter 25: learning-rate schedules, on top of the rate from its scaling rule.
 
 A schedule multiplies the rate by a factor in each step. Every schedule counts optimizer steps; durations in samples or
 epochs are converted to steps beforehand.
@@ -20,11 +20,11 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, UserError
 
 Schedule = Callable[[int], float]
-"""Function (optimizer step, from 0 on) -> the factor that the learning rate is multiplied by in it."""
+"""Function (optimizer step, from 0 on) -> the factor of the learning rate."""
 
 
 class BoundedSchedule(Protocol):
-    """A schedule that knows its number of steps: one of the classes below, or several joined by `join_schedules`."""
+    """A schedule with a known number of steps: one of the classes below, or several joined by `join_schedules`."""
 
     @property
     def num_steps(self) -> int | None:
@@ -65,7 +65,7 @@ class Constant:
 
     Args:
         factor: not negative.
-        num_steps: steps until the next schedule begins, where it is joined with others; None if it never ends.
+        num_steps: steps until the next schedule begins, if joined with others; None if it never ends.
     """
 
     factor: float = 1.0
@@ -143,7 +143,7 @@ class SequentialSchedule:
         return None if last is None else sum(_required_num_steps(part) for part in self.parts)
 
     def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`, by the part that it falls into; after the end, by the last part."""
+        """Return the factor of `step` from its part; after the end, from the last part."""
         checked_int("step", step, least=0)
         starts = list(itertools.accumulate((_required_num_steps(part) for part in self.parts[:-1]), initial=0))
         number = sum(start <= step for start in starts) - 1
@@ -151,22 +151,22 @@ class SequentialSchedule:
 
 
 def join_schedules(first: BoundedSchedule, *rest: BoundedSchedule) -> SequentialSchedule:
-    """Return one schedule that runs these one after another, each from its own step 0 (as torch's `SequentialLR`).
+    """Return one schedule that runs these one after another, each from its own step 0 (like torch's `SequentialLR`).
 
     `join_schedules(WarmUp(num_steps=500, start_factor=0.1), Cosine(num_steps=9500, floor=0.1))`.
 
     Args:
-        first: the first schedule; its `num_steps` says when the next one begins.
+        first: the first schedule; the next one begins after its `num_steps`.
         rest: the schedules after it, in order; only the last one may have `num_steps=None`.
 
     Raises:
-        UserError: a schedule that never ends has another one after it.
+        UserError: a schedule that never ends is not the last.
     """
     parts = itertools.chain.from_iterable(
         part.parts if isinstance(part, SequentialSchedule) else (part,) for part in (first, *rest)
     )
     joined = SequentialSchedule(tuple(parts))
-    # Checked here, where the schedule is made, and not in the middle of a run.
+    # Check here and not in the middle of a run.
     for part in joined.parts[:-1]:
         _required_num_steps(part)
     return joined
@@ -176,11 +176,12 @@ def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp)
     """Return the number of optimizer steps that `num_samples` samples take, over all ranks, rounded up.
 
     A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. It
-    is what stays the same when the batch grows: the SDE of Malladi et al. 2022 runs on samples, not on steps.
+    stays the same when the batch grows: the SDE of Malladi et al. 2022 runs on samples, not on steps.
 
     Args:
-        num_samples: from the beginning of a run on.
-        effective_batch_size: samples of one step, or a ramp of them; batches that end with an epoch are not counted.
+        num_samples: counted from the beginning of a run.
+        effective_batch_size: samples of one step, or a ramp of them; smaller batches at the end of an epoch are
+            ignored.
 
     Raises:
         BatchSizeError: `effective_batch_size` is below 1.
@@ -213,7 +214,7 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Lam
 
     Call its `step` once after each optimizer step; its `last_epoch` counts optimizer steps. Its state_dict has the step
     and the base rates, but not the schedule, which comes from the code: it loads with `weights_only=True`, and a
-    resumed run follows the schedule that it is given then.
+    resumed run uses the schedule that the code passes then.
 
     Args:
         optimizer: its groups' learning rates are multiplied by the factor.
@@ -224,7 +225,7 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Lam
 
 
 def _progress(step: int, num_steps: int) -> float:
-    """Return the fraction of `num_steps` that is done before `step`, from 0 to 1."""
+    """Return the finished fraction of `num_steps` before `step`, from 0 to 1."""
     checked_int("step", step, least=0)
     # In this order, so that 0 steps need no division.
     return 1.0 if step >= num_steps else step / num_steps
@@ -239,7 +240,7 @@ def _required_num_steps(part: BoundedSchedule) -> int:
 
 
 def _check_not_negative(name: str, value: float) -> None:
-    # NaN fails every comparison, and so is refused as well.
+    # NaN fails every comparison, so it is refused too.
     if not 0.0 <= value < math.inf:
         message = f"{name}={value} must be a finite number that is not negative."
         raise UserError(message)

@@ -1,7 +1,7 @@
-"""Chapter 13: which micro-batch sizes are worth timing, and which of these is chosen.
+"""Chapter 13: candidate micro-batch sizes to time, and the choice between them.
 
-The largest size that fits is seldom the fastest: caches are outgrown, and a ragged last micro-batch costs nearly as
-much as a whole one. So a few sizes are timed, and whole steps are compared.
+The largest size that fits is seldom the fastest: it may exceed the caches, and a ragged last micro-batch costs nearly a
+full one. So a few sizes are timed, and whole steps are compared.
 """
 
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from anybatch.core.geometry import ceil_div
 
 NEAR_BEST = 1.03
-"""A step that takes at most this many times the shortest one counts as equally fast."""
+"""A step within this factor of the fastest one counts as equally fast."""
 _KNEE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSize:
-    """A size that was found to be the fastest before.
+    """A size that an earlier measurement found to be the fastest.
 
     Attributes:
         size: samples of one micro-batch.
         samples_per_second: forward and backward, over all ranks.
-        date: when it was measured, as 2030-12-31.
+        date: date of the measurement, as 2030-12-31.
     """
 
     size: int
@@ -38,10 +38,10 @@ class SecondsFit:
 
     @property
     def knee(self) -> int:
-        """Return the smallest size at 95% of the rate that ever larger sizes tend to.
+        """Return the smallest size that reaches 95% of the limiting rate.
 
         Samples per second are `m / (a + b m)`, which tend to `1 / b`; 95% of that is reached at `m = 19 a / b`. The
-        line knows nothing of caches: beyond the knee a device may well become slower.
+        line ignores caches: beyond the knee a device may become slower.
         """
         return max(1, round(_KNEE / (1.0 - _KNEE) * self.fixed_seconds / self.sample_seconds))
 
@@ -51,14 +51,10 @@ class SecondsFit:
 
 
 def even_size(share: int, limit: int, *, group: int = 1) -> int:
-    """Return the size that cuts a share into as few parts as `limit` allows, and those as equal as can be.
+    """Return the size that cuts a share into the fewest parts that `limit` allows, as equal as possible.
 
-    A share of 64 with room for 20 is cut into 4 parts of 16, not into 20 + 20 + 20 + 4.
-
-    Args:
-        share: samples of the rank share, at least 1.
-        limit: most samples of a part, at least `group`, unless the share is smaller.
-        group: parts hold whole groups of this many samples.
+    A share of 64 with room for 20 is cut into 4 parts of 16, not into 20 + 20 + 20 + 4. Parts hold whole groups of
+    `group` samples; `limit` is at least `group`, unless the share is smaller.
     """
     groups = ceil_div(share, group)
     parts = ceil_div(groups, max(1, limit // group))
@@ -66,11 +62,7 @@ def even_size(share: int, limit: int, *, group: int = 1) -> int:
 
 
 def fit_seconds(seconds: Mapping[int, float]) -> SecondsFit | None:
-    """Return the line of least squares through the three smallest sizes; None if it does not rise.
-
-    Args:
-        seconds: size to the seconds of one micro-batch.
-    """
+    """Return the least-squares line through the three smallest sizes; None if it does not rise."""
     sizes = sorted(seconds)[:3]
     if len(sizes) < 2:  # noqa: PLR2004 (a line takes two points)
         return None
@@ -83,22 +75,17 @@ def fit_seconds(seconds: Mapping[int, float]) -> SecondsFit | None:
     return SecondsFit(max(0.0, fixed), slope) if slope > 0.0 else None
 
 
-def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *, group: int = 1) -> tuple[int, ...]:
+def sizes_to_time(share: int, largest: int, seconds: Mapping[int, float], *, group: int = 1) -> tuple[int, ...]:
     """Return at most five sizes, rising: the largest, a half and a quarter of it, the knee, and the best one seen.
 
-    Each is what `even_size` makes of it.
-
-    Args:
-        share: samples of the rank share.
-        largest: the largest size that fits.
-        seconds: size to the seconds of one micro-batch, as seen on the way to the largest one.
-        group: micro-batches hold whole groups of this many samples.
+    Each is evened out by `even_size`. `seconds` maps the sizes seen on the way to the largest to the seconds of one
+    micro-batch.
     """
     line = fit_seconds(seconds)
     wanted = [largest, ceil_div(largest, 2), ceil_div(largest, 4)]
     wanted += [line.knee] if line is not None and line.fixed_seconds else []
     wanted += [min(seconds, key=lambda size: step_seconds(share, size, seconds[size], line))] if seconds else []
-    smallest = max(group, min(2, largest))  # one sample alone has no variance, and fills no device
+    smallest = max(group, min(2, largest))  # a single sample has no variance and does not fill a device
     limits = (max(smallest, min(limit, largest)) for limit in wanted)
     return tuple(sorted({even_size(share, limit, group=group) for limit in limits}))
 
@@ -106,11 +93,8 @@ def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *
 def step_seconds(share: int, size: int, seconds: float, line: SecondsFit | None) -> float:
     """Return the seconds of all forwards and backwards of a share, its ragged last micro-batch included.
 
-    Args:
-        share: samples of the rank share.
-        size: samples of a full micro-batch.
-        seconds: of one full micro-batch; a smaller share than that takes this long, too.
-        line: tells the last one's part of that; None: it takes as long as a full one.
+    `seconds` is the time of one full micro-batch; a smaller share takes this long too. `line` scales it for the last
+    one; None: it takes as long as a full one.
     """
     full, rest = divmod(share, size)
     if not rest:
@@ -120,10 +104,6 @@ def step_seconds(share: int, size: int, seconds: float, line: SecondsFit | None)
 
 
 def smallest_of_the_fastest(seconds: Mapping[int, float]) -> int:
-    """Return the smallest size whose step takes at most 3% longer than the shortest; it leaves the most memory free.
-
-    Args:
-        seconds: size to the seconds of a whole step.
-    """
+    """Return the smallest size whose step takes at most 3% longer than the fastest; it leaves the most memory free."""
     limit = NEAR_BEST * min(seconds.values())
     return min(size for size, value in seconds.items() if value <= limit)

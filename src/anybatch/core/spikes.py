@@ -1,9 +1,9 @@
-"""Chapter 27: when a loss or a gradient norm is not what the steps before it would lead one to expect.
+"""Chapter 27: detect losses and gradient norms that deviate from the steps before.
 
-Both are looked at as logarithms, since a loss that doubles is as alarming at 0.1 as at 10, and by medians, since what
-is looked for must not move what it is measured with (Hampel 1974, JASA 69: median and median absolute deviation bear
-almost half of the values being wrong). One value says little, and a few in a row say much: what deviates is added up
-(Page 1954, Biometrika 41: cumulative sums).
+Both are compared as logarithms, since a loss that doubles is as alarming at 0.1 as at 10, and by medians, so that a
+spike does not move its own reference (Hampel 1974, JASA 69: median and median absolute deviation tolerate almost half
+of the values being wrong). A single value is weak evidence and several in a row are strong: deviations are summed (Page
+1954, Biometrika 41: cumulative sums).
 """
 
 import math
@@ -17,19 +17,19 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import UserError
 
 _TO_DEVIATION = 1.4826
-"""A median absolute deviation times this is the standard deviation, where values are normal."""
+"""A median absolute deviation times this is the standard deviation of a normal distribution."""
 _SHIFTS = (1.0, 1.5, 2.0, 3.0)
-"""What is taken off each deviation before it is added up: small ones find slow changes, large ones fast ones."""
+"""Shifts subtracted from each deviation before summing: small ones find slow changes, large ones fast changes."""
 _MOST_DEVIATIONS = 6.0
-"""What one value adds at most; a single bad value must not stand for many."""
+"""Maximum contribution of one value, to limit the weight of a single bad value."""
 _NEAR_ZERO = 0.4
-"""Deviation of the logarithm from which on a loss is taken to be near zero: there a few hard samples make a batch."""
+"""Minimum deviation of the logarithm at which a loss counts as near zero, where a few hard samples dominate a batch."""
 _GIVEN_BACK = 0.15
-"""Near zero, what part of all that was learned a loss has to give back."""
+"""Fraction of the total decrease that a loss near zero must lose again."""
 _NUM_FIRST = 3
-"""Losses at the beginning, of which the median stands for a model that has learned nothing."""
+"""Number of first losses whose median represents the untrained model."""
 _LEAST_VALUE = 1e-30
-"""For the logarithm of a loss or gradient of zero."""
+"""Lower bound of a loss or gradient norm before the logarithm."""
 
 Quantity = Literal["loss", "gradient norm"]
 Form = Literal["not finite", "jump", "rise"]
@@ -37,26 +37,26 @@ Form = Literal["not finite", "jump", "rise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeRule:
-    """What counts as a spike. The defaults were found on small runs, see `benchmarks/spike_watch.py`.
+    """Thresholds for a spike. The defaults were found on small runs, see `benchmarks/spike_watch.py`.
 
-    A value deviates by as many deviations as its logarithm lies above the level: the median of the newer half of the
-    window for a gradient norm, and the lowest such level so far for a loss, which has no business above it. The
-    deviation is the scatter of the window about its trend.
+    The deviation of a value is its distance in logarithms above the level, in units of the scatter of the window about
+    its trend. The level is the median of the newer half of the window for a gradient norm, and the lowest such level so
+    far for a loss, which should never rise above it.
 
     A *jump* is one value that deviates by more than `jump`. A *rise* is a sum: for a shift k of 1 to 3 deviations, each
-    value adds its deviation less k, never below 0 in all, and more than `strictness` / k is too much. For normal values
-    that happens by chance in about exp(-2 strictness) of the steps.
+    value adds its deviation minus k, the sum is kept at 0 or more, and a sum above `strictness` / k is a rise. For
+    normal values that happens by chance in about exp(-2 strictness) of the steps.
 
-    A loss that is near zero scatters by more than half of itself, and as a ratio any hard sample is a spike: there it
-    must also have given back a seventh of what was learned since the beginning.
+    A loss near zero scatters by more than half of its value, and as a ratio any hard sample is a spike: such a loss
+    must also have lost a seventh of the decrease since the beginning.
 
     Args:
-        window: steps that level and scatter are taken from.
-        least: steps before anything can be a spike.
+        window: steps from which level and scatter are computed.
+        least: minimum number of steps before a spike is possible.
         jump: deviations.
-        strictness: higher is later and more certain.
-        norm_weight: what a deviation of a gradient norm counts for. Norms have heavier tails than losses.
-        floor: least deviation, of the logarithm: what is smaller is no scatter worth acting on.
+        strictness: higher values detect later and with more certainty.
+        norm_weight: weight of a deviation of a gradient norm, whose distribution has heavier tails than the loss.
+        floor: minimum deviation of the logarithm; smaller scatter is ignored.
 
     Raises:
         UserError: a number that cannot be used.
@@ -81,16 +81,16 @@ class SpikeRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
-    """A value that is not what the steps before it would lead one to expect. Printed, it is a sentence without its end.
+    """A value that deviates from the steps before; it prints as a sentence without a full stop.
 
     Attributes:
-        step: its number, from 0 on.
-        quantity: what was looked at.
+        step: number of the step, from 0 on.
+        quantity: "loss" or "gradient norm".
         form: not finite, a jump of one value, or a rise over several.
-        value: what it is.
-        level: what the steps before were at; NaN where there were none.
-        deviations: how far the logarithms of both are apart; infinite for a value that is not finite.
-        num_steps: steps over which it has come about.
+        value: the deviating value.
+        level: level of the steps before; NaN without earlier steps.
+        deviations: distance of the logarithms in deviations; infinite for a value that is not finite.
+        num_steps: number of steps of the rise.
     """
 
     step: int
@@ -114,11 +114,7 @@ class Spike:
 
 
 class SpikeDetector:
-    """Looks at the losses and gradient norms of a run, step by step. A step takes less than 0.1 ms of the host.
-
-    Args:
-        rule: what counts as a spike.
-    """
+    """Checks the losses and gradient norms of a run step by step; a step takes less than 0.1 ms on the host."""
 
     def __init__(self, rule: SpikeRule) -> None:
         self._loss = _Series(rule, weight=1.0, above_lowest=True)
@@ -126,35 +122,28 @@ class SpikeDetector:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing that was looked at last is on its way to a spike: a state to go back to can be kept."""
+        """Whether neither series is close to a spike, so that the current state is safe to roll back to."""
         return self._loss.is_calm and self._norm.is_calm
 
     def look(self, step: int, loss: float, gradient_norm: float | None) -> Spike | None:
-        """Take the values of a step, and return the spike that they are, the loss first; None where they are ordinary.
+        """Add the values of a step; return their spike, the loss first, or None.
 
-        Args:
-            step: its number.
-            loss: of the effective batch.
-            gradient_norm: before clipping; None where it was not measured.
+        `gradient_norm` is the norm before clipping, or None if not measured.
         """
         of_loss = self._loss.look(step, "loss", loss)
         of_norm = None if gradient_norm is None else self._norm.look(step, "gradient norm", gradient_norm)
         return of_loss or of_norm
 
     def begin_again(self) -> None:
-        """Forget what has been added up: the run was changed from outside, by a roll-back or another learning rate."""
+        """Reset the sums after an outside change of the run: a roll-back or another learning rate."""
         self._loss.begin_again()
         self._norm.begin_again()
 
 
 def spikes_of(values: Iterable[tuple[int, float, float | None]], rule: SpikeRule) -> list[Spike]:
-    """Return the spikes of a run that is over, of each episode the first.
+    """Return the spikes of a finished run from its (step, loss, gradient norm) values, only the first of each episode.
 
-    An episode ends when values have been ordinary for as long as half a window.
-
-    Args:
-        values: step, loss and gradient norm, in the order of the steps.
-        rule: what counts as a spike.
+    An episode ends after half a window of ordinary values.
     """
     detector, found, last = SpikeDetector(rule), list[Spike](), -math.inf
     for step, loss, norm in values:
@@ -167,13 +156,7 @@ def spikes_of(values: Iterable[tuple[int, float, float | None]], rule: SpikeRule
 
 
 class _Series:
-    """The logarithms of one quantity.
-
-    Args:
-        rule: what counts as a spike.
-        weight: what a deviation counts for.
-        above_lowest: deviations are from the lowest level so far.
-    """
+    """The logarithms of one quantity; `weight` scales its deviations, from the lowest level if `above_lowest`."""
 
     def __init__(self, rule: SpikeRule, *, weight: float, above_lowest: bool) -> None:
         self._rule = rule
@@ -187,7 +170,7 @@ class _Series:
         self.is_calm = True
 
     def look(self, step: int, quantity: Quantity, value: float) -> Spike | None:
-        """Take a value; return the spike that it is."""
+        """Add a value; return its spike, or None."""
         rule = self._rule
         if not math.isfinite(value):
             self.is_calm = False
@@ -207,14 +190,14 @@ class _Series:
             self._first = math.exp(median(list(self._window)[:_NUM_FIRST]))
             return None
         level, deviation = level_and_deviation(self._window, rule.floor)
-        # What is far above does not make the level rise with it.
+        # Limit outliers, so that they do not raise the level.
         self._window.append(min(log, level + _MOST_DEVIATIONS * deviation))
         if self._above_lowest:
             self._lowest = min(self._lowest, (level, deviation))
             level, deviation = self._lowest[0], max(deviation, self._lowest[1])
         deviations = (log - level) / deviation
         num_steps = self._add_up(deviations * self._weight)
-        if not num_steps or (self._above_lowest and deviation > _NEAR_ZERO and not self._gave_back(value, level)):
+        if not num_steps or (self._above_lowest and deviation > _NEAR_ZERO and not self._recovered(value, level)):
             return None
         return Spike(
             step=step,
@@ -226,17 +209,17 @@ class _Series:
             num_steps=num_steps,
         )
 
-    def _gave_back(self, value: float, level: float) -> bool:
+    def _recovered(self, value: float, level: float) -> bool:
         lowest = math.exp(level)
         return value > lowest + _GIVEN_BACK * (self._first - lowest)
 
     def begin_again(self) -> None:
-        """Forget what has been added up."""
+        """Reset the sums."""
         self._sums = dict.fromkeys(_SHIFTS, 0.0)
         self._lengths = dict.fromkeys(_SHIFTS, 0)
 
     def _add_up(self, deviations: float) -> int:
-        """Return over how many steps a spike has come about; 0 where there is none."""
+        """Return the number of steps of a spike; 0 for none."""
         is_jump, num_steps, worst = deviations > self._rule.jump, 0, 0.0
         for shift in _SHIFTS:
             total = self._sums[shift] = max(0.0, self._sums[shift] + min(deviations, _MOST_DEVIATIONS) - shift)
@@ -249,14 +232,10 @@ class _Series:
 
 
 def level_and_deviation(values: Sequence[float], floor: float) -> tuple[float, float]:
-    """Return the median of the newer half, and the scatter of all about their trend, at least `floor`.
+    """Return the median of the newer half, and the scatter of all values about their trend, at least `floor`.
 
-    The trend is the line through the medians of both halves. It is taken out of the scatter and not prolonged: a loss
-    falls ever more slowly, and would lie above its own trend.
-
-    Args:
-        values: at least 2, in the order of their steps.
-        floor: least deviation.
+    `values` (at least 2) are in step order. The trend is the line through the medians of both halves. It is removed
+    from the scatter but not extrapolated: a loss falls ever more slowly, and would exceed its own trend.
     """
     number = len(values) // 2
     every = list(values)

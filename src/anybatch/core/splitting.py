@@ -22,7 +22,7 @@ Deal = Literal["balanced", "fixed"]
 class Unit:
     """Positions `start` to `stop` (exclusive) of the effective batch, run as one forward and backward.
 
-    `weight` is 1, or 0 for a unit that only keeps ranks in lockstep: it repeats samples and must add nothing.
+    `weight` is 1, or 0 for a filler unit that only keeps ranks in lockstep: it repeats samples and must add nothing.
     """
 
     number: int
@@ -38,17 +38,17 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Every constraint a cutter has to respect.
+    """The constraints that a cut must respect.
 
     Args:
-        micro_batch_size: most samples in a unit; None for no limit.
+        micro_batch_size: maximum samples in a unit; None for no limit.
         accumulation_steps: cut each share into this many units of nearly equal size instead; None for as few as fit.
-        deal: "balanced" gives every rank the same number of samples up to one and cuts each share by itself;
-            "fixed" cuts the whole batch once and keeps units whole, so that units do not depend on the world size.
+        deal: "balanced" gives every rank the same number of samples up to one and cuts each share separately; "fixed"
+            cuts the whole batch once and keeps units whole, so that units do not depend on the world size.
         lockstep: every rank must run the same number of units; short shares are filled with units of weight 0.
         group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
             one sample more than allowed, if its last group does.
-        least_samples: a unit that would hold less than this is avoided by cutting evenly, where that helps.
+        least_samples: minimum samples of a unit; a smaller one is avoided by cutting evenly, if that helps.
     """
 
     micro_batch_size: int | None = None
@@ -61,17 +61,18 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutConstraints:
-    """Demands of a policy about BatchNorm or of a strategy on every cut, and on how its units are run.
+    """Requirements of a BatchNorm policy or a strategy on every cut, and on how its units are run.
 
     Attributes:
-        lockstep: every rank runs the same number of units, and each has something to run in every step.
-        fills_up: every rank runs the same number of units; ranks need not have anything to count.
-        every_unit: units that count nothing are run too.
-        whole: a rank share is one unit, whatever its size.
+        lockstep: every rank runs the same number of units, and each rank has at least one in every step.
+        fills_up: every rank runs the same number of units; a rank may have nothing to count.
+        every_unit: units with a count of 0 are run too.
+        whole: a rank share is one unit, regardless of its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
-        least_samples: units hold at least so many samples, where an even cut makes that possible.
+        least_samples: minimum samples of a unit, if an even cut makes that possible.
         joins_ranks: ranks wait for each other in the middle of a forward.
-        largest_fitting: why the largest micro-batch that fits is taken and not the fastest, a clause; empty otherwise.
+        largest_fitting: why the largest micro-batch that fits is used and not the fastest, as a clause; otherwise
+            empty.
     """
 
     lockstep: bool = False
@@ -85,11 +86,11 @@ class CutConstraints:
 
     @property
     def searchable(self) -> bool:
-        """Whether there is a size to find: not where a share is one unit, or all units are in memory at once."""
+        """Whether there is a size to search for: false if a share is one unit, or all units are in memory together."""
         return not (self.whole or self.every_unit)
 
     def __or__(self, other: "CutConstraints") -> "CutConstraints":
-        """Return what satisfies both. Only one of them may ask for groups."""
+        """Return constraints that satisfy both; only one of them may ask for groups."""
         assert self.group is None or other.group is None, (self, other)
         return CutConstraints(
             lockstep=self.lockstep or other.lockstep,
@@ -105,13 +106,13 @@ class CutConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Who runs what of one effective batch. A value: print it, compare it, test it without a device.
+    """The units that each rank runs of one effective batch: a plain value to print, compare or test without a device.
 
     Attributes:
         num_samples: samples of the effective batch over all ranks.
-        shares: for each rank its units, in the order they are run.
-        cut: the constraints the plan was made under.
-        order: positions in the batch, in the order in which its samples are cut; None where that is the batch's own.
+        shares: for each rank its units, in the order in which they run.
+        cut: the constraints of the plan.
+        order: positions in the batch, in the order in which its samples are cut; None for the batch's order.
     """
 
     num_samples: int
@@ -135,19 +136,16 @@ class BatchPlan:
         return max(len(share) for share in self.shares)
 
     def positions(self, unit: Unit) -> Sequence[int]:
-        """Return where the samples of a unit stand in the batch."""
+        """Return the positions of a unit's samples in the batch."""
         if self.order is None:
             return range(unit.start, unit.stop)
         return self.order[unit.start : unit.stop]
 
     def in_order(self, order: Sequence[int]) -> "BatchPlan":
-        """Return the plan with the batch's samples put into an order before they are cut.
-
-        Args:
-            order: each position from 0 to `num_samples - 1` once.
+        """Return the plan with the batch's samples put into this order (a permutation of 0 to `num_samples - 1`) first.
 
         Raises:
-            BatchSizeError: a position is missing or there twice.
+            BatchSizeError: a position is missing or repeated.
         """
         positions = tuple(order)
         if sorted(positions) != list(range(self.num_samples)):
@@ -169,7 +167,7 @@ class BatchPlan:
         line = f"{samples} = {ranks} x {steps} micro-batch{'es' * (steps != 1)} x {largest}"
         if all(share == (largest,) * steps for share in sizes):
             return line
-        if self.order is not None:  # cut by length, hardly two alike
+        if self.order is not None:  # cut by length: plans hardly ever repeat
             return f"{line}, cut by length: {min(size for share in sizes for size in share)} to {largest}"
         return f"{line}, ragged: {_describe_ragged(sizes)}"
 
@@ -179,8 +177,8 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
     """Cut an effective batch of `num_samples` and deal it to `world_size` ranks.
 
     Args:
-        num_samples: samples in the effective batch, over all ranks; any number from 0 on.
-        world_size: number of ranks; need not divide anything.
+        num_samples: samples in the effective batch, over all ranks; 0 or more.
+        world_size: number of ranks; it need not divide `num_samples`.
         cut: the constraints.
     """
     if num_samples < 0:
@@ -195,7 +193,7 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
         share = max(ceil_div(num_samples, world_size), cut.group or 1)
         sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)
     units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]
-    # Whole units are dealt, so that the same units exist at every world size; ranks may then differ by one unit.
+    # Deal whole units, so that every world size has the same units; ranks may then differ by one unit.
     ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
     shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
     return plan_of(num_samples, shares, cut)
@@ -205,7 +203,7 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
     """Cut a batch whose rank shares are already given: rank r holds `share_sizes[r]` consecutive samples.
 
     Args:
-        share_sizes: samples of each rank, in rank order; 0 for one that brings none.
+        share_sizes: samples of each rank, in rank order; 0 for a rank without samples.
         cut: the constraints.
 
     Raises:
@@ -217,14 +215,14 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
 
 @functools.lru_cache(maxsize=8)
 def _plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
-    # Kept, since nearly all steps of a run are cut alike.
+    # Cached, since nearly all steps of a run have the same cut.
     if cut.deal == "fixed":
         refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
     _refuse_cut_groups(share_sizes, cut)
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:
-        # A share is cut by itself: its border is where another rank's data begin, so no unit may cross it.
+        # Each share is cut separately: no unit may cross the border to another rank's data.
         if cut.accumulation_steps is not None:
             sizes: Iterable[int] = _even_shares(size, cut.accumulation_steps, cut, keep_empty=False)
         else:
@@ -237,15 +235,7 @@ def _plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
 
 
 def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
-    """Split samples into groups. A rest is a group too, but a rest of one sample joins the one before.
-
-    Args:
-        num_samples: samples of the effective batch, 0 or more.
-        group: samples of a group, 1 or more.
-
-    Returns:
-        Samples of each group, in order; they add up to `num_samples`.
-    """
+    """Split samples into groups. A remainder is a group too, but a remainder of one sample joins the group before."""
     sizes = _parts_of(num_samples, group)
     # One value has no variance, and BatchNorm in train mode refuses it.
     if len(sizes) > 1 and sizes[-1] == 1:
@@ -281,16 +271,12 @@ def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool
 
 
 def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
-    """Split samples into units of `size`, or of as many whole groups as fit into that.
-
-    Raises:
-        BatchSizeError: a whole group does not fit.
-    """
+    """Split samples into units of at most `size`, of whole groups; refuse a group that does not fit."""
     if cut.group is None:
         parts = _parts_of(num_samples, size)
         # One value has no variance: 4 + 4 + 1 becomes 3 + 3 + 3.
         return parts if not parts or parts[-1] >= cut.least_samples else even_parts(num_samples, len(parts))
-    # A batch that is smaller than a group is one group by itself.
+    # A batch smaller than a group is one group.
     if size < min(cut.group, num_samples):
         message = (
             f"micro_batch_size={size} must be at least the group size {cut.group}: a group is normalised in one "
@@ -302,15 +288,11 @@ def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
 
 
 def _refuse_cut_groups(share_sizes: Sequence[int], cut: Cut) -> None:
-    """Refuse shares that do not hold whole groups.
-
-    Raises:
-        BatchSizeError: with the share and both numbers.
-    """
+    """Raise a `BatchSizeError` if a share ends within a group."""
     if cut.group is None:
         return
     total = sum(share_sizes)
-    # Groups are those of the whole batch, counted from its first sample.
+    # Groups are counted from the first sample of the whole batch.
     borders = {0, *itertools.accumulate(group_sizes(total, cut.group))}
     for rank, end in enumerate(itertools.accumulate(share_sizes)):
         if end not in borders:
@@ -326,21 +308,15 @@ def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
 
 
 def plan_of(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
-    """Return the plan in which each rank runs these units; in lockstep, short shares are filled up.
-
-    Args:
-        num_samples: samples of the effective batch.
-        shares: for each rank its units, of which the last one may be repeated with weight 0.
-        cut: the constraints they were cut under.
-    """
-    # A batch without samples has no unit that could be repeated.
+    """Return the plan with these units per rank; in lockstep, repeat a short share's last unit with weight 0."""
+    # An empty batch has no unit to repeat.
     if cut.lockstep and num_samples:
         shares = _in_lockstep(shares)
     return BatchPlan(num_samples=num_samples, shares=shares, cut=cut)
 
 
 def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...], ...]:
-    # Borrowed samples are run with weight 0: they cost a forward, and add nothing to any sum.
+    # Filler units cost a forward and add nothing to any sum.
     longest = max(shares, key=len)
     number = itertools.count(sum(len(share) for share in shares))
     return tuple(
@@ -354,7 +330,7 @@ def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...]
 
 
 def _describe_ragged(sizes: Sequence[tuple[int, ...]]) -> str:
-    """Describe uneven shares, ranks with the same cut together: `rank 0: 84 = 5 x 16 + 4; ranks 1-2: ...`."""
+    """Describe uneven shares, with equal ones grouped: `rank 0: 84 = 5 x 16 + 4; ranks 1-2: ...`."""
     parts = []
     for share, group in itertools.groupby(enumerate(sizes), key=lambda item: item[1]):
         ranks = [rank for rank, _ in group]

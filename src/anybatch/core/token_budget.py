@@ -1,20 +1,20 @@
-"""Chapter 28: how an effective batch is cut by length, so that its step takes the least time under a cap on tokens.
+"""Chapter 28: cut an effective batch by length, so that its step is fastest under a cap on tokens.
 
-The gradient does not depend on the cut, so it is free to be the fastest one. A padded micro-batch of n samples, the
-longest of L tokens, holds `n L` tokens and is taken to cost
+The gradient does not depend on the cut, so the fastest cut may be used. The cost of a padded micro-batch of n samples,
+the longest of L tokens, which occupies `n L` tokens, is modelled as
 
-    fixed + n h(L)        with h(L) = L, or whatever the user says, not falling with L
+    fixed + n h(L)        with h(L) = L, or a user function that does not fall with L
 
 in the time of one token. Under a cap on `n L` some cheapest cut takes the samples sorted by length: give the longer
-ones of two micro-batches to the one that holds the longest, keep both sizes, and no maximum rises. In that order it is
-a shortest path, found here exactly. A micro-batch that ends between two samples of one length is full: otherwise the
-next of these could move over, for no more than it cost before. So between them there is one candidate, and the search
+samples of two micro-batches to the one with the longest sample, keep both sizes, and no maximum rises. In that order it
+is a shortest path, found here exactly. A micro-batch that ends between two samples of one length is full: otherwise the
+next of these samples could move over at no extra cost. So each run of equal lengths has one candidate, and the search
 is short: `n + sum over distinct lengths of cap / L` steps, 20 ms for 16,384 samples.
 
-Packed micro-batches have no padding: samples lie one behind the other, and only the number of micro-batches costs.
+Packed micro-batches have no padding: samples are concatenated, and only the number of micro-batches costs.
 
-Over ranks the slowest counts. Finer cuts, which cost more in all, can be dealt more evenly, so a few are compared:
-each is dealt to ranks, heaviest micro-batch first, always to the rank with the least so far (Graham 1969).
+With several ranks the slowest counts. Finer cuts cost more in total but can be dealt more evenly, so a few are
+compared: each is dealt heaviest micro-batch first, always to the rank with the smallest load (Graham 1969).
 """
 
 import dataclasses
@@ -32,29 +32,20 @@ from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.errors import BatchSizeError, UserError
 
 FIXED_TOKENS = 256.0
-"""What a micro-batch costs beside its tokens, in tokens, where nothing was measured: launching it, and its tail."""
+"""Default fixed cost of a micro-batch (launch and tail), in tokens, without a measurement."""
 _MORE_PER_RANK = 4
-"""How many more micro-batches than necessary a rank may run, so that ranks finish together."""
+"""Maximum number of extra micro-batches per rank that are tried, so that ranks finish together."""
 _HALVINGS = 20
 Cuts = list[list[int]]
 """Positions in the effective batch, by micro-batch."""
 
 
 Shape = tuple[int, int]
-"""Rows and columns of a micro-batch: its samples, and the tokens that each of them is padded to."""
+"""Rows and columns of a micro-batch: its samples, and the tokens that each is padded to."""
 
 
 def shape_for(shapes: Sequence[Shape], num_samples: int, longest: int) -> Shape:
-    """Return the smallest of some shapes that has room.
-
-    Args:
-        shapes: samples and padded tokens of each.
-        num_samples: samples of the micro-batch.
-        longest: tokens of its longest sample.
-
-    Raises:
-        BatchSizeError: none has room.
-    """
+    """Return the smallest shape (samples, padded tokens) with room for a micro-batch, or raise a `BatchSizeError`."""
     with_room = [shape for shape in shapes if shape[0] >= num_samples and shape[1] >= longest]
     if not with_room:
         message = f"no shape of {list(shapes)} has room for {num_samples} x {longest} tokens. Add a larger one."
@@ -64,14 +55,14 @@ def shape_for(shapes: Sequence[Shape], num_samples: int, longest: int) -> Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLengths:
-    """Lengths of the samples of an effective batch, and how its collate function lays them out.
+    """Lengths of the samples of an effective batch, and their layout in a micro-batch.
 
     Attributes:
         tokens: of each sample, in the batch's order; 0 or more.
-        packed: samples lie one behind the other, without padding.
-        either: the collate function can do both, and `in_layout` says which; `packed` is False until then.
+        packed: samples are concatenated, without padding.
+        either: the collate function can do both, and `in_layout` chooses; `packed` is False until then.
         multiple_of: padded lengths are rounded up to a multiple of this.
-        shapes: the only ones that micro-batches are padded to, in rows and in tokens; empty: any.
+        shapes: the only shapes that micro-batches are padded to, in rows and tokens; empty: any.
     """
 
     tokens: Sequence[int]
@@ -82,7 +73,7 @@ class SampleLengths:
 
     @property
     def laid_out(self) -> list[int]:
-        """Tokens that each sample takes up in a micro-batch of its own."""
+        """Tokens that each sample occupies alone in a micro-batch."""
         if self.shapes:
             return [shape_for(self.shapes, 1, length)[1] for length in self.tokens]
         if self.packed or self.multiple_of == 1:
@@ -90,20 +81,20 @@ class SampleLengths:
         return [ceil_div(length, self.multiple_of) * self.multiple_of for length in self.tokens]
 
     def in_layout(self, *, packed: bool) -> "SampleLengths":
-        """Return the same, padded or packed, where the collate function can do both."""
+        """Return the same lengths, padded or packed, if the collate function can do both."""
         return dataclasses.replace(self, packed=packed, either=False) if self.either else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """Most tokens of one micro-batch, and what tokens cost; made by `token_budget`.
+    """Maximum tokens of one micro-batch, and the cost of tokens; made by `token_budget`.
 
     Attributes:
-        tokens: most tokens of a micro-batch, padding included.
-        fixed_tokens: what a micro-batch costs beside its tokens, in tokens; None: measured on the first batch.
-        sample_cost: from a sample's padded length to its cost in tokens; None: the length itself.
-        longer: what becomes of a sample that is longer than the budget.
-        cut_at: tokens that batches are cut at now, fewer than `tokens` once memory has run out; None: `tokens`.
+        tokens: maximum tokens of a micro-batch, padding included.
+        fixed_tokens: fixed cost of a micro-batch, in tokens; None: measured on the first batch.
+        sample_cost: from a sample's padded length to its cost in tokens; None: the length.
+        longer: "error" or "alone", for a sample longer than the budget.
+        cut_at: tokens that batches are cut at now, fewer than `tokens` after an out-of-memory error; None: `tokens`.
     """
 
     tokens: int
@@ -113,7 +104,7 @@ class TokenBudget:
     cut_at: int | None = None
 
     def cost(self, length: int) -> float:
-        """Return what a sample of a padded length costs, in tokens."""
+        """Return the cost of a sample of a padded length, in tokens."""
         return float(length) if self.sample_cost is None else float(self.sample_cost(length))
 
 
@@ -124,20 +115,20 @@ def token_budget(
     sample_cost: Callable[[int], float] | None = None,
     longer: Literal["error", "alone"] = "error",
 ) -> TokenBudget:
-    """Return a budget for `Engine(micro_batch_size=...)`: micro-batches of any number of samples, of so many tokens.
+    """Return a budget for `Engine(micro_batch_size=...)`: micro-batches limited by tokens instead of samples.
 
-    An effective batch is then cut by length where it is fastest, and dealt to ranks by cost; which samples make a step,
-    and its gradient, stay what they are. Lengths come with the data: `ab.batches(dataset, lengths=..., collate=...)`.
-    A "token" is whatever lengths count: pixels, frames, seconds of audio.
+    The engine then cuts an effective batch by length, for speed, and deals it to ranks by cost. The samples of a step
+    and its gradient do not change. Lengths come with the data: `ab.batches(dataset, lengths=..., collate=...)`. A
+    "token" is the unit of the lengths: pixels, frames, seconds of audio.
 
     Args:
-        tokens: most tokens of a micro-batch, padding included: what memory has room for.
-        fixed_tokens: what a micro-batch costs beside its tokens, in tokens. Larger ones make fewer micro-batches with
-            more padding. None: measured on the first batch, where a step is worth it, and 256 elsewhere.
-        sample_cost: from a sample's padded length to its cost in tokens, never falling; None: the length. With
-            attention over samples of thousands of tokens, say, `lambda length: length * (1 + length / 6_000)`.
-        longer: "error" refuses a batch with a sample longer than the budget; "alone" gives such a sample a micro-batch
-            of its own, whatever it takes.
+        tokens: maximum tokens of a micro-batch, padding included, limited by memory.
+        fixed_tokens: fixed cost of a micro-batch, in tokens. Larger values give fewer micro-batches with more padding.
+            None: measured on the first batch if a step is long enough, otherwise 256.
+        sample_cost: from a sample's padded length to its cost in tokens, never falling; None: the length. For attention
+            over samples of thousands of tokens use, say, `lambda length: length * (1 + length / 6_000)`.
+        longer: "error" refuses a batch with a sample longer than the budget; "alone" gives such a sample its own
+            micro-batch, regardless of its memory.
 
     Raises:
         BatchSizeError: `tokens` is not a whole number of at least 1.
@@ -156,20 +147,13 @@ def token_budget(
 
 
 def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
-    """Cut an effective batch by length and deal it to ranks by cost, the heaviest micro-batch of each first.
+    """Cut an effective batch by length and deal it to ranks by cost, each rank's heaviest micro-batch first.
 
-    Args:
-        lengths: of its samples.
-        world_size: number of ranks.
-        cut: how units are dealt: "balanced" cuts for so many ranks, "fixed" as for one; in lockstep or not.
-        budget: the cap, and what tokens cost.
-
-    Returns:
-        The plan, with the order in which samples are cut.
+    Of `cut`, only `deal` ("balanced" cuts for all ranks, "fixed" as for one) and `lockstep` are used.
 
     Raises:
         BatchSizeError: a sample is longer than the budget.
-        UserError: costs fall as lengths rise, or are no numbers.
+        UserError: costs fall as lengths rise, or are not numbers.
     """
     laid_out = lengths.laid_out
     _refuse_longer(lengths, laid_out, budget)
@@ -188,7 +172,7 @@ def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: To
         weights = [fixed + _weight(unit, costs, packed=lengths.packed) for unit in units]
         shares, cost = _deal(units, weights, world_size, lockstep=cut.lockstep)
         dealt.append((cost, number, shares))
-    _, _, shares = min(dealt, key=lambda found: found[:2])  # of equally fast ones the coarsest, which comes first
+    _, _, shares = min(dealt, key=lambda found: found[:2])  # among equally fast cuts the coarsest, which comes first
     order = [position for share in shares for unit in share for position in unit]
     ends = list(itertools.accumulate((len(unit) for share in shares for unit in share), initial=0))
     numbered = iter(Unit(number, *bounds) for number, bounds in enumerate(itertools.pairwise(ends)))
@@ -204,8 +188,8 @@ def _refuse_longer(lengths: SampleLengths, laid_out: Sequence[int], budget: Toke
         padded = f" ({laid_out[longest]:,} padded)" if laid_out[longest] != lengths.tokens[longest] else ""
         message = (
             f"sample {longest} of the effective batch has {lengths.tokens[longest]:,} tokens{padded}, and a "
-            f"micro-batch may hold {budget.tokens:,}. Raise the budget; run such samples in micro-batches of their "
-            "own, token_budget(..., longer='alone'), if memory has room for them; or shorten them, "
+            f"micro-batch may hold {budget.tokens:,}. Raise the budget; run each such sample alone in a micro-batch, "
+            "token_budget(..., longer='alone'), if memory has room for it; or shorten them, "
             "anybatch.data.Padded(longest=...)."
         )
         raise BatchSizeError(message)
@@ -225,7 +209,7 @@ def _costs(laid_out: Sequence[int], budget: TokenBudget) -> list[float]:
 
 
 def _padded_cuts(laid_out: Sequence[int], costs: Sequence[float], cap: int, fixed: float, num_ranks: int) -> list[Cuts]:
-    """Return the cheapest cut, and for several ranks the cheapest ones of micro-batches that are worth less each."""
+    """Return the cheapest cut, and for several ranks the cheapest cuts under lower limits per micro-batch."""
     order = sorted(range(len(laid_out)), key=laid_out.__getitem__)
     lengths, by_length = [laid_out[place] for place in order], [costs[place] for place in order]
     found = [cheapest_cut(lengths, by_length, cap, fixed)[0]]
@@ -238,13 +222,10 @@ def _padded_cuts(laid_out: Sequence[int], costs: Sequence[float], cap: int, fixe
 
 
 def fewest_units(lengths: Sequence[int], costs: Sequence[float], cap: int, limit: float = math.inf) -> list[int]:
-    """Return where a cut into the fewest micro-batches ends these: from the longest samples on, as many as are allowed.
+    """Return the ends of the micro-batches in a cut into the fewest, filled from the longest samples down.
 
-    Args:
-        lengths: padded lengths, rising.
-        costs: of a sample at each of these lengths, rising too.
-        cap: most tokens of a micro-batch; one sample alone may have more.
-        limit: most that a micro-batch may cost; one sample alone may cost more.
+    `lengths` (padded) and `costs` (of a sample of each length) rise. `cap` limits the tokens of a micro-batch and
+    `limit` its cost; a single sample may exceed either.
     """
     ends, end = [], len(lengths)
     while end:
@@ -254,7 +235,7 @@ def fewest_units(lengths: Sequence[int], costs: Sequence[float], cap: int, limit
 
 
 def _evenest(lengths: Sequence[int], costs: Sequence[float], cap: int, num_units: int) -> tuple[float, list[int]]:
-    """Return about the lowest limit under which so many micro-batches are enough, and where these end."""
+    """Return about the lowest limit under which `num_units` micro-batches suffice, and their ends."""
     low, high = costs[-1], costs[-1] * len(costs)
     ends = fewest_units(lengths, costs, cap, high)
     for _ in range(_HALVINGS):
@@ -268,7 +249,7 @@ def _evenest(lengths: Sequence[int], costs: Sequence[float], cap: int, num_units
 
 
 def _most(length: int, cost: float, cap: int, limit: float, num_samples: int) -> int:
-    """Return how many samples a micro-batch may hold whose longest one has this length and cost."""
+    """Return the maximum samples of a micro-batch whose longest sample has this length and cost."""
     most = cap // length if length else num_samples
     if limit < math.inf and cost:
         most = min(most, int(limit / cost))
@@ -278,17 +259,11 @@ def _most(length: int, cost: float, cap: int, limit: float, num_samples: int) ->
 def cheapest_cut(
     lengths: Sequence[int], costs: Sequence[float], cap: int, fixed: float, limit: float = math.inf
 ) -> tuple[list[int], float]:
-    """Return where the cheapest cut of samples that are sorted by length ends its micro-batches, and its cost.
+    """Return the ends of the micro-batches in the cheapest cut of samples sorted by length, and its cost.
 
     The plain search: `best[j] = min(best[i] + fixed + (j - i) costs[j - 1])` over all i for which samples i to j - 1
-    are within cap and limit.
-
-    Args:
-        lengths: padded lengths, rising.
-        costs: of a sample at each of these lengths, rising too.
-        cap: most tokens of a micro-batch; one sample alone may have more.
-        fixed: what a micro-batch costs beside its samples.
-        limit: most that a micro-batch may cost beside `fixed`; one sample alone may cost more.
+    are within cap and limit. `lengths` (padded) and `costs` (of a sample of each length) rise. `cap` limits the tokens
+    of a micro-batch and `limit` its cost without `fixed`; a single sample may exceed either.
     """
     num_samples = len(lengths)
     best, begins = [0.0] + [math.inf] * num_samples, [0] * (num_samples + 1)
@@ -300,7 +275,7 @@ def cheapest_cut(
             stop += 1
         most = _most(length, cost, cap, limit, num_samples)
         full = fixed + most * cost
-        # Between samples of one length only full micro-batches end.
+        # Within a run of equal lengths only full micro-batches end.
         for end in range(max(start + 1, most), stop):
             best[end], begins[end] = best[end - most] + full, end - most
         least, begin = min((best[i] - i * cost, i) for i in range(max(0, stop - most), stop))
@@ -314,9 +289,9 @@ def cheapest_cut(
 
 
 def _shaped_cut(lengths: SampleLengths, budget: TokenBudget, cap: int, fixed: float) -> Cuts:
-    """Return the cheapest cut of which each micro-batch is padded, in rows too, to one of few shapes.
+    """Return the cheapest cut whose micro-batches are padded, also in rows, to one of a few shapes.
 
-    A shape costs the same however full it is, so that a micro-batch takes as many samples as its shape has room for,
+    A shape has the same cost however full it is, so a micro-batch takes the maximum number of samples for its shape,
     unless a smaller shape is as good.
     """
     order = sorted(range(len(lengths.tokens)), key=lengths.tokens.__getitem__)
@@ -365,7 +340,7 @@ def _packed_cuts(
 def _best_fit(laid_out: Sequence[int], cap: int) -> Cuts:
     """Pack samples, the longest first, each into the fullest bin that has room for it."""
     bins: Cuts = []
-    rooms: list[tuple[int, int]] = []  # sorted: what is left in a bin, and which
+    rooms: list[tuple[int, int]] = []  # sorted: free tokens of a bin, and its index
     for place in sorted(range(len(laid_out)), key=lambda place: (-laid_out[place], place)):
         length = laid_out[place]
         found = bisect_left(rooms, (length, -1))
@@ -382,7 +357,7 @@ def _best_fit(laid_out: Sequence[int], cap: int) -> Cuts:
 def _even_bins(
     heaviest_first: Sequence[int], laid_out: Sequence[int], costs: Sequence[float], cap: int, num_bins: int
 ) -> Cuts | None:
-    """Give each sample to the lightest bin that has room for it; None where one finds no room."""
+    """Put each sample into the lightest bin with room for it; return None if a sample does not fit."""
     bins: Cuts = [[] for _ in range(num_bins)]
     heap = [(0.0, number, cap) for number in range(num_bins)]
     for place in heaviest_first:
@@ -400,7 +375,7 @@ def _even_bins(
 
 
 def _deal(units: Cuts, weights: Sequence[float], world_size: int, *, lockstep: bool) -> tuple[list[Cuts], float]:
-    """Deal micro-batches to ranks, the heaviest first; return the shares, and what the slowest rank's cost."""
+    """Deal micro-batches to ranks, the heaviest first; return the shares and the cost of the slowest rank."""
     shares: list[Cuts] = [[] for _ in range(world_size)]
     loads: list[list[float]] = [[] for _ in range(world_size)]
     heap = [(0.0, rank) for rank in range(world_size)]
@@ -410,7 +385,7 @@ def _deal(units: Cuts, weights: Sequence[float], world_size: int, *, lockstep: b
         loads[rank].append(weights[number])
         heapq.heapreplace(heap, (load + weights[number], rank))
     if lockstep:
-        # Ranks wait for each other in each: the k-th ones take as long as the longest of them.
+        # Ranks wait for each other in each micro-batch: the k-th takes as long as its longest.
         return shares, sum(max(column) for column in itertools.zip_longest(*loads, fillvalue=0.0))
     return shares, max(sum(load) for load in loads)
 

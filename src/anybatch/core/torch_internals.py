@@ -1,10 +1,11 @@
 """Chapter 17: private interfaces of torch that several folders use, each with its fallback or refusal.
 
-Each name was seen to hold on the versions in `SEEN`; `make matrix` looks again. Where one is missing, a function does
-the same by public names, or raises `UnsupportedTorchError`: a wrong number is never the answer. The names that one
-folder alone needs are in the `torch_internals.py` of that folder.
+Each name was verified on the versions in `SEEN`; `make matrix` verifies again. If a name is missing, a function uses
+public names instead or raises `UnsupportedTorchError`: it never returns a wrong number. Names that only one folder
+needs are in the `torch_internals.py` of that folder.
 
-The last argument of each function is where the name is looked for, so that a test can pass something that lacks it.
+The last argument of each function, `of`, is the module that is searched for the name, so that tests can pass one that
+lacks it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,19 +19,12 @@ from torch.utils import _python_dispatch as dispatch
 from anybatch.errors import UnsupportedTorchError
 
 SEEN: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The versions of torch on which all private names were seen to hold."""
+"""The versions of torch on which all private names were verified."""
 
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """Refuse a version of torch that lacks what is imported or looked up inside.
-
-    Args:
-        purpose: what cannot be had without it, in a few words.
-
-    Raises:
-        UnsupportedTorchError: in the place of an ImportError or AttributeError.
-    """
+    """Convert an ImportError or AttributeError inside to an `UnsupportedTorchError` that names the purpose."""
     try:
         yield
     except (ImportError, AttributeError) as missing:
@@ -38,12 +32,7 @@ def needed_for(purpose: str) -> Iterator[None]:
 
 
 def lacking(purpose: str, missing: Exception) -> UnsupportedTorchError:
-    """Return the error that says for which purpose which version of torch is needed.
-
-    Args:
-        purpose: what cannot be had, in a few words.
-        missing: torch's own error, or Python's; names what is missing.
-    """
+    """Return the error for a purpose that needs another version of torch; `missing` is the original error."""
     return UnsupportedTorchError(
         f"{purpose} needs something that torch {torch.__version__} lacks ({missing}). It is there in torch "
         f"{', '.join(SEEN)}: install one of these, or a newer anybatch."
@@ -51,8 +40,8 @@ def lacking(purpose: str, missing: Exception) -> UnsupportedTorchError:
 
 
 with needed_for("Telling normalisation layers from others"):
-    # The only common bases of all BatchNorm and InstanceNorm layers, lazy, synchronised and users' own ones. A list of
-    # the public classes instead would miss the users' own, and a missed layer makes a gradient wrong without an error.
+    # The only common bases of all BatchNorm and InstanceNorm layers: lazy, synchronised and user-defined. A list of the
+    # public classes would miss user-defined layers, and a missed layer makes a gradient wrong without an error.
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 
@@ -80,8 +69,8 @@ __all__ = [
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage for as long as it lives; tensors that share memory have the same.
 
-    `UntypedStorage._cdata`, its address in C++; where missing, the identity of the Python object, which torch keeps for
-    as long as the storage lives. `data_ptr` does not do: it is 0 for every tensor without data.
+    `UntypedStorage._cdata`, its address in C++; if missing, the identity of the Python object, which torch keeps for as
+    long as the storage lives. `data_ptr` does not work: it is 0 for every tensor without data.
     """
     try:
         return int(storage._cdata)
@@ -90,12 +79,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def dense_values(tensor: Tensor) -> Tensor:
-    """Return the numbers that a sparse tensor stores, in its own memory; a dense tensor as it is.
+    """Return the numbers that a sparse tensor stores, without a copy; a dense tensor unchanged.
 
-    `Tensor._values`; where missing, `values()`, which a tensor with repeated indices does not allow.
+    `Tensor._values`; if missing, `values()`, which a tensor with repeated indices does not allow.
 
     Raises:
-        UnsupportedTorchError: it has repeated indices, and torch no longer shows its numbers.
+        UnsupportedTorchError: it has repeated indices, and torch has no `_values`.
     """
     if not tensor.is_sparse:
         return tensor
@@ -109,9 +98,9 @@ def dense_values(tensor: Tensor) -> Tensor:
 
 
 def sparse_bytes(tensor: Tensor) -> int:
-    """Return the bytes of what a sparse tensor stores: numbers and indices, repeated ones too.
+    """Return the bytes that a sparse tensor stores: numbers and indices, repeated ones too.
 
-    `Tensor._values` and `_indices`; where missing, those without repetition, which are fewer.
+    `Tensor._values` and `_indices`; if missing, the bytes without repetition, which are fewer.
     """
     try:
         return tensor._values().nbytes + tensor._indices().nbytes
@@ -121,11 +110,7 @@ def sparse_bytes(tensor: Tensor) -> int:
 
 
 def is_in_backward(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
-    """Whether autograd is running a backward in this thread: `torch._C._current_graph_task_id`.
-
-    Raises:
-        UnsupportedTorchError: autograd does not say.
-    """
+    """Whether autograd is running a backward in this thread: `torch._C._current_graph_task_id`."""
     try:
         return int(of._current_graph_task_id()) >= 0
     except AttributeError as missing:
@@ -134,44 +119,27 @@ def is_in_backward(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
 
 
 def buffer_tables(modules: nn.Module) -> list[dict[str, Tensor | None]]:
-    """Return each module's own dict of buffers, to be read in every step: `named_buffers` takes as long as a forward.
+    """Return each module's own dict of buffers, for use in every step: `named_buffers` takes as long as a forward.
 
-    `Module._buffers`, and nothing instead: buffers are put back by writing to these dicts.
-
-    Raises:
-        UnsupportedTorchError: modules keep their buffers elsewhere.
+    `Module._buffers`, without a fallback: buffers are restored by writing to these dicts.
     """
     with needed_for("Putting buffers back after a failed step"):
         return [module._buffers for module in modules.modules()]
 
 
-# torch's own optimizers call these; they save one launch of a kernel per tensor. Where one is missing, a loop does it.
+# Functions that torch's optimizers use too: one kernel launch for a list of tensors. If one is missing, use a loop.
 
 
 def num_changes(tensors: Iterable[Tensor | None], purpose: str) -> list[int]:
-    """Return how often the memory of each tensor has been written to since it was made: `Tensor._version`.
-
-    Args:
-        tensors: those that are None have no number.
-        purpose: what cannot be had without it, for the error.
-
-    Raises:
-        UnsupportedTorchError: torch does not count.
-    """
-    try:  # not `needed_for`: it is asked twice in every micro-batch
+    """Return the number of writes to the memory of each tensor since it was made: `Tensor._version`; skip None."""
+    try:  # not `needed_for`: this runs twice in every micro-batch
         return [tensor._version for tensor in tensors if tensor is not None]
     except AttributeError as missing:
         raise lacking(purpose, missing) from missing
 
 
 def copy_each(targets: Sequence[Tensor], values: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Copy each value into its target: `torch._foreach_copy_`.
-
-    Args:
-        targets: tensors that are written to.
-        values: as many, each of the shape of its target; of another type they are converted.
-        of: where torch's function is looked for.
-    """
+    """Copy each value into its target, converting its type: `torch._foreach_copy_`."""
     together = getattr(of, "_foreach_copy_", None)
     if together is not None:
         together(targets, values)
@@ -181,12 +149,7 @@ def copy_each(targets: Sequence[Tensor], values: Sequence[Tensor], of: Any = tor
 
 
 def zero_each(tensors: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Set each tensor to zero: `torch._foreach_zero_`.
-
-    Args:
-        tensors: changed in place.
-        of: where torch's function is looked for.
-    """
+    """Set each tensor to zero: `torch._foreach_zero_`."""
     together = getattr(of, "_foreach_zero_", None)
     if together is not None:
         together(tensors)
@@ -196,13 +159,7 @@ def zero_each(tensors: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN4
 
 
 def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Add to each tensor its other, in place: `torch._foreach_add_`.
-
-    Args:
-        tensors: changed in place.
-        others: as many, each of the shape of its tensor.
-        of: where torch's function is looked for.
-    """
+    """Add to each tensor its partner, in place: `torch._foreach_add_`."""
     together = getattr(of, "_foreach_add_", None)
     if together is not None:
         together(tensors, others)
@@ -214,10 +171,7 @@ def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], of: Any = t
 def multiply_each(tensors: Sequence[Tensor], factor: Tensor, of: Any = torch) -> None:  # noqa: ANN401 (torch)
     """Multiply each tensor by one number, in place: `torch._foreach_mul_`.
 
-    Args:
-        tensors: changed in place.
-        factor: a tensor without axes, on their device; the host does not read it.
-        of: where torch's function is looked for.
+    `factor` is a tensor without axes on their device, so that the host need not read it.
     """
     together = getattr(of, "_foreach_mul_", None)
     if together is not None:
@@ -228,13 +182,7 @@ def multiply_each(tensors: Sequence[Tensor], factor: Tensor, of: Any = torch) ->
 
 
 def clamp_each(tensors: Sequence[Tensor], limit: float, of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Bound each number to between -limit and limit, in place: `torch._foreach_clamp_min_` and `..._max_`.
-
-    Args:
-        tensors: changed in place.
-        limit: 0 or more.
-        of: where torch's functions are looked for.
-    """
+    """Clamp each number to between -limit and limit, in place: `torch._foreach_clamp_min_` and `..._max_`."""
     at_least, at_most = (getattr(of, f"_foreach_clamp_{name}_", None) for name in ("min", "max"))
     if at_least is not None and at_most is not None:
         at_least(tensors, -limit)
@@ -250,14 +198,7 @@ def interpolate_each(
     weight: float,
     of: Any = torch,  # noqa: ANN401 (torch)
 ) -> None:
-    """Move each tensor towards its end by a part of the way, in place: `torch._foreach_lerp_`.
-
-    Args:
-        tensors: changed in place.
-        ends: as many, each of the shape of its tensor.
-        weight: the part, from 0 (stay) to 1 (arrive).
-        of: where torch's function is looked for.
-    """
+    """Move each tensor towards its end by a fraction, 0 to 1, in place: `torch._foreach_lerp_`."""
     together = getattr(of, "_foreach_lerp_", None)
     if together is not None:
         together(tensors, ends, weight)
@@ -267,12 +208,9 @@ def interpolate_each(
 
 
 def outside_modes(of: Any = dispatch) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
-    """Return a context in which no mode sees operations, neither a memory budget nor the user's own.
+    """Return a context in which no dispatch mode sees operations, neither a memory budget nor the user's.
 
-    `torch.utils._python_dispatch._disable_current_modes`.
-
-    Raises:
-        UnsupportedTorchError: torch has no such context, so a plan would be booked as memory of the run.
+    `torch.utils._python_dispatch._disable_current_modes`. Without it a plan would be counted as memory of the run.
     """
     with needed_for("Planning a micro-batch size within a run"):
         context: AbstractContextManager[object] = of._disable_current_modes()

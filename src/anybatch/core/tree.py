@@ -2,12 +2,12 @@
 
 **The rule.** A mapping (dict, `BatchEncoding`), dataclass or named tuple holds fields, and so does a tuple that is the
 batch itself. Each field has the sample as its first axis: tensors of at least one axis, numpy arrays, plain lists (of
-strings, say), tuples of strings, which torch's default collate makes, and objects with `slice_samples(start, stop)`
-and `__len__`. Everything else (numbers, None, strings, tensors without axes) belongs to every sample.
+strings, say), tuples of strings, which torch's default collate makes, and objects with `slice_samples(start, stop)` and
+`__len__`. Everything else (numbers, None, strings, tensors without axes) belongs to every sample.
 
-A list of tensors or containers, or a tuple of them inside a batch, can be read in two ways: it holds fields, or it has
-one entry per sample (a `SampleList` always has). The reading that fits the lengths of all other leaves is used. If both
-readings fit, the batch is refused. One exception: a batch that is a list of two or three tensors of equal length holds
+A list of tensors or containers, or a tuple of them inside a batch, has two possible readings: it holds fields, or it
+has one entry per sample (a `SampleList` always has). The reading that fits the lengths of all other leaves is used. If
+both fit, the batch is refused. One exception: a batch that is a list of two or three tensors of equal length holds
 fields, as torch's default collate returns them.
 """
 
@@ -36,16 +36,16 @@ from anybatch.core.containers import (
 from anybatch.errors import DataError
 
 Batch = Any
-"""Any nested batch. There is no narrower type: the user's collate function decides."""
+"""Any nested batch. It has no narrower type: the user's collate function decides."""
 _MAX_PLAIN_FIELDS = 3
-"""Up to this many tensors in a list are fields without further evidence; more are likely samples."""
+"""Up to this number, tensors in a list are fields without further evidence; more are likely samples."""
 
 
 def count_samples(batch: Batch) -> int:
     """Return the number of samples of a nested batch, by the rule at the top of this module.
 
     Raises:
-        DataError: no leaf carries samples, leaves disagree about how many, or a list can be read in two ways.
+        DataError: no leaf carries samples, leaves disagree about their number, or a list has two readings.
     """
     return read_samples(batch)[1]
 
@@ -53,11 +53,8 @@ def count_samples(batch: Batch) -> int:
 def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, int]:
     """Return a batch whose lists are marked as samples or as fields, and its number of samples.
 
-    Parts of a marked batch are read like the whole. Lists whose entries cannot be samples need no mark.
-
-    Args:
-        batch: any nested batch.
-        num_samples: the number of samples, where it is known: if it fits, other readings do not count.
+    Parts of a marked batch are read like the whole. Lists whose entries cannot be samples need no mark. With a given
+    `num_samples`, the reading that fits it is used.
 
     Raises:
         DataError: see `count_samples`.
@@ -77,7 +74,7 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
     if not readings:
         raise DataError(_uncountable(batch, lengths | {path: len(node) for path, node in lists.items()}))
     if len(readings) > 1:
-        raise DataError(_in_two_ways("a list in the batch", readings))
+        raise DataError(_ambiguity("a list in the batch", readings))
     number, entries = readings.popitem()
     return (_with_marks(batch, entries) if lists else batch), number
 
@@ -89,18 +86,12 @@ def as_fields(batch: Batch) -> Batch:
 
 
 def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
-    """Return samples `start` to `stop` (exclusive) of a nested batch; tensors are views, nothing is copied.
-
-    Args:
-        batch: any nested batch.
-        start: position of the first sample, from 0 on.
-        stop: position behind the last sample.
-    """
+    """Return samples `start` to `stop` (exclusive) of a nested batch; tensors are views, not copies."""
     return slice_read(_marked(batch), start, stop)
 
 
 def slice_read(batch: Batch, start: int, stop: int) -> Batch:
-    """Return samples `start` to `stop` (exclusive) of a batch as `read_samples` returns it, whose lists are marked."""
+    """Return samples `start` to `stop` (exclusive) of a batch whose lists `read_samples` has marked."""
     if fields := _plain_fields(batch):
         rows = [field[start:stop] for field in fields]
         return dict(zip(batch, rows, strict=True)) if type(batch) is dict else type(batch)(rows)
@@ -120,11 +111,7 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return rows of a nested or sparse tensor, which torch cannot slice; a copy.
-
-    Raises:
-        DataError: torch cannot take rows of this layout.
-    """
+    """Return rows of a nested or sparse tensor, which torch cannot slice; a copy."""
     if tensor.is_nested:
         return _nested(list(tensor.unbind()[start:stop]), tensor.layout)
     if tensor.layout is torch.sparse_coo:
@@ -142,21 +129,17 @@ def _nested(rows: list[torch.Tensor], layout: torch.layout) -> torch.Tensor:
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Return the samples at some positions of a nested batch, in that order.
-
-    Raises:
-        DataError: the batch is of a class of the user's own, which can be cut and not put in order.
-    """
+    """Return the samples at some positions of a nested batch, in this order; user classes cannot be reordered."""
     if isinstance(positions, range) and positions.step == 1:
         return slice_samples(batch, positions.start, positions.stop)
     return join_samples([slice_samples(batch, position, position + 1) for position in positions])
 
 
 def join_samples(batches: Sequence[Batch]) -> Batch:
-    """Return batches of one structure as one, with their samples in this order: the inverse of `slice_samples`.
+    """Join batches of one structure, with their samples in this order: the inverse of `slice_samples`.
 
     Raises:
-        DataError: they cannot be joined: padded to different lengths, say, or of a class of the user's own.
+        DataError: they cannot be joined: padded to different lengths, say, or of a user class.
     """
     if len(batches) == 1:
         return batches[0]
@@ -201,24 +184,21 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
     raise DataError(message)
 
 
-def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (whatever a batch holds)
+def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (any leaf of a batch)
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     try:
         return type(one) is type(other) and bool(one == other)
-    except (TypeError, ValueError):  # what compares element by element
+    except (TypeError, ValueError):  # arrays compare element by element
         return False
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch of the same structure with another number of samples.
+    """Return a batch of the same structure with `num_samples` samples.
 
-    Args:
-        batch: any nested batch.
-        num_samples: samples of the result.
-        resize: makes a tensor of `num_samples` samples from one of the batch; lists and arrays are repeated in turn.
+    `resize` makes a tensor of that length from a tensor of the batch; lists and arrays are repeated cyclically.
     """
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
@@ -233,17 +213,12 @@ def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tenso
 
 
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return the same tree with `function` applied to every tensor; all other leaves stay as they are.
-
-    Args:
-        batch: any nested batch.
-        function: a tensor -> what takes its place; called depth first.
-    """
+    """Return the same tree with `function` applied to every tensor, depth first; other leaves are unchanged."""
     return map_tree(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Batch:
-    """Return the same tree with every tensor, list and array copied, so that nothing done to it reaches the batch."""
+    """Return the same tree with every tensor, list and array copied, so that changes to it do not reach the batch."""
 
     def copy_of(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -254,25 +229,15 @@ def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.c
 
 
 def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
-    """Return the same tree with `function` applied to every leaf; a list of samples and what can be cut are leaves.
+    """Return the same tree with `function` applied to every leaf, depth first.
 
-    Args:
-        batch: any nested batch, or anything nested as one.
-        function: a leaf -> what takes its place; called depth first.
+    Lists of samples and sliceable objects are leaves.
     """
     return map_tree(batch, function, cutting=True)
 
 
 def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any]) -> Batch:
-    """Return trees of one structure as one tree.
-
-    Args:
-        trees: at least one.
-        merge: function (path, the leaves that stand there in the trees) -> the leaf of the result; called depth first.
-
-    Raises:
-        DataError: the trees have different structures.
-    """
+    """Merge trees of one structure: each leaf is `merge(path, leaves at this path)`, called depth first."""
     rows = [list(leaves_of(tree, "", cutting=True)) for tree in trees]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         shown = [", ".join(path or "one value" for path, _ in row) or "nothing" for row in rows]
@@ -283,29 +248,29 @@ def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], An
 
 
 def has_rows(leaf: Any, number: int) -> bool:  # noqa: ANN401 (a tensor, list, array or anything else)
-    """Whether a leaf carries samples and has so many of them."""
+    """Whether a leaf carries samples, exactly `number` of them."""
     return carries_samples(leaf) and length_of(leaf) == number
 
 
-def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
+def flatten_batch(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
     """Return every tensor of a nested batch, and a function that builds the same structure around other tensors.
 
-    The function takes as many tensors, in the same order, and keeps none of those of the batch alive.
+    The function takes the same number of tensors, in the same order, and keeps no tensor of the batch alive.
     """
     tensors: list[torch.Tensor] = []
 
-    def take_out(tensor: torch.Tensor) -> torch.Tensor:
+    def extract(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
-        # Without rows: the form keeps the type and device of each leaf, and none of its memory.
+        # Without rows: keep the type and device of each leaf, but not its memory.
         return tensor.new_zeros((0, *tensor.shape[1:])) if tensor.dim() else tensor.new_zeros(())
 
-    form = map_tensors(batch, take_out)
+    form = map_tensors(batch, extract)
 
-    def put_together(others: Iterable[torch.Tensor]) -> Batch:
+    def rebuild(others: Iterable[torch.Tensor]) -> Batch:
         remaining = iter(others)
         return map_tensors(form, lambda _: next(remaining))
 
-    return tensors, put_together
+    return tensors, rebuild
 
 
 def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
@@ -316,7 +281,7 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-    """Return a batch with its tensors on a device; an object that can be cut moves itself, by its `to(device)`."""
+    """Return a batch with its tensors on a device; sliceable objects move themselves with their `to(device)`."""
 
     def moved(leaf: Any) -> Any:  # noqa: ANN401 (a tensor or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -327,12 +292,12 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
 
 
 def _marked(batch: Batch) -> Batch:
-    """Return a batch with its lists marked; most batches have none to look at."""
+    """Return a batch with its lists marked, if it has any."""
     return read_samples(batch)[0] if any(True for _ in _unmarked_lists(batch, "")) else batch
 
 
 def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) -> Batch:
-    """Return a batch in which lists with an id in `entries` are marked as samples, and the others as fields."""
+    """Return a batch whose lists with an id in `entries` are marked as samples, and the others as fields."""
     if id(node) in entries:
         return SampleList(node)
     if is_cut_whole(node):
@@ -344,7 +309,7 @@ def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) ->
 
 
 def _unmarked_lists(node: Batch, path: str, *, is_top: bool = True) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield path and value of every list or tuple whose entries may be samples and that has no mark."""
+    """Yield path and value of every unmarked list or tuple whose entries may be samples."""
     if not is_container(node) or is_cut_whole(node):
         return
     if _may_be_samples(node, is_top=is_top):
@@ -364,24 +329,20 @@ def _may_be_samples(node: Batch, *, is_top: bool) -> bool:
     return not isinstance(node[0], Mapping) or bool(set(node[0]).intersection(*node))
 
 
-def _kind(item: Any) -> tuple[object, ...]:  # noqa: ANN401 (whatever a list holds)
-    """Return what samples in a list have in common: type and number of axes, those of the first item, of a sequence."""
+def _kind(item: Any) -> tuple[object, ...]:  # noqa: ANN401 (any list item)
+    """Return the properties that samples in a list share: type and number of axes (of a sequence: its first item's)."""
     if isinstance(item, (list, tuple)):
         return (type(item), *map(_kind, item[:1]))
     return type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)
 
 
 def _is_short(batch: Batch) -> bool:
-    """Whether a batch is a list of so few tensors that they are fields, as torch's default collate returns them."""
+    """Whether a batch is a short list of tensors, which are then fields, as torch's default collate returns them."""
     return isinstance(batch, list) and len(batch) <= _MAX_PLAIN_FIELDS and all(map(is_tensor, batch))
 
 
 def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int] | None:
-    """Return the ids of the lists that have an entry for each of so many samples; None if not all leaves have as many.
-
-    Raises:
-        DataError: a list fits as fields and as samples.
-    """
+    """Return the ids of the lists with `number` entries, one per sample; None if not all leaves have this length."""
     if not is_container(node) or is_cut_whole(node):
         return frozenset() if not carries_samples(node) or length_of(node) == number else None
     below: frozenset[int] | None = frozenset()
@@ -398,11 +359,11 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
     if len(node) != number:
         return below if holds_samples else None
     if holds_samples and below is not None:
-        raise DataError(_in_two_ways(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number))
+        raise DataError(_ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number))
     return frozenset([id(node)])
 
 
-def _in_two_ways(what: str, readings: Mapping[int, frozenset[int]], *, both: int | None = None) -> str:
+def _ambiguity(what: str, readings: Mapping[int, frozenset[int]], *, both: int | None = None) -> str:
     ways = [
         f"{number} samples, one for each entry of a list"
         if entries
@@ -435,15 +396,15 @@ def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
 
 
 def _plain_fields(batch: Batch) -> Sequence[torch.Tensor]:
-    """Return the fields of a dict, tuple or short list of dense tensors, as most batches are; nothing for any other.
+    """Return the fields of a dict, tuple or short list of dense tensors, as most batches are; otherwise nothing.
 
-    A step asks three times, and going through a tree in general takes ten times as long.
+    A fast path: each step asks three times, and walking a general tree takes ten times as long.
     """
     kind = type(batch)
     is_plain = kind is tuple or (kind is list and len(batch) <= _MAX_PLAIN_FIELDS)
     fields = tuple(batch.values()) if kind is dict else batch if is_plain else ()
     for leaf in fields:
-        # Of subclasses of tensors nothing is known.
+        # Tensor subclasses may behave differently.
         if type(leaf) is not torch.Tensor or not leaf.dim() or leaf.layout is not torch.strided or leaf.is_nested:
             return ()
     return fields

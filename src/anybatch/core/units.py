@@ -1,4 +1,4 @@
-"""Chapter 14: numbers the way people read and write them: three significant digits, and a unit."""
+"""Chapter 14: format and parse quantities: three significant digits, and a unit."""
 
 import math
 import re
@@ -12,18 +12,14 @@ _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 
 
 def three_digits(value: float | None) -> str:
-    """Return a number with three significant digits: `0.0123`, `12.3`, `12,300`, `1.23e-05`, `NaN`; `-` for None.
-
-    Args:
-        value: any number, without a unit; None where there is none.
-    """
+    """Return a number with three significant digits: `0.0123`, `12.3`, `12,300`, `1.23e-05`, `NaN`; `-` for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if value == 0:
         return "0"
-    # Rounded first, since 999.6 has three digits before and four after it is written.
+    # Round first: 999.6 has three digits before rounding and four after.
     rounded = float(f"{value:.2e}")
     if not _SMALLEST_PLAIN <= abs(rounded) < _LARGEST_PLAIN:
         return f"{value:.2e}"
@@ -31,11 +27,7 @@ def three_digits(value: float | None) -> str:
 
 
 def per_second(value: float | None) -> str:
-    """Return a rate with three significant digits and in full: `0.0123`, `1,230,000`; `-` for None.
-
-    Args:
-        value: things per second; None where it is not known.
-    """
+    """Return a rate with three significant digits and no exponent: `0.0123`, `1,230,000`; `-` for None."""
     if value is None or abs(value) < _LARGEST_PLAIN or not math.isfinite(value):
         return three_digits(value)
     return f"{float(f'{value:.2e}'):,.0f}"
@@ -44,11 +36,7 @@ def per_second(value: float | None) -> str:
 def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
     """Return a number of bytes, `1.23 GiB`, or a part of a limit in the limit's unit, `1.23 of 79.2 GiB`.
 
-    A part below a hundredth of that unit has a unit of its own: `7.64 MiB of 1.00 TiB`.
-
-    Args:
-        num_bytes: in bytes; may be a fraction, such as an average.
-        limit_bytes: in bytes; None to name no limit.
+    A part below a hundredth of that unit gets its own unit: `7.64 MiB of 1.00 TiB`.
     """
     largest, power = num_bytes if limit_bytes is None else limit_bytes, 0
     while float(f"{largest:.2e}") >= 1_000 and power < len(_BYTE_UNITS) - 1:  # noqa: PLR2004 (the three digits are full)
@@ -61,11 +49,7 @@ def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in its two largest units: `4.2 s`, `42 s`, `3 min 05 s`, `2 h 03 min`, `3 d 04 h`; `-` for None.
-
-    Args:
-        seconds: in seconds; None or infinite where it is not known.
-    """
+    """Return a time in its two largest units, or `-`: `4.2 s`, `42 s`, `3 min 05 s`, `2 h 03 min`, `3 d 04 h`."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 9.95:  # noqa: PLR2004 (from here on it would be shown as 10.0)
@@ -81,12 +65,7 @@ def duration(seconds: float | None) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name in at most `width` characters, with `..` where its middle was left out.
-
-    Args:
-        name: such as that of a parameter, whose beginning and end say most.
-        width: characters that there is room for.
-    """
+    """Return a name in at most `width` characters, with `..` in place of its middle."""
     if len(name) <= width:
         return name
     kept = max(0, width - 2)
@@ -98,18 +77,11 @@ UNITS: Mapping[str, int] = {
     **{f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGT")},
     **{f"{prefix}iB": 1024 ** (power + 1) for power, prefix in enumerate("KMGT")},
 }
-"""Bytes of each unit: GB are thousands of thousands of thousands, GiB are powers of two."""
+"""Bytes of each unit: a GB is 1000^3 bytes, a GiB 1024^3."""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `"24GiB"`, `"80 GB"` or `"512MiB"` stand for, rounded down.
-
-    Args:
-        text: a number and one of `UNITS`, in any case, with or without a space between.
-
-    Raises:
-        UserError: there is no number, or no unit.
-    """
+    """Return the bytes of `"24GiB"`, `"80 GB"` or `"512MiB"`, rounded down; refuse text without number or unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     if match is None:
         message = f"{text!r} is no size of memory. Write a number and a unit, such as 24GiB or 80GB."

@@ -1,4 +1,4 @@
-"""Chapter 18: counts and sizes are whole numbers; arguments of a wrong kind are refused here."""
+"""Chapter 18: argument checks: counts and sizes are whole numbers, and wrong types are refused."""
 
 import math
 import reprlib
@@ -11,19 +11,14 @@ _END = 1 << 64  # seeds may have 64 bits
 def checked_int(
     name: str, value: object, *, least: int | None = 1, error: type[AnyBatchError] = UserError, cure: str = ""
 ) -> int:
-    """Return `value` if it is a whole number of at least `least`. A bool is none, although Python counts it as an int.
+    """Return `value` if it is a whole number of at least `least` (None: any); a bool is refused.
 
-    Args:
-        name: the argument's name, for the message.
-        value: the argument.
-        least: the smallest number allowed; None for any.
-        error: class of the error.
-        cure: a sentence on what to do, added to the message; may be empty.
+    `cure` is a sentence with the fix for the message; it may be empty.
 
     Raises:
         AnyBatchError: of the class `error`; `value` is of another type, below `least`, or has over 64 bits.
     """
-    # `True` would pass for 1, and is nearly always an argument in the wrong place.
+    # `True` would pass as 1, and is nearly always an argument in the wrong position.
     if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
         if abs(value) < _END:
             return value
@@ -42,24 +37,13 @@ def refuse_unless(
     expected: str,
     error: type[AnyBatchError] = UserError,
 ) -> None:
-    """Refuse an argument that is not what it must be.
-
-    Args:
-        is_valid: whether it can be used.
-        name: the argument's name, for the message.
-        value: the argument.
-        expected: a noun phrase for the message, such as "a function of a sample".
-        error: class of the error.
-
-    Raises:
-        AnyBatchError: of the class `error`; the argument cannot be used.
-    """
+    """Raise an `error` unless `is_valid`; `expected` is a noun phrase for the message: "a function of a sample"."""
     if not is_valid:
-        # Arguments in the wrong place may be whole data sets.
+        # An argument in the wrong position may be a whole data set.
         message = f"{name}={reprlib.repr(value)} must be {expected}, not {type(value).__name__}."
         raise error(message)
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number; a bool is none."""
+    """Return whether a value is a finite number; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,7 +1,7 @@
 """From a data set to effective batches: one global order, lazy batches, workers that run ahead.
 
-`batches` is the one thing most users need. Which samples make a step, and how they are augmented, depends on the seed,
-the data and the effective batch size, and on nothing else: not on the world size, the workers or the micro-batches.
+Most users need only `batches`. The samples of a step and their augmentation depend on the seed, the data and the
+effective batch size only: not on the world size, the workers or the micro-batches.
 """
 
 from anybatch.core.containers import SampleList

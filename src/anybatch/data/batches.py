@@ -1,4 +1,4 @@
-"""`batches`: a data set and an effective batch size in, effective batches out."""
+"""`batches`: effective batches from a data set and an effective batch size."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,21 +32,21 @@ class Source(Protocol):
         """Number of steps from the start to the end."""
 
     def open(self) -> OpenSource:
-        """Return the source with workers of its own, for one iteration."""
+        """Return the source with its own workers, for one iteration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Batches:
-    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or where the engine stands.
+    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or at the engine's position.
 
     Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
 
     Attributes:
         effective_batch_size: samples of one optimizer step over all ranks, or a ramp of them.
         seed: the seed of the order and of the augmentation.
-        start: where iteration begins; None where the engine stands that steps its first batch.
-        source: what makes the batches.
-        request: what was asked.
+        start: first position of an iteration; None for the position of the engine that steps the first batch.
+        source: the source of the batches.
+        request: the arguments of `batches`.
     """
 
     effective_batch_size: int | BatchRamp
@@ -60,10 +60,10 @@ class Batches:
         return Iteration(self.source.open(), self.request).batches()
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps of one iteration, from its beginning if there is no `start`.
+        """Return the number of optimizer steps of one iteration; without `start`, from the beginning of the data.
 
         Raises:
-            TypeError: it is not known: a stream without length and without `steps`.
+            TypeError: unknown: a stream without length and without `steps`.
         """
         return self.source.num_steps
 
@@ -72,13 +72,13 @@ class Batches:
         """Number of optimizer steps in a whole epoch.
 
         Raises:
-            TypeError: it is not known: a stream without length; or epochs differ, under a ramp.
+            TypeError: unknown: a stream without length, or a ramp, under which epochs differ.
         """
         return self.source.steps_per_epoch
 
 
 def batches(
-    dataset: Any,  # noqa: ANN401 (a data set is whatever can be indexed or iterated)
+    dataset: Any,  # noqa: ANN401 (anything with an index or an iterator)
     *,
     effective_batch_size: int | BatchRamp,
     epochs: int | None = None,
@@ -104,55 +104,55 @@ def batches(
             yield collate([dataset[i] for i in ids])
     ```
 
-    Samples are loaded one by one when a batch is fed, unit by unit; those of a stream when its batch is reached. To see
-    them, call `batch.load()`, which returns all samples of a batch, collated. Which samples make a step depends on the
-    data, `seed` and `effective_batch_size` only. So does augmentation that draws from the global generators of python,
-    numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before
-    each sample, and the caller's state is put back. Before `collate` they are seeded from the unit's first sample, so a
-    collate function that draws numbers depends on how the batch is cut. Generators that a data set makes for itself
-    are its own affair. A data set of Hugging Face without a transform draws nothing, and its units are read at once.
+    Samples are loaded unit by unit when a batch is fed; samples of a stream are loaded when its batch is reached.
+    `batch.load()` returns all samples of a batch, collated.
+
+    The samples of a step depend on the data, `seed` and `effective_batch_size` only. So does augmentation that draws
+    from the global generators of python, numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before
+    each sample, and the caller's state is restored. Before `collate` they are seeded from the unit's first sample, so a
+    collate function that draws numbers depends on the cut. Generators that a data set creates itself are not seeded. A
+    Hugging Face data set without a transform draws nothing, and is read a unit at a time.
 
     Args:
-        dataset: one of three.
-            A data set with an index, that is `__getitem__` and `__len__`.
-            A stream: a torch `IterableDataset`, a loader of single samples (a `DataLoader`, or torchdata's stateful
-            one, with `batch_size=None`), or any object whose `__iter__` starts afresh. Every rank reads all of it, so
-            it must yield the same on every rank and not divide itself by rank. At most one worker.
-            `Shards`, a stream in a fixed number of parts. At most one worker per shard.
-            Before an epoch of a stream its `set_epoch(epoch)` is called, if it has that method.
-        effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller.
-            A `BatchRamp` of `anybatch.core.batch_ramp` lets it grow in stages: the order of the samples stays what it
-            is, the first step checks that every stage can be cut, and a run goes on in the middle of one. Over a stream
-            the last stage has to begin within the first epoch. "auto" tries micro-batches on the first batch only, so
-            name a `micro_batch_size` where that is a small one.
+        dataset: (1) a data set with an index, that is `__getitem__` and `__len__`; (2) a stream: a torch
+            `IterableDataset`, a loader of single samples (a `DataLoader`, or torchdata's stateful one, with
+            `batch_size=None`), or any object whose `__iter__` restarts from the beginning; or (3) `Shards`, a stream in
+            a fixed number of parts. Every rank reads all of a stream, so it must yield the same on every rank and not
+            divide itself by rank. Before an epoch its `set_epoch(epoch)` is called, if it has that method.
+        effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller. A
+            `BatchRamp` of `anybatch.schedules` lets it grow in stages: the order of the samples does not change,
+            the first step checks that every stage can be cut, and a resumed run continues in the middle of a stage.
+            Over a stream the last stage has to begin within the first epoch. "auto" tries micro-batches on the first
+            batch only, so pass a `micro_batch_size` if that is a small one.
         epochs: whole epochs; 1 if `steps` is not given either. With `start`, and after `Engine.load`, they count from
-            epoch 0, so that a resumed run ends where it would have ended; a run that is iterated again from its end
-            goes on with as many more.
+            epoch 0, so that a resumed run ends where the original run would have ended; iterating again from the end of
+            a run adds the same number of epochs.
         steps: optimizer steps from the start on, instead of `epochs`.
         shuffle: a new order in each epoch; False keeps the data set's own order. None shuffles data sets with an index,
             and keeps the order of a stream or a sampler.
         sampler: yields the indices of each epoch, drawn once per epoch and the same on every rank: a torch `Sampler`
-            with a length, and without a generator of its own (weighted, a subset). Its `set_epoch` is called. A sample
-            that is drawn twice in an epoch is augmented alike.
+            with a length and without a generator (weighted, a subset). Its `set_epoch` is called. A sample that is
+            drawn twice in an epoch gets the same augmentation.
         seed: the seed of the order and of the augmentation.
-        drop_last: leave out the last batch of an epoch if it is not full.
+        drop_last: drop the last batch of an epoch if it is not full.
         collate: makes a micro-batch of a list of samples, with one row for each; None for torch's `default_collate`. It
-            sees a micro-batch only: for what looks across samples pass `anybatch.data.OverEffectiveBatch(collate)`,
+            sees a micro-batch only: for operations across samples pass `anybatch.data.OverEffectiveBatch(collate)`,
             which sees the whole effective batch (every rank loads all of it), and `anybatch.data.AnyRows(collate)` for
             another number of rows than samples.
-        num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
-        pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
-        lengths: how long each sample is, for engines that cut by length (`micro_batch_size=ab.token_budget(8192)`),
-            with a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`; or
+        num_workers: worker processes per rank that prefetch; 0 loads in the calling process. At most one for a stream,
+            and at most one per shard for `Shards`.
+        pin_memory: copy micro-batches to pinned memory; None does so if an accelerator can use it.
+        lengths: length of each sample, for engines that cut by length (`micro_batch_size=ab.token_budget(8192)`), with
+            a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`; or
             `PaddedOrPacked`, the faster of both): a list of whole numbers by sample id; the name of a field or column
-            that holds them, or is that long ("input_ids"); or a function of a sample. By a field or function every
-            rank loads all samples of a batch before it is cut, once in a run; a column of a Hugging Face data set and a
-            stream cost nothing more. See docs/lengths.md.
-        start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
-            None: where the engine stands that steps the first batch, so that a loop over epochs which makes its batches
-            anew in each, or iterates the same ones again, is one run. After `Engine.load` that is exactly where the
-            checkpoint stands; otherwise an epoch that was left in the middle is left behind, and the next one begins
-            (`steps` go on in the middle of the same data set). Evaluating moves nothing.
+            that contains them, or has that length ("input_ids"); or a function of a sample. For a field or function
+            every rank loads all samples of a batch before it is cut, once in a run; a column of a Hugging Face data set
+            and a stream cost nothing more. See docs/lengths.md.
+        start: first position, such as the result of `engine.load`. At the very end of the run nothing is yielded. None:
+            the position of the engine that steps the first batch, so that a loop over epochs that makes new batches in
+            each, or iterates the same ones again, is one run. After `Engine.load` that is exactly the checkpoint's
+            position; otherwise a partly used epoch is abandoned, and the next one begins (`steps` continue in the
+            middle of the same data set). Evaluation moves nothing.
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.
@@ -173,7 +173,7 @@ def batches(
         raise DataError(message)
     request = BatchOptions(
         effective_batch_size=effective_batch_size,
-        # A stream has an order of its own, and no index by which it could be shuffled.
+        # A stream cannot be shuffled, because it has no index.
         shuffle=sampler is None and _has_index(dataset) if shuffle is None else shuffle,
         sampler=sampler,
         seed=seed,
@@ -191,11 +191,7 @@ def batches(
 
 
 def _refuse_tables(dataset: object) -> None:
-    """Refuse a DataFrame and a dict of columns, whose `dataset[i]` is not sample i.
-
-    Raises:
-        DataError: with a way to get samples out of it.
-    """
+    """Raise a `DataError` for a DataFrame or a dict of columns, whose `dataset[i]` is not sample i."""
     message = ""
     if hasattr(dataset, "iloc"):
         message = "Pass its rows, dataset.to_dict('records'), or a Dataset that makes tensors of dataset.iloc[i]."
@@ -207,13 +203,13 @@ def _refuse_tables(dataset: object) -> None:
 
 
 def _has_index(dataset: object) -> bool:
-    if isinstance(dataset, (IterableDataset, Shards, str)):  # torch's has a __getitem__ that only raises
+    if isinstance(dataset, (IterableDataset, Shards, str)):  # torch's class has a __getitem__ that only raises
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa: ANN401
-    # A loader of batches would be cut a second time, into batches of batches.
+    # A loader of batches would be cut again, into batches of batches.
     if isinstance(dataset, Batches) or (isinstance(dataset, DataLoader) and not yields_samples(dataset)):
         message = (
             f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "

@@ -1,6 +1,6 @@
 """Collate functions for samples of different lengths: padded to the longest of a micro-batch, or packed.
 
-Both are called for each micro-batch by itself, so that what is padded, or not, is decided after the cut.
+The loader calls them for each micro-batch separately, after the cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import DataError
 
 IGNORED: Final = -100
-"""What a target is that does not count, as torch's `cross_entropy` and `mean_over_tokens` have it."""
+"""Target value that does not count, by default in torch's `cross_entropy` and in `mean_over_tokens`."""
 _PADDING: Final[Mapping[str, int]] = {"labels": IGNORED, "label_ids": IGNORED}
 _MASK: Final = "attention_mask"
 
@@ -26,20 +26,20 @@ class Padded:
     """A collate function that pads to the longest sample of a micro-batch, along the first axis of each field.
 
     Samples are mappings (tokenised rows of Hugging Face, say), tuples, or single tensors; fields are lists of numbers,
-    arrays or tensors. Fields that are as long as the sample are padded, and single numbers become a vector. The plain
+    arrays or tensors. Fields with the length of the sample are padded, and single numbers become a vector. The plain
     loop, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
 
     Attributes:
-        padding: what a field is padded with, by its name; `labels` by -100, others by 0, unless said. Give the
-            tokeniser's: `{"input_ids": tokenizer.pad_token_id}`.
-        side: where padding goes.
-        multiple_of: lengths are rounded up to a multiple of this, for kernels that want it or for fewer shapes.
-        longest: samples are cut off behind so many tokens; None: they are left as long as they are.
+        padding: padding value by field name; by default -100 for `labels` and 0 for others. Pass the tokeniser's:
+            `{"input_ids": tokenizer.pad_token_id}`.
+        side: side of the padding.
+        multiple_of: lengths are rounded up to a multiple of this, for kernels that need it or for fewer shapes.
+        longest: maximum length; longer samples are truncated. None: no truncation.
         mask: name of a field to add to mappings that lack it, 1 for tokens and 0 for padding; None for none.
-        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first one must not
-            count where padding stands before it.
-        shapes: the only shapes of a micro-batch, in rows and tokens, so that compiled code meets no others. Rows are
-            filled up too, with one token of padding each whose targets do not count: for losses over tokens.
+        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label must not
+            count if padding precedes it.
+        shapes: the only shapes of a micro-batch, in rows and tokens, so that compiled code sees no others. Missing rows
+            are added, each with one token of padding whose targets do not count: for losses over tokens.
     """
 
     padding: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -54,7 +54,7 @@ class Padded:
         """Check each value.
 
         Raises:
-            DataError: one cannot be used.
+            DataError: a value cannot be used.
         """
         if self.side not in ("right", "left"):
             message = f"side={self.side!r} must be 'right' or 'left'."
@@ -66,14 +66,14 @@ class Padded:
             checked_int("rows of a shape", rows, error=DataError)
             checked_int("tokens of a shape", tokens, error=DataError)
         if self.shapes and self.multiple_of > 1:
-            message = f"multiple_of={self.multiple_of} and shapes both say what is padded to. Give one of them."
+            message = f"multiple_of={self.multiple_of} and shapes both set the padded length. Pass one of them."
             raise DataError(message)
 
     def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
         """Collate.
 
         Raises:
-            DataError: samples differ in their fields, or the fields of one in their lengths.
+            DataError: samples differ in their fields, or a sample's fields differ in length.
         """
         rows, names = _rows(samples, self.longest)
         lengths = [_length(row, names, number) for number, row in enumerate(rows)]
@@ -108,17 +108,17 @@ class Padded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A collate function that lays the samples of a micro-batch one behind the other, without padding, in one row.
+    """A collate function that concatenates the samples of a micro-batch in one row, without padding.
 
-    For models that keep samples apart by themselves: those of transformers do where `position_ids` begin anew and there
-    is no attention mask, and those of one's own by `cu_seqlens`.
+    For models that keep samples apart: models of transformers do so if `position_ids` restart and there is no attention
+    mask, and custom models can use `cu_seqlens`.
 
     Attributes:
-        longest: samples are cut off behind so many tokens; None: they are left as long as they are.
-        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first one, which
+        longest: maximum length; longer samples are truncated. None: no truncation.
+        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label, which
             would be predicted from another sample's last token, must not count.
-        boundaries: whether to add `cu_seqlens`, the place where each sample begins and where the last one ends, and
-            `max_seqlen`, as kernels for packed attention want them.
+        boundaries: whether to add `cu_seqlens`, the start of each sample and the end of the last, and `max_seqlen`, for
+            packed-attention kernels.
     """
 
     longest: int | None = None
@@ -129,7 +129,7 @@ class Packed:
         """Collate mappings.
 
         Raises:
-            DataError: samples are no mappings, differ in their fields, or the fields of one in their lengths.
+            DataError: samples are not mappings, differ in their fields, or a sample's fields differ in length.
         """
         if not isinstance(samples[0], Mapping):
             message = f"Packed takes samples with named fields, and this one is a {type(samples[0]).__name__}."
@@ -138,7 +138,7 @@ class Packed:
         lengths = torch.tensor([_length(row, names, number) for number, row in enumerate(rows)])
         packed: dict[str, Any] = {}
         for name in names:
-            if name == _MASK:  # nothing is padding
+            if name == _MASK:  # packed rows have no padding
                 continue
             column = [row[name] for row in rows]
             if not column[0].ndim:
@@ -158,22 +158,22 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedOrPacked:
-    """A collate function that pads or packs, whichever is faster: both are timed on the first batch of a token budget.
+    """A collate function that pads or packs, using the faster: both are timed on the first batch of a token budget.
 
-    The gradient is the same. What was taken stands in `engine.decisions["layout"]` and in checkpoints, so that a run
-    that goes on does the same. A model that does not keep packed samples apart is found out, and padded for. Without a
-    budget, and where clocks are not to decide, micro-batches are padded.
+    The gradient is the same. The choice is stored in `engine.decisions["layout"]` and in checkpoints, so that a resumed
+    run repeats it. For a model that mixes packed samples, which the engine detects, micro-batches are padded; so they
+    are without a budget, and if decisions by clock are disabled.
 
     Attributes:
-        padded: how they are padded; not in `shapes`, which packed rows do not have.
-        packed: how they are packed; with the same `longest` and `shift`.
+        padded: the padding variant; without `shapes`, which packed rows do not have.
+        packed: the packing variant; with the same `longest` and `shift`.
     """
 
     padded: Padded = field(default_factory=Padded)
     packed: Packed = field(default_factory=Packed)
 
     def __post_init__(self) -> None:
-        """Check that both make the same of a sample.
+        """Check that both treat samples alike.
 
         Raises:
             DataError: they do not.
@@ -192,12 +192,12 @@ class PaddedOrPacked:
                 raise DataError(message)
 
     def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
-        """Collate as padded, where nobody has chosen."""
+        """Collate as padded, the default."""
         return self.padded(samples)
 
 
 def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, Tensor]], list[Any]]:
-    """Return the fields of each sample as tensors, and their names, or places, in order."""
+    """Return the fields of each sample as tensors, and their names, or indices, in order."""
     rows = []
     for sample in samples:
         if isinstance(sample, Mapping):
@@ -216,7 +216,7 @@ def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, T
 def _filled_up(
     rows: list[dict[Any, Tensor]], lengths: list[int], num_rows: int, fills: Mapping[Any, float]
 ) -> tuple[list[dict[Any, Tensor]], list[int]]:
-    """Add rows of one token of padding: a row without any would have nothing to attend to, and NaN for it."""
+    """Add rows of one token of padding: a row without tokens would attend to nothing, and give NaN."""
     missing = num_rows - len(rows)
     empty = {
         name: value[:1].new_full((1, *value.shape[1:]), fills[name]) if value.ndim else value

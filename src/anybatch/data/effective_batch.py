@@ -14,33 +14,29 @@ from anybatch.errors import DataError
 _LOAD = "Samples are loaded micro-batch by micro-batch; batch.load() returns all of them, collated."
 
 
-def _no_lengths(sample_ids: Sequence[int]) -> None:  # noqa: ARG001 (nobody has said how long they are)
-    return None
-
-
 class StepSamples(NamedTuple):
-    """Which samples make one step, and what loads them. A tuple, since each step makes one.
+    """The samples of one step, and their loader. A tuple for speed, since each step makes one.
 
     Attributes:
         sample_ids: global ids, the same on every rank.
-        start: where the data stands before this step.
-        end: where it stands after it; the next epoch's beginning after the last step of an epoch.
-        feeder: loads units of it.
-        find_lengths: from sample ids to their lengths; to None where nobody has said.
-        packed: whether they are packed, if their collate function can pad and pack; it pads where nobody has said.
+        start: position of the data before this step.
+        end: position after it; the next epoch's beginning after the last step of an epoch.
+        feeder: loads its units.
+        find_lengths: from sample ids to their lengths, or None if unknown.
+        packed: whether they are packed, if their collate function can do both; None pads.
     """
 
     sample_ids: Sequence[int]
     start: Position
     end: Position
     feeder: "Callable[[StepSamples, Sequence[Positions], LaterUnits | None], Iterator[Batch]]"
-    find_lengths: Callable[[Sequence[int]], SampleLengths | None] = _no_lengths
+    find_lengths: Callable[[Sequence[int]], SampleLengths | None] | None = None
     packed: bool | None = None
 
     @property
     def lengths(self) -> SampleLengths | None:
-        """Lengths of the samples, in the layout that was chosen, if one was; None where nobody has said."""
-        found = self.find_lengths(self.sample_ids)
+        """Lengths of the samples, in the chosen layout, if any; None if unknown."""
+        found = None if self.find_lengths is None else self.find_lengths(self.sample_ids)
         return found if found is None or self.packed is None else found.in_layout(packed=self.packed)
 
 
@@ -63,29 +59,29 @@ class OpenSource(Protocol):
     def subset_digest(self) -> int | None: ...  # noqa: D102
 
     def digest_before(self, position: Position) -> int | None:
-        """Return the checksum of the ids of an epoch up to a position; None for a stream."""
+        """Return the checksum of the ids of an epoch before a position; None for a stream."""
 
     def sampled_order(self, epoch: int) -> torch.Tensor | None:
         """Return the ids that a sampler has drawn in an epoch; None without a sampler."""
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+        """Use an epoch's order from a checkpoint, if there is a sampler."""
 
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
-        """Yield the samples of each step of a span. The last call counts: workers look ahead in its span."""
+        """Yield the samples of each step of a span; workers prefetch within the span of the last call."""
 
     def close(self) -> None:
         """Shut the workers down."""
 
 
 class BatchIteration(Protocol):
-    """The iteration that a batch is from. It finds the batch's samples, and may begin elsewhere.
+    """The iteration of a batch. It finds the batch's samples, and may move to another start.
 
     Attributes:
-        dataset: the data set it iterates.
+        dataset: the data set of the iteration.
         key: number of samples of the data set and seed of the data; identifies the data set in a checkpoint.
         source: the data set, open for reading.
-        is_over: whether no more batches will be taken from it.
+        is_over: whether no more batches will be requested.
     """
 
     dataset: object
@@ -94,25 +90,24 @@ class BatchIteration(Protocol):
     is_over: bool
 
     def samples_of(self, number: int) -> StepSamples:
-        """Return what is in batch `number`, the newest, which has not been looked into yet."""
+        """Return the samples of batch `number`, which is the newest and not yet read."""
 
     def moved(self, batch: "DatasetBatch", position: Position, *, is_resumed: bool) -> StepSamples | None:
-        """Go on from where an engine stands; see `DatasetBatch.go_on_from`."""
+        """Continue from an engine's position; see `DatasetBatch.resume_from`."""
 
 
 class DatasetBatch:
-    """One effective batch of a data set. It may be fed any number of times, whole or in part, or not at all.
+    """One effective batch of a data set. It may be fed any number of times, whole or in part, or never.
 
-    What is in it is found out when it is asked for: until then an iteration without a `start` of its own can still be
-    told to begin elsewhere.
+    Its samples are determined on first use: until then an iteration without a `start` can still be moved to another
+    position.
 
     Args:
         seed: the seed of the run's data.
-        sizes: samples of a step as they were asked for, one or the stages of a ramp; the last batch of an epoch may
-            hold less.
+        sizes: requested samples of a step, one or the stages of a ramp; the last batch of an epoch may be smaller.
         number: of the batch in its iteration, from 0.
         iteration: the iteration.
-        samples: what is in it, if that is known.
+        samples: its samples, if known.
     """
 
     __slots__ = ("__weakref__", "_samples", "iteration", "number", "seed", "sizes")
@@ -127,7 +122,7 @@ class DatasetBatch:
         self._samples = samples
 
     def __repr__(self) -> str:
-        """Return the batch in a paragraph, without finding out its samples if nobody has asked for them."""
+        """Return the batch as a paragraph, without determining its samples."""
         if self._samples is None:
             place = "the engine's step decides where in the data it begins"
         else:
@@ -136,10 +131,10 @@ class DatasetBatch:
         return f"Effective batch {self.number} ({place}). {_LOAD}"
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Refuse to be read like a loaded batch.
+        """Refuse an access as to a loaded batch, with an error that names `load`.
 
         Raises:
-            DataError: names `load`.
+            DataError: always.
         """
         message = f"batch[{key!r}]: an effective batch holds sample ids, not tensors. {_LOAD}"
         raise DataError(message)
@@ -147,22 +142,23 @@ class DatasetBatch:
     @property
     def sample_ids(self) -> Sequence[int]:
         """Global ids of its samples, the same on every rank."""
-        return self.samples.sample_ids
+        return (self._samples or self.samples).sample_ids
 
     @property
     def lengths(self) -> SampleLengths | None:
-        """Lengths of its samples, in the same order; None if `ab.batches` was not given any."""
-        return self.samples.lengths
+        """Lengths of its samples, in the same order; None if `ab.batches` has no `lengths`."""
+        samples = self._samples or self.samples
+        return None if samples.find_lengths is None else samples.lengths
 
     @property
     def start(self) -> Position:
-        """Where the data stands before this batch; resuming from here begins with this batch."""
+        """Position of the data before this batch; resuming from here begins with this batch."""
         return self.samples.start
 
     @property
     def end(self) -> Position:
-        """Where the data stands once a step on this batch has succeeded; resuming from here begins with the next."""
-        return self.samples.end
+        """Position of the data after a successful step on this batch; resuming from here begins with the next."""
+        return (self._samples or self.samples).end
 
     @property
     def num_samples(self) -> int:
@@ -171,7 +167,7 @@ class DatasetBatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch these samples belong to, from 0. Without `start=` it is settled by the engine's step."""
+        """The epoch of these samples, from 0. Without `start=` the engine's step determines it."""
         return self.start.epoch
 
     @property
@@ -181,7 +177,7 @@ class DatasetBatch:
 
     @property
     def dataset(self) -> object:
-        """The data set it is of."""
+        """Its data set."""
         return self.iteration.dataset
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
@@ -191,44 +187,44 @@ class DatasetBatch:
 
         Args:
             units: the positions in `sample_ids` of the samples of each micro-batch; a sample may be in several.
-            later_units: how later batches will be cut, so that workers can load ahead; None: they load none of these.
+            later_units: the cut of later batches, so that workers can prefetch; None to prefetch nothing.
         """
-        samples = self.samples
+        samples = self._samples or self.samples
         return samples.feeder(samples, units, later_units)
 
     def load(self) -> Batch:
         """Return the whole effective batch, collated in one piece, on the host: to print shapes or to draw images.
 
-        The engine does not need it: `step` loads the samples of each micro-batch itself. Without `start=` the place of
-        the first batch of an iteration is the data's beginning until a step moves it to where the engine stands.
+        The engine does not need it: `step` loads the samples of each micro-batch itself. Without `start=` the first
+        batch of an iteration is at the data's beginning until a step moves it to the engine's position.
 
         Returns:
-            What the collate function returns for all samples of all ranks.
+            The result of the collate function for all samples of all ranks.
         """
         return next(iter(self.feed([range(self.num_samples)])))
 
     def in_layout(self, *, packed: bool) -> "DatasetBatch":
-        """Return the same samples padded or packed, where the collate function is a `PaddedOrPacked`."""
+        """Return the same samples padded or packed, if the collate function is a `PaddedOrPacked`."""
         samples = self.samples._replace(packed=packed)
         return DatasetBatch(
             seed=self.seed, sizes=self.sizes, number=self.number, iteration=self.iteration, samples=samples
         )
 
-    def go_on_from(self, position: Position, *, is_resumed: bool) -> bool:
-        """Tell the iteration, before its first step, where the engine stands; this batch and later ones follow.
+    def resume_from(self, position: Position, *, is_resumed: bool) -> bool:
+        """Move the iteration, before its first step, to the engine's position; this batch and later ones follow.
 
-        Nothing happens to an iteration with a `start` of its own, or that has been told before.
+        An iteration that has a `start`, or was moved before, does not change.
 
         Args:
             position: of the engine in this data set.
-            is_resumed: whether data continue at exactly this position, as after `Engine.load`; otherwise an epoch that
-                was left in the middle is over.
+            is_resumed: whether the data continue at exactly this position, as after `Engine.load`; otherwise a partly
+                used epoch is abandoned.
 
         Returns:
-            False if it had to begin elsewhere and cannot any more, because later batches have been taken already.
+            False if the iteration can no longer move, because later batches have been requested already.
 
         Raises:
-            DataError: the position lies beyond the data, or finished batches have been skipped by hand as well.
+            DataError: the position is beyond the data, or the caller skipped finished batches too.
         """
         moved = self.iteration.moved(self, position, is_resumed=is_resumed)
         if moved is not None:
@@ -237,21 +233,21 @@ class DatasetBatch:
 
     @property
     def is_whole_epoch(self) -> bool:
-        """Whether it holds all samples of its epoch."""
+        """Whether it contains all samples of its epoch."""
         return self.ends_epoch and self.start.sample_offset == 0
 
     @property
     def is_known(self) -> bool:
-        """Whether what is in it has been asked for."""
+        """Whether its samples have been determined."""
         return self._samples is not None
 
     @property
     def samples(self) -> StepSamples:
-        """Which samples it holds, and what loads them; looks into the batch."""
+        """Its samples and their loader; determines them."""
         if self._samples is None:
             self._samples = self.iteration.samples_of(self.number)
         return self._samples
 
 
 DatasetBatches = Generator[DatasetBatch, None, None]
-"""A run over batches. `close()` ends it early, and its workers with it."""
+"""An iteration over batches. `close()` ends it early, and its workers too."""

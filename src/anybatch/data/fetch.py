@@ -1,4 +1,4 @@
-"""Loading one unit: every sample under its own random key, then collated."""
+"""Load one unit: every sample under its own random key, then collate."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ Seed = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class AnyRows:
-    """A collate function that may return another number of rows than it is given samples, declared as such.
+    """A collate function that may return another number of rows than samples, declared as such.
 
     Packed tokens, say, or several views of each sample. A loss that is a mean over samples still counts samples.
     """
@@ -35,10 +35,10 @@ class AnyRows:
 
 @dataclass(frozen=True, slots=True)
 class OverEffectiveBatch:
-    """A collate function that is called once with all samples of the effective batch, and whose result is then cut.
+    """A collate function that is called once with all samples of the effective batch; its result is then cut.
 
-    For what looks across samples (mixup, normalising over the batch), so that it does not depend on how the batch is
-    cut. Every rank loads all samples of every effective batch, not only its share, and holds them in host memory.
+    For operations across samples (mixup, normalising over the batch), so that they do not depend on the cut. Every rank
+    loads all samples of every effective batch, not only its share, and holds them in host memory.
     """
 
     function: Collate
@@ -49,12 +49,8 @@ class OverEffectiveBatch:
 
 
 def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
-    """Return the result of a collate function, with its lists marked by the known number of samples.
-
-    Raises:
-        DataError: it has not a row for each sample; with both numbers.
-    """
-    # torch's own has a row for each
+    """Return the result of a collate function with its lists marked; refuse one without a row per sample."""
+    # torch's default returns one row per sample
     if collate is default_collate:
         return as_fields(batch)
     if collate is list:
@@ -63,7 +59,7 @@ def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
         return batch
     try:
         batch, rows = read_samples(batch, num_samples)
-    except DataError:  # nothing that can be counted, nor need it be: batches of a data set are not cut
+    except DataError:  # uncountable: allowed, because batches of a data set are not cut
         if isinstance(collate, OverEffectiveBatch):
             raise
         return batch
@@ -78,14 +74,14 @@ def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
 
 
 class UnitKey(NamedTuple):
-    """Everything that decides what a unit holds. Equal keys load equal data, in any process.
+    """The complete key of a unit: equal keys load equal data, in any process.
 
-    A tuple, since it is sent to workers, which takes longer for other classes.
+    A tuple, since it is sent to workers, which is faster for tuples.
 
     Args:
         epoch: the epoch, from 0.
         sample_ids: its samples, in order.
-        packed: they are packed, if their collate function can pad and pack.
+        packed: whether they are packed, if their collate function can do both.
     """
 
     epoch: int
@@ -94,36 +90,30 @@ class UnitKey(NamedTuple):
 
 
 class UnitLoader:
-    """Loads and collates units of a data set that has an index.
+    """Loads and collates units of a data set with an index; `seed` is the seed of the data."""
 
-    Args:
-        dataset: has `__getitem__` and `__len__`.
-        collate: the collate function.
-        seed: of the data.
-    """
-
-    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:  # noqa: ANN401 (torch leaves open what it is)
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:  # noqa: ANN401 (torch has no type for it)
         self.dataset = dataset
         self.collate = collate
         self.seed = seed
-        # Their rows are read as they are collated.
+        # `collated` reads the rows.
         self._indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
+        self._may_read_together = hasattr(dataset, "__getitems__")
+        self._has_layouts = isinstance(collate, PaddedOrPacked)
 
     def __call__(self, key: UnitKey, seed: Seed | None) -> Batch:
-        """Return the collated unit.
+        """Return the collated unit, with the global generators seeded before each sample and before collating.
 
-        Args:
-            key: of the unit.
-            seed: seeds the global generators before each sample, and before these are collated; None: nothing draws.
+        Without a `seed` function nothing is seeded.
         """
         return self.collated(key, self.samples(key, seed), seed)
 
     def samples(self, key: UnitKey, seed: Seed | None) -> list[Any]:
-        """Return the samples of a unit, which `collated` makes a batch of."""
+        """Return the samples of a unit, for `collated`."""
         dataset = self.dataset
         if self._indexes_tensors:
             return []
-        if reads_together(dataset):
+        if self._may_read_together and reads_together(dataset):
             return list(dataset.__getitems__(list(key.sample_ids)))
         ids = iter(key.sample_ids)
         try:
@@ -146,33 +136,33 @@ class UnitLoader:
         if self._indexes_tensors:
             rows = torch.tensor(key.sample_ids)
             return [tensor[rows] for tensor in self.dataset.tensors]
-        collate = in_layout(self.collate, packed=key.packed)
+        collate = in_layout(self.collate, packed=key.packed) if self._has_layouts else self.collate
         return collate_unit(collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
 
 
 def reads_together(dataset: object) -> bool:
-    """Whether samples can be read together, by `__getitems__`: as from a table of Hugging Face without a transform.
+    """Whether samples can be read together, with `__getitems__`: from a Hugging Face table without a transform.
 
-    Elsewhere each sample is read under its own random key, since reading may augment it.
+    In other cases each sample is read under its own random key, since reading may augment it.
     """
     form = getattr(dataset, "format", None)
     return hasattr(dataset, "__getitems__") and isinstance(form, Mapping) and form.get("type", "custom") != "custom"
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Whether it is known that reading a data set draws no random numbers: tensors, and what holds objects alone."""
+    """Whether reading a data set certainly draws no random numbers: tensors, and containers of objects."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
     return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor) or reads_together(dataset)
 
 
 def only_collates(collate: Collate) -> bool:
-    """Whether it is known that a collate function draws no random numbers."""
+    """Whether a collate function certainly draws no random numbers."""
     return collate is default_collate or isinstance(collate, (Padded, Packed, PaddedOrPacked))
 
 
 def in_layout(collate: Collate, *, packed: bool | None) -> Collate:
-    """Return what makes padded, or packed, micro-batches of a function that can do both; others as they are."""
+    """Return the padding or packing variant of a collate function that can do both; return others unchanged."""
     if not isinstance(collate, PaddedOrPacked):
         return collate
     return collate.packed if packed else collate.padded
@@ -186,16 +176,11 @@ def collate_unit(
     key: tuple[int, int],
     seed: Seed | None = seed_generators,
 ) -> Batch:
-    """Return `collate(samples)` under a random key of the unit's first sample, which no sample has itself.
+    """Return `collate(samples)` under a random key of the unit's first sample, different from the sample's own key.
 
-    Args:
-        collate: the collate function.
-        samples: of the unit.
-        sample_ids: theirs.
-        key: the seed of the data, and the epoch.
-        seed: seeds the global generators; None: nothing draws.
+    `key` is the seed of the data and the epoch; without a `seed` function nothing is seeded.
     """
-    # The complement of an id is no id, so this key differs from that of every sample.
+    # The complement of an id is not an id, so this key differs from the key of every sample.
     first, (data_seed, epoch) = sample_ids[0], key
     if seed is not None:
         seed(sample_seed(data_seed, epoch, ~first))
@@ -207,6 +192,6 @@ def collate_unit(
 
 
 def pinned(batch: Batch) -> Batch:
-    """Return the batch with its tensors in pinned memory; an object that can pin itself does."""
+    """Return the batch with its tensors in pinned memory; objects with `pin_memory` pin themselves."""
     own = getattr(batch, "pin_memory", None)
     return own() if callable(own) else map_tensors(batch, torch.Tensor.pin_memory)

@@ -24,23 +24,19 @@ from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
 
 _IDS_AT_ONCE = 4_096
-"""Ids that are made of the order at once: a few of small steps at a time would take most of the time to ask torch."""
+"""Ids converted from the order in one call: converting a few per step would spend most of the time in torch calls."""
 BYTES_AT_ONCE = 64 * 2**10
-"""Most bytes of units whose samples are loaded at once in the calling process, unless one of them has more."""
+"""Maximum bytes of units loaded together in the calling process, unless a single unit has more."""
 
 
 class IndexedSource:
-    """Effective batches of a data set with an index.
-
-    Args:
-        dataset: has `__getitem__` and `__len__`.
-        request: what was asked.
+    """Effective batches of a data set with an index (`__getitem__` and `__len__`).
 
     Raises:
-        DataError: nothing would be yielded, or the start lies beyond the data.
+        DataError: nothing would be yielded, or the start is beyond the data.
     """
 
-    def __init__(self, dataset: Any, request: BatchOptions) -> None:  # noqa: ANN401 (what a data set is, torch leaves open)
+    def __init__(self, dataset: Any, request: BatchOptions) -> None:  # noqa: ANN401 (torch has no type for it)
         self._loader = UnitLoader(dataset, request.collate, request.seed)
         self._request = request
         num_samples = len(dataset if request.sampler is None else request.sampler)
@@ -61,7 +57,7 @@ class IndexedSource:
         return self._schedule.num_steps(span.start, span.end_epoch, span.steps)
 
     def open(self) -> "OpenIndexed":
-        """Return the source with workers of its own."""
+        """Return the source with its own workers."""
         return OpenIndexed(self._loader, self._schedule, self._request, self._known)
 
 
@@ -78,6 +74,7 @@ class OpenIndexed:
         if request.num_workers:
             self._ahead = Prefetcher(KeyedUnits(loader), num_workers=request.num_workers, pin_memory=request.pin_memory)
         self._walk = _Walk(schedule, request, known)
+        self._find_lengths = None if known is None else self._walk.lengths
         self._feeder = _Feeder(
             self._walk,
             loader,
@@ -88,16 +85,12 @@ class OpenIndexed:
         )
 
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
-        """Yield the samples of each step of a span.
-
-        Raises:
-            DataError: the span begins beyond the data.
-        """
+        """Yield the samples of each step of a span; refuse a span that begins beyond the data."""
         _check_start(self._schedule, span.start)
         self._walk.end = self._schedule.end(span.start, span.end_epoch, span.steps)
         steps = self._walk.steps(self._schedule.normalized(span.start))
         return (
-            StepSamples(sample_ids=ids, start=start, end=end, feeder=self._feeder, find_lengths=self._walk.lengths)
+            StepSamples(sample_ids=ids, start=start, end=end, feeder=self._feeder, find_lengths=self._find_lengths)
             for start, end, ids in steps
         )
 
@@ -107,7 +100,7 @@ class OpenIndexed:
         return digest_of_subset(self.dataset)
 
     def digest_before(self, position: Position) -> int:
-        """Return the checksum of the ids of an epoch up to a position."""
+        """Return the checksum of the ids of an epoch before a position."""
         return digest_of_ids(self._walk.ids_before(position), self.subset_digest)
 
     def sampled_order(self, epoch: int) -> torch.Tensor | None:
@@ -115,7 +108,7 @@ class OpenIndexed:
         return self._walk.sampled.get(epoch)
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Take the order of an epoch from a checkpoint, where there is a sampler."""
+        """Use an epoch's order from a checkpoint, if there is a sampler."""
         self._walk.use_order(epoch, order)
 
     def close(self) -> None:
@@ -125,7 +118,7 @@ class OpenIndexed:
 
 
 class _Walk:
-    """Which samples make which step from any position on. The batches and the workers ahead of them walk here."""
+    """The schedule of samples by step, from any position; shared by the batches and the workers that prefetch."""
 
     def __init__(self, schedule: SampleSchedule, request: BatchOptions, known: KnownLengths | None) -> None:
         self._schedule = schedule
@@ -134,9 +127,9 @@ class _Walk:
         self._sampler = request.sampler
         self._known = known
         self.end = Position()
-        # Weak, so that the order of an epoch goes with the last one who walks it.
+        # Weak references, so that the order of an epoch is freed with its last user.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        # A sampler may draw another order the next time, so checkpoints take the newest ones along.
+        # A sampler may draw another order next time, so checkpoints include the newest orders.
         self.sampled: dict[int, torch.Tensor] = {}
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
@@ -155,23 +148,23 @@ class _Walk:
             position = Position(position.epoch + 1)
 
     def ids_before(self, position: Position) -> torch.Tensor:
-        """Return the ids of an epoch up to a position."""
+        """Return the ids of an epoch before a position."""
         if not position.sample_offset:
             return torch.empty(0, dtype=torch.int64)
         return self._order(position.epoch)[: position.sample_offset]
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Take the order of an epoch from a checkpoint, where there is a sampler."""
-        # Another set of samples is no other order, but other data, which are found to differ.
+        """Use an epoch's order from a checkpoint, if there is a sampler."""
+        # A different set of samples means different data, which the digest check reports.
         if self._sampler is not None and torch.equal(self._order(epoch).sort()[0], order.sort()[0]):
             self._orders[epoch] = self.sampled[epoch] = order
 
     def lengths(self, sample_ids: Sequence[int]) -> SampleLengths | None:
-        """Return the lengths of some samples; None where nobody has said."""
+        """Return the lengths of some samples; None if unknown."""
         return None if self._known is None else self._known.of(sample_ids)
 
     def unit_keys_from(self, position: Position, later_units: LaterUnits, *, packed: bool | None) -> Iterator[UnitKey]:
-        """Yield the keys of all units of this rank from `position` on, as far as they can be foreseen."""
+        """Yield the keys of all units of this rank from `position` on, as far as they can be predicted."""
         for start, _, sample_ids in self.steps(position):
             lengths = self.lengths(sample_ids)
             if lengths is not None and packed is not None:
@@ -184,12 +177,12 @@ class _Walk:
         return (UnitKey(start.epoch, sample_ids) for start, _, sample_ids in self.steps(position))
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """Return the order of `epoch`, one tensor for all who walk that epoch at the same time."""
+        """Return the order of `epoch`, one tensor shared by all current users of that epoch."""
         order = self._orders.get(epoch)
         if order is None:
             if self._sampler is not None:
                 order = sampled_order(self._sampler, self._schedule.num_samples, seed=self._seed, epoch=epoch)
-                # Workers ahead of the batches are in the next epoch at most.
+                # Workers are at most one epoch ahead of the batches.
                 self.sampled = {one: kept for one, kept in self.sampled.items() if one >= epoch - 1} | {epoch: order}
             else:
                 order = sample_order(self._schedule.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
@@ -198,38 +191,42 @@ class _Walk:
 
 
 class _FirstUnit:
-    """Facts about the first unit that are true for the others.
+    """Properties of the first unit that later units share.
 
     Attributes:
-        num_at_once: units that are loaded together, one at least.
+        num_at_once: number of units to load together, at least one.
+        is_known: whether their size is known.
+        is_plain: whether they need no further check.
     """
 
     def __init__(self) -> None:
         self.num_at_once = 1
-        self._is_known = False
-        self._is_plain = False
+        self.is_known = False
+        self.is_plain = False
 
     def note(self, unit: Batch) -> None:
-        """Find out how large units are."""
-        if not self._is_known:
-            self._is_known = True
-            # Not `nbytes`, which sparse tensors refuse to tell.
-            num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(unit))
-            self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
+        """Measure the size of a unit."""
+        self.is_known = True
+        # Not `nbytes`, which sparse tensors do not support.
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(unit))
+        self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
 
     def checked(self, unit: Batch, num_samples: int, collate: Collate) -> Batch:
         """Return a unit with its lists marked, see `checked_rows`."""
-        if self._is_plain:
+        if self.is_plain:
             return unit
         found = checked_rows(unit, num_samples, collate)
-        # torch's own makes units of one structure, and nearly always without lists to mark.
-        self._is_plain = collate is default_collate and found is unit
+        # torch's default makes units of one structure, usually without lists to mark.
+        self.is_plain = collate is default_collate and found is unit
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Feeder:
-    """Feeds the batches of one run. The workers know the walk but not the feeder, so that dropping it stops them."""
+    """Feeds the batches of one run.
+
+    Workers reference the schedule, not the feeder, so garbage-collecting the feeder shuts them down.
+    """
 
     walk: _Walk
     loader: UnitLoader
@@ -253,21 +250,22 @@ class _Feeder:
         batch: StepSamples,
         later_units: LaterUnits | None,
     ) -> Iterator[Batch]:
-        """Take units from the workers."""
+        """Receive units from the workers."""
         for index, key in enumerate(keys):
-            # As a function: the keys to come are made only where the workers have to start over.
+            # A function, because the later keys are needed only if the workers have to restart.
             unit = ahead.take(key, functools.partial(self._onward, keys, index, batch, later_units))
             yield self.first_unit.checked(unit, len(key.sample_ids), self.loader.collate)
 
     def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
-        """Load a few units at a time: small ones would spend most of it on the caller's random state."""
-        start = 0
+        """Load several units together: for small units, saving the caller's random state takes longer than loading."""
+        start, first = 0, self.first_unit
         while start < len(keys):
-            some = keys[start : start + self.first_unit.num_at_once]
+            some = keys[start : start + first.num_at_once]
             start += len(some)
             for key, unit in zip(some, self.here.load(some), strict=True):
-                self.first_unit.note(unit)
-                checked = self.first_unit.checked(unit, len(key.sample_ids), self.loader.collate)
+                if not first.is_known:
+                    first.note(unit)
+                checked = unit if first.is_plain else first.checked(unit, len(key.sample_ids), self.loader.collate)
                 yield pinned(checked) if self.pin_memory else checked
 
     def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
@@ -285,7 +283,7 @@ class _Feeder:
     def _onward(
         self, keys: Sequence[UnitKey], index: int, batch: StepSamples, later_units: LaterUnits | None
     ) -> Iterator[UnitKey]:
-        """Return the rest of a batch's keys, then those of the batches after it."""
+        """Return the remaining keys of a batch, then the keys of later batches."""
         if later_units is None:
             return iter(keys[index:])
         later = self.walk.unit_keys_from(batch.end, later_units, packed=batch.packed)
@@ -304,7 +302,7 @@ def _check_schedule(schedule: SampleSchedule) -> None:
         _check_stages(size, num_samples)
         return
     if num_samples == 0:
-        message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."
+        message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check its source."
         raise DataError(message)
     if schedule.steps_per_epoch == 0:
         message = (
@@ -315,7 +313,7 @@ def _check_schedule(schedule: SampleSchedule) -> None:
 
 
 def _check_stages(ramp: BatchRamp, num_samples: int) -> None:
-    # A single size may be larger than the data set, whose steps are then all of it; a stage would silently not come.
+    # A single size may exceed the data set: each step is then the whole epoch. A stage would silently never begin.
     for number, size in enumerate(ramp.sizes):
         if size > num_samples:
             message = (

@@ -1,4 +1,4 @@
-"""One iteration over effective batches: it begins at a start of its own, or where the engine that steps it stands."""
+"""One iteration over effective batches, from its own start or from the position of the engine that steps it."""
 
 import itertools
 
@@ -9,19 +9,16 @@ from anybatch.errors import DataError
 
 
 class Iteration:
-    """One iteration over a source. One without a `start` begins where it is told before its first step.
+    """One iteration over a source. Without a `start` it begins at the engine's position, set before its first step.
 
-    Its first batch is not read before it is looked into, so that a stream is opened once an epoch, and in the right
-    one. Told never, it begins at the beginning.
-
-    Args:
-        source: what is read.
-        request: what was asked.
+    Its first batch is not read before it is needed, so that a stream is opened once an epoch, and in the right epoch.
+    If no engine sets a position, it begins at the beginning.
     """
 
     def __init__(self, source: OpenSource, request: BatchOptions) -> None:
         self.source = source
         self._request = request
+        self._sizes = request.sizes
         self._steps = source.steps(request.span)
         self._can_move = request.start is None
         self._newest = -1
@@ -34,49 +31,37 @@ class Iteration:
         try:
             while True:
                 known: StepSamples | None = None
-                # A run without a start has a first batch, or reading it raises: it need not be read to be yielded.
+                # Without a start the first batch exists, or reading it raises: yield it without reading.
                 if not (self._can_move and self._newest < 0):
                     known = next(self._steps, None)
                     if known is None:
                         return
                 self._newest += 1
-                batch = self._batch(known)
+                batch = DatasetBatch(
+                    seed=self._request.seed, sizes=self._sizes, number=self._newest, iteration=self, samples=known
+                )
                 yield batch
-                if not batch.is_known:
-                    _ = batch.start  # what is read next comes after it
+                if known is None and not batch.is_known:
+                    _ = batch.start  # determines the batch: the next read is after it
         finally:
             self.is_over = True
             self.source.close()
 
-    def _batch(self, known: StepSamples | None) -> DatasetBatch:
-        request = self._request
-        return DatasetBatch(
-            seed=request.seed,
-            sizes=request.sizes,
-            number=self._newest,
-            iteration=self,
-            samples=known,
-        )
-
     def samples_of(self, number: int) -> StepSamples:
-        """Return what is in the newest batch, which has not been looked into yet."""
+        """Return the samples of the newest batch, which has not been read yet."""
         assert number == self._newest, (number, self._newest)
         try:
             return next(self._steps)
         finally:
             if self.is_over:
-                self.source.close()  # the batch has outlived its loop, and its workers have no one to end them
+                self.source.close()  # the batch is used after its loop, which can no longer stop its workers
 
     def moved(self, batch: DatasetBatch, position: Position, *, is_resumed: bool) -> StepSamples | None:
-        """Return what is in a batch now that the engine's place is known; None where it is too late to move.
-
-        Raises:
-            DataError: the position lies beyond the data, or finished batches have been skipped by hand as well.
-        """
+        """Return the samples of a batch for a known engine position; None if it is too late to move."""
         if not self._can_move:
             return batch.samples
-        start = batch.start if batch.number else Position()  # the first batch need not be read to know
-        # A new run, or finished batches were skipped by hand.
+        start = batch.start if batch.number else Position()  # known without reading the first batch
+        # A new run, or the caller has skipped finished batches.
         stays = is_resumed and position in (Position(), start)
         span, num_skipped = self._span_from(position, is_resumed=is_resumed), batch.number
         if num_skipped and is_resumed and not stays:
@@ -88,32 +73,27 @@ class Iteration:
             return None
         self._steps = self.source.steps(span)
         found = next(itertools.islice(self._steps, num_skipped, None), None)
-        if found is None:  # no step was left in that epoch
+        if found is None:  # that epoch has no step left
             self._steps = self.source.steps(self._request.span_from(Position(span.start.epoch + 1)))
             found = next(self._steps)
         return found
 
     def _span_from(self, position: Position, *, is_resumed: bool) -> RunRange:
-        """Return where this iteration begins for an engine that stands at a position, and where it ends."""
+        """Return the range of this iteration for an engine at a position."""
         if is_resumed:
             return self._request.span_from(position, resumed=True)
-        # A number of steps need not end where an epoch does, so the next ones continue there. A loop over epochs that
-        # was left in the middle of one is over: nobody counts on the rest.
+        # A run of `steps` may end within an epoch, and the next one continues there. A loop over epochs that stopped
+        # early is over: nobody expects the rest of its epoch.
         if self._request.steps is None and position.sample_offset:
             position = Position(position.epoch + 1)
         return self._request.span_from(position)
 
 
 def _num_to_skip(number: int, start: Position, position: Position) -> int:
-    """Return how many batches to leave out after a position, where the user has left out the first ones.
+    """Return the number of batches to skip after a position, if the caller has skipped the first `number` batches.
 
-    Args:
-        number: how many were left out.
-        start: where they end, counted from the beginning.
-        position: where the resumed run stands.
-
-    Raises:
-        DataError: it cannot be known whether they are the ones that were finished before the run was resumed.
+    `start` is the end of the skipped batches, counted from the beginning; `position` is the resumed run's position.
+    Raises a `DataError` if the skipped batches are not clearly the ones finished before the resume.
     """
     if position.sample_offset and start == Position(0, position.sample_offset):
         return 0  # the finished batches of this epoch

@@ -1,9 +1,9 @@
-"""Loading each sample under its own random key, at the price of the generators that are used.
+"""Load each sample under its own random key, saving and seeding only the generators in use.
 
-Putting python's, numpy's and torch's global generators aside and back takes 90 microseconds, and seeding them for a
-sample 7: more than many a sample takes to load, for nothing where it draws no numbers. So the first samples show what a
-data set draws from, and only that is seeded from then on. Whatever else moves all the same is noticed, by comparing
-the generators' states, and what was being loaded is loaded again with that generator seeded too.
+Saving and restoring python's, numpy's and torch's global generators takes 90 microseconds, and seeding them for a
+sample 7: longer than many samples take to load, and useless if loading draws no numbers. So the first samples show
+which generators a data set draws from, and only these are seeded afterwards. If another one moves later, a comparison
+of states detects it, and the load is repeated with that generator seeded too.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from anybatch.data.python_generator import PythonGenerator
 from anybatch.data.random_state import NUMPY, NUMPY_SEEDS
 
 T = TypeVar("T")
-_MERSENNE_BYTES: Final = 625 * 4  # of numpy's MT19937: 624 words, and the place among them
+_MERSENNE_BYTES: Final = 625 * 4  # numpy's MT19937: 624 words and an index
 _NUM_WORDS: Final = 624
 
 
@@ -26,21 +26,21 @@ class _Generator(Protocol):
     """A global generator of this process."""
 
     def seed(self, seed: int) -> object:
-        """Begin the numbers of a key."""
+        """Start the numbers of a key."""
 
     def look(self) -> Any:  # noqa: ANN401 (its own)
-        """Return the state, as cheaply as it can be had: equal as long as nobody has drawn; None where it cannot be."""
+        """Return a cheap state to compare: equal unless a number was drawn; None if no cheap state exists."""
 
     def put_back(self, state: Any) -> None:  # noqa: ANN401
-        """Return to a state that `keep` or `look` has returned."""
+        """Restore a state from `keep` or `look`."""
 
     def keep(self) -> Any:  # noqa: ANN401
-        """Return the whole state."""
+        """Return the complete state."""
 
 
 class _Torch:
     keep = staticmethod(torch.default_generator.get_state)
-    seed = staticmethod(torch.default_generator.manual_seed)  # torch's own visits every device: a hundred times slower
+    seed = staticmethod(torch.default_generator.manual_seed)  # torch.manual_seed visits all devices: 100 times slower
 
     def look(self) -> bytes:
         state = torch.default_generator.get_state()
@@ -53,7 +53,7 @@ class _Torch:
 
 
 class _OtherState:
-    """The state of a generator that is not numpy's own: a dict of arrays, which cannot be compared by themselves."""
+    """The state of a non-default numpy generator: a dict of arrays, which do not compare as a whole."""
 
     def __init__(self, state: Any) -> None:  # noqa: ANN401
         self.state = state
@@ -62,14 +62,14 @@ class _OtherState:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _OtherState) and self.shown == other.shown
 
-    __hash__ = None  # type: ignore[assignment]  # it is compared, and never looked up
+    __hash__ = None  # type: ignore[assignment]  # compared, never hashed
 
 
 class _Numpy:
-    """numpy's, whose state takes 40 microseconds to ask for: its words are read where they are.
+    """numpy's generator. Its `get_state` takes 40 microseconds, so its words are read directly from memory.
 
-    Normal numbers are made in pairs, and the second one of a pair, which is kept for later, is not among the words.
-    Whether there is one is asked for where the words have changed, as it can only have come with that.
+    Normal numbers are drawn in pairs, and the cached second one is not part of the words. Whether it exists is checked
+    only after the words change, since it appears only then.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _Numpy:
         self._random = NUMPY.random
         self._array = NUMPY.frombuffer
         self._engine: Any = None
-        self._place: Any = None  # where the engine keeps its words
+        self._place: Any = None  # memory of the generator's words
         self._words: bytes | None = None
         self._has_second = False
 
@@ -88,13 +88,13 @@ class _Numpy:
         self._random.seed(seed % NUMPY_SEEDS)
 
     def look(self) -> Any:  # noqa: ANN401
-        """Return the words; None where the second one of a pair is kept, which is drawn without a change in them."""
+        """Return the words; None if the second number of a pair is cached, which can be drawn without changing them."""
         engine: Any = getattr(self._random, "get_bit_generator", lambda: None)()
         if engine is not self._engine:
             self._engine, self._place = engine, None
             if type(engine) is self._random.MT19937:
                 self._place = (ctypes.c_char * _MERSENNE_BYTES).from_address(engine.ctypes.state_address)
-        if self._place is None:  # an old numpy, or the user has put another one in its place
+        if self._place is None:  # an old numpy, or a user's generator
             return _OtherState(self.keep())
         words: bytes = self._place.raw
         if words != self._words or self._has_second:
@@ -109,10 +109,9 @@ class _Numpy:
 
 
 class KeyedLoading:
-    """Loads under random keys, and leaves the caller's generators as they were. One for each data set and its collate.
+    """Loads under random keys and restores the caller's generators; one instance per data set and collate function.
 
-    Args:
-        draws_nothing: it is known to draw no numbers, so that nothing is looked at.
+    With `draws_nothing`, loading is known to draw no numbers and nothing is checked.
     """
 
     def __init__(self, *, draws_nothing: bool = False) -> None:
@@ -121,18 +120,18 @@ class KeyedLoading:
             _Torch(),
             *([_Numpy()] if NUMPY is not None else []),
         )
+        self.draws_nothing = draws_nothing
         if draws_nothing:
             self._generators = ()
         self._is_first = bool(self._generators)
         self._drawn: list[_Generator] = []
-        self._watched: Sequence[_Generator] = ()  # the others
+        self._watched: Sequence[_Generator] = ()  # all generators not in `_drawn`
 
     def run(self, load: Callable[[Seed | None], T]) -> T:
-        """Return `load(seed)`.
+        """Return `load(seed)`, possibly calling it twice.
 
-        Args:
-            load: calls `seed(key)` before each thing that has random numbers of its own, unless it is None, as nothing
-                draws. It may be called twice.
+        `load` calls `seed(key)` before each item with its own random numbers, unless `seed` is None because nothing
+        draws.
         """
         if self._is_first:
             return self._first(load)
@@ -167,7 +166,7 @@ class KeyedLoading:
         self._watched = [generator for generator in self._generators if generator not in drawn]
 
     def _first(self, load: Callable[[Seed | None], T]) -> T:
-        """Seed all generators before each thing, and see which ones have moved since."""
+        """Seed all generators before each item, and record which ones have moved."""
         kept = [(generator, generator.keep()) for generator in self._generators]
         begun: list[Any] = []
         drawn: list[_Generator] = []
@@ -195,7 +194,7 @@ class KeyedLoading:
 
 
 def _put_back_moved(generators: Sequence[_Generator], seen: Sequence[Any]) -> list[_Generator]:
-    """Put those generators back that are not in the state they were seen in, and return them."""
+    """Restore and return the generators whose state has changed."""
     pairs = zip(generators, seen, strict=True)
     moved = [(generator, state) for generator, state in pairs if generator.look() != state]
     for generator, state in moved:
@@ -204,30 +203,29 @@ def _put_back_moved(generators: Sequence[_Generator], seen: Sequence[Any]) -> li
 
 
 class KeyedUnits:
-    """Loads units, in the calling process or in a worker, each sample under its own key.
-
-    Args:
-        loader: loads one unit.
-    """
+    """Loads units, in the calling process or in a worker, each sample under its own key."""
 
     def __init__(self, loader: UnitLoader) -> None:
         self._loader = loader
         self._only_collates = only_collates(loader.collate)
-        self._loading: KeyedLoading | None = None  # made where it is used: a worker has generators of its own
+        self._loading: KeyedLoading | None = None  # created on first use, because a worker has its own generators
 
     def __call__(self, key: UnitKey) -> Batch:
         """Return one unit."""
         return next(iter(self.load([key])))
 
     def load(self, keys: Sequence[UnitKey]) -> Iterable[Batch]:
-        """Return some units, whose samples are loaded at once; the caller's generators are left as they were.
+        """Return several units, with their samples loaded together; restores the caller's generators.
 
-        They are collated one by one, as they are asked for, unless their collate function may draw numbers.
+        Units are collated lazily, one by one, unless the collate function may draw numbers.
         """
         loader = self._loader
         if self._loading is None:
             self._loading = KeyedLoading(draws_nothing=self._only_collates and draws_nothing(loader.dataset))
         if not self._only_collates:
             return self._loading.run(lambda seed: [loader(key, seed) for key in keys])
-        samples = self._loading.run(lambda seed: [loader.samples(key, seed) for key in keys])
+        if self._loading.draws_nothing:
+            samples = [loader.samples(key, None) for key in keys]
+        else:
+            samples = self._loading.run(lambda seed: [loader.samples(key, seed) for key in keys])
         return map(loader.collated, keys, samples)

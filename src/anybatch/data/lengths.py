@@ -1,4 +1,4 @@
-"""How long each sample is, before it is loaded: told by the user, read from a column, or found once and remembered."""
+"""The length of each sample before it is loaded: given by the user, read from a column, or computed once and cached."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,23 +12,17 @@ from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
 
 Lengths = Sequence[int] | str | Callable[[Any], int]
-"""Lengths of all samples by id; the name of a column or field that has them, or whose entries are that long; or a
-function of a sample."""
+"""Lengths of all samples by id, the name of a column or field that contains them or has that length, or a function."""
 
 
 class KnownLengths:
-    """The lengths of a data set's samples, and how its collate function lays them out.
-
-    Args:
-        lengths: as `ab.batches` takes them.
-        collate: what makes micro-batches.
-        dataset: has `__getitem__`, and `__len__`; None for a stream, whose samples are read before they are cut.
+    """The lengths of a data set's samples, and the layout of its collate function; `dataset` is None for a stream.
 
     Raises:
-        DataError: there are not as many lengths as samples, or one is no whole number.
+        DataError: the number of lengths is not the number of samples, or one is not a whole number.
     """
 
-    def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (as torch leaves it open)
+    def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (torch has no type for it)
         self._either = isinstance(collate, PaddedOrPacked)
         if isinstance(collate, PaddedOrPacked):
             collate = collate.padded
@@ -53,12 +47,7 @@ class KnownLengths:
             self._all = list(map(_checked, told))
 
     def of(self, sample_ids: Sequence[int], samples: Sequence[Any] | None = None) -> SampleLengths:
-        """Return the lengths of some samples.
-
-        Args:
-            sample_ids: their ids.
-            samples: the samples themselves, of a stream; None: those that are not known yet are loaded, and remembered.
-        """
+        """Return the lengths of some samples by id; loads unknown ones once, unless `samples` of a stream are given."""
         if samples is not None:
             tokens = [_checked(self._of_sample(sample)) for sample in samples]
         elif self._all is not None:
@@ -114,9 +103,9 @@ def _length_of_field(name: str, sample: Any) -> int:  # noqa: ANN401 (a sample m
 
 
 def _of_all(lengths: Lengths, dataset: Any | None) -> Sequence[int] | None:  # noqa: ANN401
-    """Return the lengths of all samples, if they can be had without loading these."""
+    """Return the lengths of all samples if that needs no loading of samples; otherwise None."""
     if isinstance(lengths, str):
-        # A table knows its columns; reading one of numbers is cheap, and one of lists is read once.
+        # Reading a column of numbers from a table is cheap, and a column of lists is read only once.
         if lengths in getattr(dataset, "column_names", ()) and dataset is not None:
             return [_length_of(value) for value in dataset[lengths]]
         return None
@@ -125,15 +114,15 @@ def _of_all(lengths: Lengths, dataset: Any | None) -> Sequence[int] | None:  # n
     return lengths.tolist() if hasattr(lengths, "tolist") else lengths
 
 
-def _length_of(value: Any) -> int:  # noqa: ANN401 (a number, or what has that many entries)
+def _length_of(value: Any) -> int:  # noqa: ANN401 (a number, or anything with a length)
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else int(value)
     return len(value) if isinstance(value, (Sequence, Mapping)) else value
 
 
-def _checked(length: Any) -> int:  # noqa: ANN401 (whatever the user's function returns)
-    if type(length) is int and length >= 0:  # nearly always
+def _checked(length: Any) -> int:  # noqa: ANN401 (the result of a user function)
+    if type(length) is int and length >= 0:  # the usual case
         return length
     plain = length.item() if hasattr(length, "item") else length
     return checked_int("a sample's length", plain, least=0, error=DataError, cure="Count whole tokens, pixels, frames.")

@@ -1,4 +1,4 @@
-"""The arguments of `batches`, checked as far as they do not depend on the kind of data set."""
+"""The arguments of `batches`, with the checks that do not depend on the kind of data set."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from anybatch.errors import BatchSizeError, DataError
 
 @dataclass(frozen=True, slots=True)
 class RunRange:
-    """From where to where a run goes.
+    """The range of a run.
 
     Attributes:
-        start: where it begins.
-        end_epoch: the first epoch that is not run; None if `steps` says where to stop.
-        steps: number of steps from `start` on; None if `end_epoch` says where to stop.
+        start: first position.
+        end_epoch: first epoch that is not run; None if `steps` is given.
+        steps: number of steps from `start` on; None if `end_epoch` is given.
     """
 
     start: Position
@@ -31,21 +31,21 @@ class RunRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The arguments of `batches`, with what follows where nothing was given.
+    """The arguments of `batches`, with defaults filled in.
 
     Attributes:
         effective_batch_size: samples of one step, or a ramp of them.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether each epoch has a new order.
         sampler: draws the order of each epoch instead; None for none.
         seed: the seed of the order and of the augmentation.
-        drop_last: leave out the last batch of an epoch if it is not full.
-        start: where to begin; None where the engine stands.
-        epochs: epochs to run; None for one, or if `steps` says where to stop.
-        steps: number of steps from the start on; None if `epochs` says where to stop.
+        drop_last: drop the last batch of an epoch if it is not full.
+        start: first position; None for the engine's position.
+        epochs: epochs to run; None for one, or if `steps` is given.
+        steps: number of steps from the start on; None if `epochs` is given.
         collate: makes a micro-batch of a list of samples.
         num_workers: worker processes; 0 loads in the calling process.
         pin_memory: whether to pin micro-batches.
-        lengths: how long each sample is; None where batches are not cut by length.
+        lengths: length of each sample; None if batches are not cut by length.
     """
 
     effective_batch_size: int | BatchRamp
@@ -62,13 +62,13 @@ class BatchOptions:
     lengths: Lengths | None = None
 
     def __post_init__(self) -> None:
-        """Check each value by itself.
+        """Check each value, and the values together.
 
         Raises:
             BatchSizeError: the effective batch size is not a whole number of at least 1.
             DataError: any other value that cannot be used, or values that contradict.
         """
-        if not isinstance(self.effective_batch_size, BatchRamp):  # a ramp has checked its own sizes
+        if not isinstance(self.effective_batch_size, BatchRamp):  # a ramp checks its own sizes
             checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
         checked_int("num_workers", self.num_workers, least=0, error=DataError)
         checked_int("seed", self.seed, least=None, error=DataError)
@@ -87,22 +87,20 @@ class BatchOptions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Effective batch sizes that are named, in the order in which they come."""
+        """Effective batch sizes, in the order of the stages."""
         size = self.effective_batch_size
         return (size,) if isinstance(size, int) else size.sizes
 
     @property
     def span(self) -> RunRange:
-        """From `start` to the end of the run; from the beginning where there is no start."""
+        """Range of the run from `start`, or from the beginning without a start."""
         return self.span_from(self.start or Position(), resumed=True)
 
     def span_from(self, position: Position, *, resumed: bool = False) -> RunRange:
-        """Return from where to where a run goes that begins at a position.
+        """Return the range of a run that begins at a position.
 
-        Args:
-            position: where it begins.
-            resumed: epochs count from epoch 0, as they did before the run was resumed; a run at or behind its end
-                goes on with as many more. Otherwise they count from the position's epoch.
+        If `resumed`, epochs count from epoch 0, as before the resume, and a run at or after its end gets the same
+        number of epochs again. Otherwise epochs count from the position's epoch.
         """
         if self.steps is not None:
             return RunRange(position, None, self.steps)
@@ -121,7 +119,7 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
     if isinstance(sampler, DistributedSampler):
         message = (
             "sampler is a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
-            "samples would be lost. Leave it out; shuffle=True orders each epoch anew."
+            "samples would be lost. Leave it out; shuffle=True gives each epoch a new order."
         )
         raise DataError(message)
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
@@ -130,7 +128,7 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
     if getattr(sampler, "generator", None) is not None:
         message = (
             "the sampler has a generator of its own, whose state a resumed run does not have. Leave generator= out: "
-            "ab.batches(seed=...) decides what is drawn in each epoch."
+            "ab.batches(seed=...) seeds the sampler in each epoch."
         )
         raise DataError(message)
 
@@ -155,17 +153,13 @@ def _check_length(epochs: int | None, steps: int | None, start: Position | None)
         message = (
             f"start={start} lies beyond the end of the run: {given} counts from epoch 0. "
             f"Give epochs={start.epoch + 1} or more to run on, or steps= to count from the start. "
-            "Without start= the engine says where to go on."
+            "Without start= the run continues at the engine's position."
         )
         raise DataError(message)
 
 
-def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument, handed on)
-    """Return whether to pin: as asked, or where there is an accelerator that reads pinned memory.
-
-    Raises:
-        DataError: pinning was asked for and no accelerator is there.
-    """
+def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument)
+    """Return whether to pin: as requested, or if an accelerator reads pinned memory; refuse pinning without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     possible = accelerator is not None and accelerator.type != "mps"  # mps shares the host's memory
     if pin_memory and not possible:

@@ -1,4 +1,4 @@
-"""Which samples make which step: one global order per epoch, cut into consecutive effective batches."""
+"""The samples of each step: one global order per epoch, cut into consecutive effective batches."""
 
 import ctypes
 import itertools
@@ -21,17 +21,11 @@ from anybatch.errors import DataError
 def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
     """Return the ids of all samples in the order of `epoch`: int64 tensor (num_samples,).
 
-    A function of its arguments only, so that every rank and every resumed run finds the same one.
-
-    Args:
-        num_samples: samples of the data set.
-        seed: of the run.
-        epoch: from 0 on; each has an order of its own.
-        shuffle: False for the order of the data set.
+    It depends on the arguments only, so that every rank and every resumed run computes the same order.
     """
     if not shuffle:
         return torch.arange(num_samples)
-    # A generator of its own, so that the order depends on the seed alone and the caller's is left as it is.
+    # A separate generator, so that the order depends on the seed alone and the caller's state does not change.
     generator = torch.Generator().manual_seed(order_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -39,14 +33,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
 def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # noqa: ANN401 (torch's)
     """Return the ids that a sampler draws in `epoch`: int64 tensor (num_samples,); the same on every rank.
 
-    Args:
-        sampler: an iterable of indices; what it draws from the global generators is keyed by (seed, epoch).
-        num_samples: its length.
-        seed: of the run.
-        epoch: from 0 on; handed to its `set_epoch`, if it has one.
-
-    Raises:
-        DataError: it yields something else than so many indices.
+    Its draws from the global generators are keyed by (seed, epoch). `epoch` is passed to its `set_epoch`, if any.
     """
     with preserved_random_state():
         seed_generators(order_seed(seed, epoch))
@@ -56,20 +43,15 @@ def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> t
     if len(drawn) != num_samples or not all(isinstance(index, (int, torch.Tensor)) for index in drawn):
         kinds = ", ".join(sorted({type(index).__name__ for index in drawn}))
         message = (
-            f"the sampler yielded {len(drawn)} items ({kinds}), and its length is {num_samples}. It must yield as many "
-            "indices of single samples: ab.batches makes the batches, so give the sampler inside a batch sampler."
+            f"the sampler yielded {len(drawn)} items ({kinds}), and its length is {num_samples}. It must yield that "
+            "many indices of single samples: ab.batches makes the batches, so give the sampler inside a batch sampler."
         )
         raise DataError(message)
     return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
 
 
 def digest_of_ids(ids: torch.Tensor, before: int = 0) -> int:
-    """Return a checksum of sample ids in their order.
-
-    Args:
-        ids: int64 (ids,).
-        before: checksum of the ids before these.
-    """
+    """Return a checksum of sample ids, int64 (ids,), in their order; `before` is the checksum of the ids before."""
     ids = ids.contiguous()
     return crc32(ctypes.string_at(ids.data_ptr(), ids.numel() * ids.itemsize), before)
 
@@ -85,14 +67,15 @@ def digest_of_subset(dataset: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SampleSchedule:
-    """How an epoch of `num_samples` is cut into steps. Batches do not cross epochs; the last one may be smaller.
+    """The cut of an epoch of `num_samples` into steps. Batches do not cross epochs; the last one may be smaller.
 
-    Any offset may be a step's start, not only multiples of the effective batch size: a run may be resumed with another.
+    A step may start at any offset, not only at multiples of the effective batch size: a run may be resumed with
+    another.
 
     Args:
         num_samples: samples of an epoch.
         effective_batch_size: samples of one step, or a ramp of them over the samples of the run.
-        drop_last: leave out a last batch that is not full.
+        drop_last: drop a last batch that is not full.
     """
 
     num_samples: int
@@ -101,28 +84,24 @@ class SampleSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in an epoch that is begun at its first sample.
-
-        Raises:
-            TypeError: epochs differ, under a ramp.
-        """
+        """Number of steps in a whole epoch; raises a `TypeError` under a ramp, where epochs differ."""
         if isinstance(self.effective_batch_size, BatchRamp):
             message = f"the number of steps differs from epoch to epoch: batches of {self.effective_batch_size}."
             raise TypeError(message)
         return self._steps_from(Position())
 
     def size_at(self, position: Position) -> int:
-        """Return the effective batch size of a step that begins at a position; a ramp counts what was left out too."""
+        """Return the effective batch size of a step that begins at a position; a ramp counts dropped samples too."""
         size = self.effective_batch_size
         return size if isinstance(size, int) else size.at(self._num_before(position))
 
     def normalized(self, position: Position) -> Position:
-        """Return where the next step starts: `position`, or the next epoch's start if no step is left in this one."""
+        """Return the start of the next step: `position`, or the next epoch's start if this epoch has no step left."""
         has_step = position.sample_offset + (self.size_at(position) if self.drop_last else 1) <= self.num_samples
         return position if has_step else Position(position.epoch + 1)
 
     def num_steps(self, start: Position, end_epoch: int | None, steps: int | None) -> int:
-        """Return the number of steps from `start`: `steps`, or as many as there are before `end_epoch`."""
+        """Return the number of steps from `start`: `steps`, or all steps before `end_epoch`."""
         if steps is not None:
             return steps
         if end_epoch is None or start.epoch >= end_epoch:
@@ -133,7 +112,7 @@ class SampleSchedule:
         return of_first + (end_epoch - start.epoch - 1) * self.steps_per_epoch
 
     def end(self, start: Position, end_epoch: int | None, steps: int | None) -> Position:
-        """Return the position of the first step that is not run: `steps` after `start`, or the start of `end_epoch`."""
+        """Return the end of a run: `steps` after `start`, or the start of `end_epoch`."""
         if steps is None:
             return Position(end_epoch or 0)
         left = self._steps_from(start)
@@ -153,18 +132,23 @@ class SampleSchedule:
         return ((start.sample_offset, stop) for start, stop, _ in self.places_of_steps(position))
 
     def places_of_steps(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
-        """Yield, for each step from `position` to the end of its epoch, its start, the offset behind it, its end."""
+        """Yield, for each step from `position` to the end of its epoch, its start, exclusive end offset, and end."""
         epoch, start = position.epoch, self.normalized(position)
+        fixed_size = self.effective_batch_size if isinstance(self.effective_batch_size, int) else None
         while start.epoch == epoch:
-            stop = min(start.sample_offset + self.size_at(start), self.num_samples)
-            end = self.normalized(Position(epoch, stop))
+            size = self.size_at(start) if fixed_size is None else fixed_size
+            stop = min(start.sample_offset + size, self.num_samples)
+            end = Position(epoch, stop)
+            # In the middle of an epoch another full step follows, so the end is normalized already.
+            if fixed_size is None or stop + fixed_size > self.num_samples:
+                end = self.normalized(end)
             yield start, stop, end
             start = end
 
     def _steps_from(self, position: Position) -> int:
         size, rest = self.effective_batch_size, max(0, self.num_samples - position.sample_offset)
         if isinstance(size, BatchRamp):
-            if self._num_before(position) < size.num_samples:  # in the last stage counting needs no walking
+            if self._num_before(position) < size.num_samples:  # in the last stage all sizes are equal
                 return sum(1 for _ in self.steps_of_epoch(position))
             size = size.sizes[-1]
         return rest // size if self.drop_last else ceil_div(rest, size)

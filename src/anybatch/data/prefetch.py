@@ -1,4 +1,4 @@
-"""Workers that run ahead: one persistent loader, driven by keys that say what comes next."""
+"""Workers that prefetch: one persistent loader, driven by the predicted keys."""
 
 import pickle
 from collections import deque
@@ -21,12 +21,12 @@ Value = TypeVar("Value")
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 SMALL_BYTES = 128 * 2**10
-"""Most bytes of tensors that are sent as bytes: a fifth of the time of shared memory, which is faster from 1 MB on."""
+"""Maximum bytes of tensors sent as plain bytes: five times faster than shared memory, which is faster from 1 MB on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedUnit(Generic[Value]):
-    """The batch that a worker loaded, with the hash of its key: the key itself would be sent there and back.
+    """A batch loaded by a worker, with the hash of its key: the key itself would be sent twice.
 
     Attributes:
         key_hash: hash of the key.
@@ -39,8 +39,8 @@ class LoadedUnit(Generic[Value]):
     failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the hash and the bytes of the value: a dataclass takes twice as long."""
-        # A queue's thread calls this. It drops what it cannot pickle, and the caller would wait for it forever.
+        """Pickle the hash and the bytes of the value, twice as fast as a dataclass."""
+        # A queue's thread calls this. It drops anything it cannot pickle, and the caller would wait forever.
         try:
             return self._packed()
         except Exception as error:  # noqa: BLE001 (raised in the caller's process)
@@ -49,17 +49,17 @@ class LoadedUnit(Generic[Value]):
     def _packed(self) -> tuple[Any, ...]:
         value, tensors = self.value, list(tensors_of(self.value))
         if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
-            # Torch sends the memory of a tensor, and forgets that it stands for its conjugate or its negative.
+            # Torch sends the memory of a tensor without its conjugate or negative bit.
             value = map_tensors(value, lambda tensor: tensor.resolve_conj().resolve_neg())
             tensors = list(tensors_of(value))
         if tensors and all(map(is_plain, tensors)) and sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
             return _from_bytes, (self.key_hash, packed(value))
-        if _is_sure_to_pickle(value):  # as bytes, large arrays would be copied twice more
+        if _is_sure_to_pickle(value):  # large arrays as bytes would be copied twice more
             return LoadedUnit, (self.key_hash, value)
         return _from_bytes, (self.key_hash, bytes(ForkingPickler.dumps(value)))
 
     def pin_memory(self) -> "LoadedUnit[Value]":
-        """Return the same with its tensors in pinned memory. The loader's pinning thread calls this."""
+        """Return the unit with its tensors in pinned memory; called by the loader's pinning thread."""
         return LoadedUnit(self.key_hash, pinned(self.value), self.failure)
 
 
@@ -79,10 +79,10 @@ def _from_bytes(key_hash: int, data: bytes) -> LoadedUnit[Any]:
 
 
 class Prefetcher(Generic[Key, Value]):
-    """Values loaded in worker processes before they are asked for.
+    """Values that worker processes load before they are requested.
 
-    The caller says, whenever asked, which keys it expects to ask for next. As long as it then asks for them in that
-    order the workers never pause; when it asks for another one, what was begun is thrown away and they start there.
+    The caller supplies the keys it expects to request next. While it requests them in that order the workers never
+    pause; a request for another key discards the prefetched values and restarts the workers there.
 
     Args:
         load: returns the value of a key, whose hash is the same in every process. It is copied into every worker.
@@ -110,22 +110,20 @@ class Prefetcher(Generic[Key, Value]):
     def take(self, key: Key, onward: Callable[[], Iterator[Key]]) -> Value:
         """Return the value of `key`.
 
-        Args:
-            key: the batch wanted now.
-            onward: returns the keys that will be wanted, in order, beginning with `key`. Called when the workers have
-                to start over.
+        `onward` returns the keys expected next, in order, beginning with `key`; it is called if the workers must
+        restart.
         """
-        # Keys that were sent are loaded in order, so the oldest of them is the only one that can come next.
+        # Workers load keys in the order sent, so only the oldest can come next.
         if not self._keys.sent or self._keys.sent[0] != key:
             self._start(onward())
         try:
             self._keys.sent.popleft()
             item = next(self._items)
         except BaseException as error:  # noqa: BLE001 (raised again)
-            self._keys.sent.clear()  # after an error or an interrupt, the next keys are not known: start over
-            # The frames that the loader raised through hold the error and the loader, in a cycle that would keep its
-            # workers alive. What the user needs, the worker's own traceback, is in the message.
-            raise error.with_traceback(None)  # noqa: B904 (the error itself, not another one)
+            self._keys.sent.clear()  # after an error or an interrupt the next keys are unknown: restart
+            # The traceback's frames hold the error and the loader in a cycle that would keep its workers alive. The
+            # message contains the worker's own traceback.
+            raise error.with_traceback(None)  # noqa: B904 (the same error)
         assert item.key_hash == hash(key), key
         if item.failure:
             message = (
@@ -138,7 +136,7 @@ class Prefetcher(Generic[Key, Value]):
     def close(self) -> None:
         """Shut the workers down. A later `take` starts new ones."""
         self._items = iter(())
-        self._loader = None  # the last reference: its destructor stops the processes and waits for them
+        self._loader = None  # last reference: the destructor stops the processes and waits for them
         self._keys.sent.clear()
 
     def _start(self, keys: Iterator[Key]) -> None:
@@ -146,7 +144,7 @@ class Prefetcher(Generic[Key, Value]):
         self._keys.sent.clear()
         if self._loader is None:
             self._loader = self._new_loader()
-        self._items = iter(self._loader)  # with persistent workers: batches under way are drained, processes stay
+        self._items = iter(self._loader)  # with persistent workers: drains pending batches, keeps the processes
 
     def _new_loader(self) -> "DataLoader[LoadedUnit[Value]]":
         return DataLoader(
@@ -158,12 +156,12 @@ class Prefetcher(Generic[Key, Value]):
             persistent_workers=True,
             pin_memory=self._pin_memory,
             worker_init_fn=self._start_worker,
-            generator=torch.Generator(),  # the loader draws a seed, which must not come from the caller's generator
+            generator=torch.Generator(),  # the loader draws a seed: not from the caller's generator
         )
 
 
 class _KeySequence(Generic[Key]):
-    """A sampler over keys that are made when a worker is free, and are remembered until their value is taken."""
+    """A sampler over keys that are computed when a worker is free, and remembered until their value is taken."""
 
     def __init__(self) -> None:
         self.source: Iterator[Key] = iter(())
@@ -177,7 +175,7 @@ class _KeySequence(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class _Keyed(Dataset[Any]):
-    """A data set whose index is a key."""
+    """A data set indexed by keys."""
 
     load: Callable[[Any], Any]
 
@@ -185,7 +183,7 @@ class _Keyed(Dataset[Any]):
         try:
             return LoadedUnit(hash(key), self.load(key))
         except Exception as error:
-            # A worker sends the class of an error along, and one that cannot be pickled is never received.
+            # A worker sends the class of an error too, and an unpicklable one never arrives.
             if _can_be_pickled(type(error)):
                 raise
             message = f"{type(error).__qualname__}: {error}"
@@ -200,5 +198,5 @@ def _can_be_pickled(value: object) -> bool:
     return True
 
 
-def _unchanged(item: Any) -> Any:  # noqa: ANN401 (instead of torch's conversion of numbers and arrays to tensors)
+def _unchanged(item: Any) -> Any:  # noqa: ANN401 (replaces torch's conversion of numbers and arrays to tensors)
     return item

@@ -1,9 +1,9 @@
-"""Python's global generator, looked at where CPython keeps it.
+"""Read the state of Python's global generator directly from CPython's memory.
 
-`random.getstate` makes a tuple of 625 whole numbers: 10 to 20 microseconds, before and after whatever is loaded, which
-is more than many a sample takes to load. CPython's `_random.Random` holds the same words behind the head of the object,
-one after the other: the place among them as a C int, and 624 words of 32 bits. That they are there is seen by comparing
-with `getstate`; in another Python, or where they are not, `getstate` is what is used.
+`random.getstate` makes a tuple of 625 whole numbers: 10 to 20 microseconds, before and after each load, longer than
+many samples take to load. CPython's `_random.Random` stores the same words after the object header: the index as a C
+int, then 624 words of 32 bits. The layout is verified against `getstate`, which is used instead in another Python or if
+the layout differs.
 """
 
 import ctypes
@@ -18,15 +18,11 @@ _FORM: Final = struct.Struct(f"=i{_NUM_WORDS}I")
 _VERSION: Final = 3
 
 Look = tuple[bytes, float | None]
-"""The words, and the normal number that was made with the one before and is kept for the next."""
+"""The words, and the cached second normal number of a pair."""
 
 
 class PythonGenerator:
-    """Python's global generator.
-
-    Args:
-        reads: look at the words where they lie, if that can be done; False: ask for them.
-    """
+    """Python's global generator; with `reads`, its words are read from memory if possible."""
 
     def __init__(self, *, reads: bool = True) -> None:
         owner: Any = getattr(random.getstate, "__self__", None)
@@ -34,31 +30,30 @@ class PythonGenerator:
         self._words = words_of(owner) if reads and type(owner) is random.Random else None
 
     def seed(self, seed: int) -> None:
-        """Begin the numbers of a key."""
+        """Start the numbers of a key."""
         random.seed(seed)
 
     def keep(self) -> Any:  # noqa: ANN401 (python's)
-        """Return the whole state."""
+        """Return the complete state."""
         return random.getstate()
 
     def look(self) -> Any:  # noqa: ANN401
-        """Return the state, equal as long as nobody has drawn."""
+        """Return a state to compare: equal unless a number was drawn."""
         return random.getstate() if self._words is None else (self._words(), self._owner.gauss_next)
 
     def hides(self, state: Any) -> bool:  # noqa: ANN401, ARG002 (the protocol's)
-        """Whether a number could be drawn without a change in what `look` returns: none could."""
+        """Whether a number could be drawn without a change in the result of `look`: never."""
         return False
 
     def put_back(self, state: Any) -> None:  # noqa: ANN401
-        """Return to a state that `keep` or `look` has returned."""
+        """Restore a state from `keep` or `look`."""
         random.setstate(_asked(state) if isinstance(state[0], bytes) else state)
 
 
 def words_of(owner: random.Random) -> Callable[[], bytes] | None:
-    """Return what reads the words of a generator where they lie; None where they do not lie there.
+    """Return a function that reads the words of a generator from memory, or None if the layout differs.
 
-    Args:
-        owner: the generator; it has to stay as long as it is read.
+    The generator has to outlive the function.
     """
     offset = object.__basicsize__
     base = random.Random.__base__
@@ -75,6 +70,6 @@ def words_of(owner: random.Random) -> Callable[[], bytes] | None:
 
 
 def _asked(state: Look) -> tuple[int, tuple[int, ...], float | None]:
-    """Return the words as `getstate` has them: the place among them comes last."""
+    """Return the words from `getstate`, where the index comes last."""
     place, *words = _FORM.unpack(state[0])
     return _VERSION, (*words, place), state[1]

@@ -1,4 +1,4 @@
-"""The global random generators of this process: seeded together, and put back together."""
+"""Seed and restore the global random generators of this process together."""
 
 import importlib
 import importlib.util
@@ -10,14 +10,14 @@ from typing import Any, Final
 
 import torch
 
-# Augmentations may draw from numpy, so it is seeded as well where it is installed. torch has imported it already.
+# Augmentations may draw from numpy, so it is seeded too if installed (torch has imported it already).
 NUMPY: Final[ModuleType | None] = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 NUMPY_SEEDS: Final = 1 << 32
 
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Put the global generators of python, numpy and torch (CPU) back at the end, also after an exception."""
+    """Restore the global generators of python, numpy and torch (CPU) at the end, also after an exception."""
     python_state = random.getstate()
     numpy_state = None if NUMPY is None else NUMPY.random.get_state(legacy=False)
     torch_state = torch.default_generator.get_state()
@@ -31,19 +31,48 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of python, numpy and torch (CPU): those that augmentations draw from.
+    """Seed the global generators of python, numpy and torch (CPU), from which augmentations draw.
 
-    Args:
-        seed: 64 bits; numpy takes the lower 32.
+    The seed has 64 bits; numpy takes the lower 32.
     """
     random.seed(seed)
     if NUMPY is not None:
-        NUMPY.random.seed(seed % NUMPY_SEEDS)  # which takes 32 bits
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
+        NUMPY.random.seed(seed % NUMPY_SEEDS)  # numpy takes 32 bits
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed visits all devices: 100 times slower
+
+
+class HostDraws:
+    """The global generators of python and numpy, before a forward that has to draw the same numbers again.
+
+    The state is kept only if the forward drew from them: few do.
+    """
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), _numpy_state()
+
+    def keep_if_drawn(self) -> "HostDraws | None":
+        """Return this state if a number was drawn since, else None."""
+        numpy = _numpy_state()
+        drawn = random.getstate() != self._python or any(map(_differs, numpy or (), self._numpy or ()))
+        return self if drawn else None
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        random.setstate(self._python)
+        if NUMPY is not None:
+            NUMPY.random.set_state(self._numpy)
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    return None if NUMPY is None else NUMPY.random.get_state()
+
+
+def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (numbers, a name and an array)
+    return bool(one.tobytes() != other.tobytes() if hasattr(one, "tobytes") else one != other)
 
 
 def host_random_state() -> dict[str, Any]:
-    """Return the state of python's global generator, and of numpy's where there is one, as tensors and numbers."""
+    """Return the state of python's global generator, and of numpy's if installed, as tensors and numbers."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
     if NUMPY is not None:
@@ -54,7 +83,7 @@ def host_random_state() -> dict[str, Any]:
 
 
 def restore_host_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back to a state that `host_random_state` returned; one that it lacks stays as it is."""
+    """Restore the generators to a state from `host_random_state`; a missing one is left unchanged."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if NUMPY is not None and "numpy" in state:
@@ -64,7 +93,7 @@ def restore_host_random_state(state: Mapping[str, Any]) -> None:
 
 
 def host_random_digest() -> tuple[int, ...]:
-    """Return a digest of python's generator, and of numpy's: equal as long as nobody has drawn."""
+    """Return a digest of python's generator, and of numpy's: equal unless a number was drawn."""
     found = [hash(random.getstate())]
     if NUMPY is not None:
         kind, keys, *rest = NUMPY.random.get_state()

@@ -1,4 +1,4 @@
-"""Loaders that yield single samples, as streams: torch's `DataLoader`, and torchdata's that has a state."""
+"""Loaders of single samples as streams: torch's `DataLoader`, and torchdata's stateful one."""
 
 from typing import Any
 
@@ -8,20 +8,12 @@ from anybatch.errors import DataError
 
 
 def yields_samples(loader: "DataLoader[Any]") -> bool:
-    """Whether a loader yields samples and no batches: it was made with `batch_size=None` and no sampler of batches."""
+    """Whether a loader yields samples, not batches: it was made with `batch_size=None` and no batch sampler."""
     return loader.batch_size is None and loader.batch_sampler is None
 
 
 def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
-    """Check that a loader of samples yields the whole of its data from the beginning, the same on every rank.
-
-    Args:
-        loader: yields samples.
-        num_workers: worker processes that are to read it.
-
-    Raises:
-        DataError: with what to do.
-    """
+    """Raise a `DataError` unless a loader yields all of its samples from the beginning, the same on every rank."""
     if isinstance(loader.sampler, DistributedSampler):
         message = (
             "the loader has a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
@@ -31,7 +23,7 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
     if getattr(loader.sampler, "generator", None) is not None or loader.generator is not None:
         message = (
             "the loader draws its order from a generator of its own, whose state a resumed run does not have; one of "
-            "torchdata that shuffles always does. Pass the data set itself, which ab.batches orders anew in each epoch "
+            "torchdata that shuffles always does. Pass the data set itself, which ab.batches shuffles in each epoch "
             "by its seed, or leave the generator, or shuffle=True, out."
         )
         raise DataError(message)
@@ -41,10 +33,11 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
             "Leave one of them out."
         )
         raise DataError(message)
-    # torchdata's: it would begin where it was saved, and what is before the run's position be dropped once more.
+    # torchdata's loader would begin at its saved state, and the samples before the run's position would be dropped
+    # twice.
     if getattr(loader, "next_iter_state", None) is not None:
         message = (
-            "the loader has been given a state (load_state_dict), and ab.batches goes on by itself from where the "
-            "engine stands. Leave it out: engine.load knows the position in samples, at any world size."
+            "the loader has been given a state (load_state_dict), and ab.batches continues from where the "
+            "engine stands. Leave it out: engine.load restores the position in samples, at any world size."
         )
         raise DataError(message)

@@ -1,4 +1,4 @@
-"""Reading a stream in rounds: one sample of each shard in turn, from here or from several workers."""
+"""Read a stream in rounds, one sample of each shard per round, in this process or in several workers."""
 
 import itertools
 from collections import deque
@@ -15,11 +15,11 @@ from anybatch.data.torch_internals import hides_worker
 from anybatch.errors import DataError
 
 StreamSample = tuple[int, Any]
-"""A sample's id (round x number of shards + shard: its position, where there is one shard) and the sample."""
+"""A sample's id (round x number of shards + shard: with one shard its position) and the sample."""
 
 
 class Shards:
-    """A stream in a fixed number of shards, read round robin: one sample of each in turn, ended ones left out.
+    """A stream in a fixed number of shards, read round robin: one sample of each per round, skipping ended shards.
 
     The order depends on the shards alone, so that any number of workers up to `num_shards` can share the reading. In
     each epoch every shard is iterated again, after a call of its `set_epoch(epoch)` if it has that method. Shards must
@@ -28,8 +28,8 @@ class Shards:
     The plain loop, for shards of equal length: `for row in zip(*parts): yield from row`.
 
     Args:
-        parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`.
-            It is copied into the workers, so it must be picklable where processes are not forked.
+        parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`. It
+            is copied into the workers, so it must be picklable unless processes are forked.
         num_shards: the number of shards, if and only if `parts` is a function.
 
     Raises:
@@ -45,12 +45,7 @@ class Shards:
         self.num_shards = _number_of_shards(parts, num_shards)
 
     def open(self, number: int, epoch: int) -> Iterator[Any]:
-        """Return an iterator over a shard from its first sample on, as it is in an epoch.
-
-        Args:
-            number: of the shard, from 0 on.
-            epoch: from 0 on; a shard with a method `set_epoch` is told.
-        """
+        """Return an iterator over shard `number` from its first sample on, after its `set_epoch(epoch)`, if any."""
         part = self._parts(number) if callable(self._parts) else self._parts[number]
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
@@ -59,12 +54,8 @@ class Shards:
 
 
 def check_readable(part: object, name: str) -> None:
-    """Check that `part` can be iterated, and more than once.
-
-    Raises:
-        DataError: it cannot.
-    """
-    # A generator is spent after one epoch, and would make all later ones empty without an error.
+    """Raise a `DataError` unless `part` can be iterated more than once."""
+    # A generator is exhausted after one epoch; later epochs would be empty without an error.
     if isinstance(part, Generator):
         message = (
             f"{name} is a generator, which can be read only once. Pass an object whose __iter__ starts afresh "
@@ -80,20 +71,20 @@ def check_readable(part: object, name: str) -> None:
 
 
 def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int) -> Iterator[list[StreamSample]]:
-    """Yield, round by round, the next sample of each of the shards `numbers` that has one; stop when none has.
+    """Yield, round by round, the next sample of each of the shards `numbers` that has one, until all have ended.
 
-    Whatever the shards draw from the global generators is keyed by (seed, epoch, sample id), so that all ranks and any
-    number of workers read the same stream. The generators are left in any state.
+    The shards' draws from the global generators are keyed by (seed, epoch, sample id), so that all ranks and any number
+    of workers read the same stream. The generators' state is not restored.
     """
     parts = {}
     for number in numbers:
         # A shard may draw numbers when it is opened, to shuffle its files, say.
         seed_generators(order_seed(order_seed(seed, number), epoch))
         parts[number] = shards.open(number, epoch)
-    # The id of a sample is its round times the number of shards plus its shard: the same for any number of readers.
+    # The id of a sample is round x number of shards + shard: independent of the number of readers.
     for first_id in itertools.count(0, shards.num_shards):
         samples = []
-        # A copy, because shards that have ended are taken out on the way.
+        # A copy, because ended shards are removed on the way.
         for number, part in list(parts.items()):
             seed_generators(sample_seed(seed, epoch, first_id + number))
             try:
@@ -110,7 +101,7 @@ def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """Chunk `index` of what worker number `lane` reads in `epoch`. Samples with ids below `keep_from` stay behind."""
+    """Chunk `index` of worker number `lane` in `epoch`. Samples with ids below `keep_from` are not sent."""
 
     epoch: int
     lane: int
@@ -119,7 +110,7 @@ class ChunkKey:
 
 
 class LaneReader:
-    """Reads every `num_lanes`-th shard, in chunks of rounds. Lives in a worker and remembers where it stands."""
+    """Reads every `num_lanes`-th shard, in chunks of rounds. Lives in a worker and remembers its position."""
 
     def __init__(self, shards: Shards, *, seed: int, num_lanes: int, rounds_per_chunk: int) -> None:
         self._shards = shards
@@ -130,15 +121,15 @@ class LaneReader:
         self._rounds: Iterator[list[StreamSample]] = iter(())
 
     def __call__(self, key: ChunkKey) -> bytes:
-        """Return the chunk, for `unpacked`; with no samples if the lane's shards have ended."""
+        """Return the chunk, for `unpacked`; empty if the lane's shards have ended."""
         if key != self._due:
             numbers = range(key.lane, self._shards.num_shards, self._num_lanes)
             self._rounds = read_rounds(self._shards, numbers, seed=self._seed, epoch=key.epoch)
-            # A stream has no index: what comes before the chunk has to be read and dropped.
+            # A stream has no index: read and drop the rounds before the chunk.
             deque(itertools.islice(self._rounds, key.index * self._rounds_per_chunk), maxlen=0)
-        self._due = None  # should reading fail, the next call starts over
+        self._due = None  # if reading fails, the next call starts over
         rounds = itertools.islice(self._rounds, self._rounds_per_chunk)
-        # Samples before the run's position are read but not sent: only their places count.
+        # Samples before the run's position are read but not sent: only their ids count.
         chunk = [(i, sample if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
         self._due = replace(key, index=key.index + 1)
         return packed(chunk)
@@ -147,10 +138,10 @@ class LaneReader:
 def hide_worker(worker_id: int) -> None:
     """Make this worker look like the calling process to data sets that would divide themselves among workers.
 
-    The shards are divided already; one that divides itself again would lose samples.
+    The shards are divided already; a shard that divides itself again would lose samples.
 
     Raises:
-        DataError: this torch does not let it.
+        DataError: this version of torch does not allow it.
     """
     if not hides_worker():
         message = f"worker {worker_id} cannot be hidden from data sets in torch {torch.__version__}. Use num_workers=0."

@@ -30,15 +30,15 @@ from anybatch.errors import DataError
 
 
 class StreamSource:
-    """Effective batches of a stream: the next `effective_batch_size` samples, whatever that gives at the end.
+    """Effective batches of a stream: the next `effective_batch_size` samples, and the remainder at the end.
 
     Resuming reads and drops the samples before the position.
 
     Args:
-        dataset: the stream as the user gave it.
-        shards: the same as shards; a whole one is a single shard.
-        num_samples: length that the stream states for an epoch, used for the number of steps only; None if it does not.
-        request: what was asked.
+        dataset: the stream as passed by the user.
+        shards: the stream as shards; an unsharded one is a single shard.
+        num_samples: the stream's own length of an epoch, used for the number of steps only; None if unknown.
+        request: the arguments of `batches`.
 
     Raises:
         DataError: a shuffled stream, or more workers than shards.
@@ -53,23 +53,19 @@ class StreamSource:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in a whole epoch, if the stream states its length."""
+        """Number of steps in a whole epoch, if the stream has a length."""
         return self._stated_schedule().steps_per_epoch
 
     @property
     def num_steps(self) -> int:
-        """Number of steps from `start` to the end, if it is known."""
+        """Number of steps from `start` to the end, if known."""
         span = self._request.span
         if span.steps is not None:
             return span.steps
         return self._stated_schedule().num_steps(span.start, span.end_epoch, span.steps)
 
     def open(self) -> "OpenStream":
-        """Return the source with workers of its own.
-
-        Raises:
-            DataError: the stream is a loader that cannot be read from its beginning here.
-        """
+        """Return the source with its own workers; refuse a loader that cannot be read from its beginning."""
         if isinstance(self._dataset, DataLoader):
             check_loader(self._dataset, num_workers=self._request.num_workers)
         return OpenStream(self._dataset, self._shards, self._request)
@@ -77,13 +73,13 @@ class StreamSource:
     def _stated_schedule(self) -> SampleSchedule:
         if self._num_samples is None:
             message = "the number of steps is not known: the stream states no length. Give steps=, or add a __len__."
-            raise TypeError(message)  # the type that list() and others expect of an object without length
+            raise TypeError(message)  # list() and others expect a TypeError
         _check_ramp(self._request.effective_batch_size, Position(1), self._num_samples)
         return SampleSchedule(self._num_samples, self._request.effective_batch_size, self._request.drop_last)
 
 
 class OpenStream:
-    """A stream that is being read. Ids are places in it, so they say nothing about its order."""
+    """A stream that is being read. Ids are positions in it, so they do not identify its order."""
 
     num_samples = None
     subset_digest = None
@@ -101,13 +97,13 @@ class OpenStream:
         return itertools.islice(self._steps_of_epochs(span.start, span.end_epoch), span.steps)
 
     def digest_before(self, position: Position) -> None:
-        """Nothing is known of samples that are not read again."""
+        """Return None: a stream has no digest, because earlier samples are not read again."""
 
     def sampled_order(self, epoch: int) -> None:
-        """A stream has no sampler."""
+        """Return None: a stream has no sampler."""
 
     def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """A stream has no sampler."""
+        """Do nothing: a stream has no sampler."""
 
     def close(self) -> None:
         """Shut the workers down."""
@@ -116,13 +112,13 @@ class OpenStream:
 
     def _workers(self) -> Prefetcher[ChunkKey, bytes]:
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
-        rounds = ceil_div(max(self._request.sizes), 2 * num_shards)  # two are under way: one effective batch
+        rounds = ceil_div(max(self._request.sizes), 2 * num_shards)  # two in flight: one effective batch
         reader = LaneReader(self._shards, seed=self._request.seed, num_lanes=num_lanes, rounds_per_chunk=rounds)
-        # Not pinned here: samples come as bytes, and what is pinned are the micro-batches that are made of them.
+        # Not pinned here: samples arrive as bytes, and only the micro-batches made of them are pinned.
         return Prefetcher(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
 
     def _steps_of_epochs(self, start: Position, end_epoch: int | None) -> Iterator[StepSamples]:
-        # `!=` and not `<`: the end is None where a number of steps was asked for.
+        # `!=` and not `<`: the end is None for a given number of steps.
         while start.epoch != end_epoch:
             ahead = self._ahead
             stream = self._samples_here(start) if ahead is None else self._samples_from_workers(start, ahead)
@@ -142,9 +138,9 @@ class OpenStream:
         return itertools.chain.from_iterable(rounds)
 
     def _samples_from_workers(self, start: Position, ahead: Prefetcher[ChunkKey, bytes]) -> Iterator[StreamSample]:
-        """Yield the samples of an epoch from its first one on; those before `start` may come as None."""
+        """Yield the samples of an epoch from its first one on; samples before `start` may be None."""
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
-        # At most n samples have an id below n: these all lie before the start and stay in the worker.
+        # At most n samples have an id below n: all of them precede the start and stay in the worker.
         keep_from = start.sample_offset - start.sample_offset % num_shards
         key_at = functools.partial(_chunk_key, start.epoch, num_lanes, keep_from)
         for first in itertools.count(0, num_lanes):
@@ -154,17 +150,17 @@ class OpenStream:
                 samples += unpacked(ahead.take(key_at(place), onward))
             if not samples:
                 return
-            # Lanes read different shards of the same rounds; by id they are in the order of a single reader.
+            # Lanes read different shards of the same rounds; sorted by id they are in the order of a single reader.
             yield from sorted(samples, key=itemgetter(0))
 
     def _steps_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Generator[StepSamples, None, int]:
-        """Yield the steps of an epoch from `start` on; return where it ends, in samples."""
+        """Yield the steps of an epoch from `start` on; return its end, in samples."""
         request, position = self._request, start
         sizes = request.effective_batch_size
         read: list[StreamSample] = []
         while True:
             size = _size_at(sizes, position.epoch, position.sample_offset)
-            # Samples that make the step after this one.
+            # Minimum samples of the next step.
             least = _size_at(sizes, position.epoch, position.sample_offset + size) if request.drop_last else 1
             with preserved_random_state():
                 read += itertools.islice(stream, max(0, size + least - len(read)))  # is this batch the last one?
@@ -185,7 +181,7 @@ class OpenStream:
             if end.epoch > start.epoch:
                 return stop
             position = end
-        # Without an error, a run of a number of steps would begin epoch after epoch and never end.
+        # Without an error, a run of `steps` would restart the empty epoch forever.
         if position == Position(start.epoch):
             raise DataError(_nothing_to_yield(start.epoch, len(samples), size))
         return position.sample_offset
@@ -193,7 +189,7 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class _Feeder:
-    """Collates the units of one batch, whose samples are read already."""
+    """Collates the units of one batch whose samples are already loaded."""
 
     samples: Sequence[Any]
     request: BatchOptions
@@ -203,7 +199,7 @@ class _Feeder:
         self,
         batch: StepSamples,
         units: Sequence[Positions],
-        later_units: LaterUnits | None,  # noqa: ARG002 (what a stream will yield cannot be foreseen)
+        later_units: LaterUnits | None,  # noqa: ARG002 (a stream cannot be predicted)
     ) -> Iterator[Batch]:
         collate = self.request.collate
         if isinstance(collate, OverEffectiveBatch):
@@ -233,7 +229,7 @@ def _size_at(sizes: int | BatchRamp, epoch: int, sample_offset: int) -> int:
 def _check_ramp(sizes: int | BatchRamp, start: Position, num_samples: int) -> None:
     """Refuse to begin the second epoch in the middle of a ramp.
 
-    A resumed run could not tell how many samples the first epoch had, and so in which stage it is.
+    A resumed run does not have the number of samples of the first epoch, and so could not determine its stage.
     """
     if isinstance(sizes, BatchRamp) and start.epoch == 1 and num_samples < sizes.num_samples:
         message = (
@@ -244,13 +240,13 @@ def _check_ramp(sizes: int | BatchRamp, start: Position, num_samples: int) -> No
 
 
 def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkKey:
-    """Return what is read at `place` of the sequence that goes over the lanes again and again."""
+    """Return the key of chunk `place` in the sequence that cycles over the lanes."""
     index, lane = divmod(place, num_lanes)
     return ChunkKey(epoch, lane, index, keep_from)
 
 
 def _skip(stream: Iterator[StreamSample], start: Position) -> None:
-    # Reading seeds the global generators, which are the caller's.
+    # Reading seeds the caller's global generators.
     with preserved_random_state():
         num_skipped = sum(1 for _ in itertools.islice(stream, start.sample_offset))
     if num_skipped < start.sample_offset:

@@ -1,4 +1,4 @@
-"""Questions about a training run, answered by running it: is it exact, and what makes it differ where it is not?"""
+"""Questions about a training run, answered by running it: is it exact, and if not, why?"""
 
 from anybatch.diagnostics.check import check
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult
@@ -7,6 +7,7 @@ from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.diagnostics.loop_check.report import LoopReport
 from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
+from anybatch.diagnostics.sharpness import measure_sharpness
 from anybatch.diagnostics.tune import tune
 from anybatch.diagnostics.tune_report import TuneReport
 
@@ -21,6 +22,7 @@ __all__ = [
     "check",
     "check_loop",
     "compare",
+    "measure_sharpness",
     "record_memory",
     "tune",
 ]

@@ -1,20 +1,21 @@
 """Checks accumulation: runs a batch un-split and cut, compares the gradients, and names the cause of a difference."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from anybatch.core.comparison import errors_by_parameter, relative_error
+from anybatch.core.comparison import Gradients, errors_by_parameter, relative_error
 from anybatch.core.loss import Loss, declared, mean_over_samples
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch, count_samples
 from anybatch.core.whole_numbers import checked_int, refuse_unless
-from anybatch.diagnostics.causes import find_causes
+from anybatch.diagnostics.causes import find_causes, find_obstacle, no_gradient
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs
+from anybatch.diagnostics.repeated_draws import RepeatedDraws, ways_of_drawing
 from anybatch.engine.inputs import Model
-from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
 
@@ -31,10 +32,10 @@ def check(
     norms: Policy | PolicyName | None = None,
     seed: int = 0,
 ) -> CheckReport:
-    """Compare the gradient of a batch with what its micro-batches add up to, on copies; nothing of yours is changed.
+    """Compare the gradient of a batch with the sum over its micro-batches, on copies of the model.
 
-    The plain loop: `loss(model, batch).backward()` against the engine's accumulation, in float64 on the CPU. Where the
-    model does not run in float64 it runs in its own type, and the tolerance is that type's.
+    The plain loop: `loss(model, batch).backward()` against the engine's accumulation, in float64 on the CPU. A model
+    that cannot run in float64 keeps its dtype, with the tolerance of that dtype.
 
     ```python
     report = ab.check(model, ab.mean_over_samples(loss), batch)
@@ -48,14 +49,15 @@ def check(
         batch: any nested batch of at least 4 samples; a dozen is enough.
         micro_batch_sizes: cuts to try; None for 1 and two that leave a ragged tail.
         norms: the policy about BatchNorm, as `Engine` takes it. The un-split batch is run under the policy too.
-        seed: of what the model draws.
+        seed: seed of random numbers.
 
     Returns:
-        The errors of all cuts, the reasons where they are not equal, and what to change.
+        The errors of all cuts, the reasons for differences or failed comparisons, and the fixes.
 
     Raises:
         BatchSizeError: the batch is too small to be cut unevenly.
-        Exception: what the model or the loss raises on the un-split batch.
+        CompositionError: the model uses reentrant checkpointing.
+        Exception: any error of the model or the loss on the un-split batch.
     """
     num_samples = count_samples(batch)
     checked_int("seed", seed, least=None)
@@ -80,20 +82,20 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     # A type that is not listed, such as float8, has the widest tolerance.
     tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
     findings = []
-    if (randomness := _held_randomness(runs, traits.random_modules, tolerance)) is not None:
-        findings.append(randomness)
+    ways: Sequence[Callable[[], RepeatedDraws | None]] = (lambda: None,)
+    if (randomness := _randomness(runs, traits.random_modules, tolerance)) is not None:
+        finding, ways = randomness
+        findings.append(finding)
     # 1 and two ragged cuts: an even cut hides faults that divide by the number of micro-batches.
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
-    splits = tuple(_measure(runs, size, tolerance) for size in sizes)
+    splits = _measure_all(runs, sizes, tolerance, ways)
     failing = [split for split in splits if split.verdict == "not equal"]
-    if failing and runs.draws is not None:  # samples may be on another axis than the first, or drawn for in a loop
-        varied, runs.draws = runs.draws, HeldDraws(constant=True)
-        constant = tuple(_measure(runs, size, tolerance) for size in sizes)
-        if any(split.verdict == "not equal" for split in constant):
-            runs.draws = varied
-        else:
-            splits, failing = constant, []
-    if failing and not any(finding.breaks_equality for finding in findings):
+    obstacle = find_obstacle(runs, tolerance) if failing else no_gradient() if _is_zero(runs.whole()) else None
+    if obstacle is not None:
+        findings.append(obstacle)
+        undecided = failing or splits
+        splits = tuple(replace(split, verdict="undecided") if split in undecided else split for split in splits)
+    elif failing:
         # A cut that runs explains more than one that raises, and a larger error is easier to attribute.
         worst = max(failing, key=lambda split: (split.failure is None, split.error))
         findings += find_causes(runs, worst.sizes[0], traits.coupling_modules, tolerance)
@@ -123,6 +125,27 @@ def _gradient_runs(
     return runs, f"{str(runs.dtype).removeprefix('torch.')}, because in float64: {reason}"
 
 
+def _measure_all(
+    runs: GradientRuns,
+    sizes: Sequence[int],
+    tolerance: float,
+    ways: Sequence[Callable[[], RepeatedDraws | None]],
+) -> tuple[SplitResult, ...]:
+    """Measure all cuts with the first way of drawing under which they agree; with the first of all if none does."""
+    results = []
+    for make_draws in ways:
+        runs.draws = make_draws()
+        results.append((tuple(_measure(runs, size, tolerance) for size in sizes), runs.draws))
+        if not any(split.verdict == "not equal" for split in results[-1][0]):
+            return results[-1][0]
+    splits, runs.draws = results[0]
+    return splits
+
+
+def _is_zero(gradients: Gradients) -> bool:
+    return not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values())
+
+
 def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
     num_samples = runs.num_samples
     sizes = tuple(min(size, num_samples - start) for start in range(0, num_samples, size))
@@ -136,28 +159,26 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
     return SplitResult(sizes=sizes, error=error, errors=errors, verdict=verdict_of(error, tolerance))
 
 
-def _held_randomness(runs: GradientRuns, draws: Sequence[str], tolerance: float) -> CheckFinding | None:
-    """Hold random numbers, if the gradient depends on them: every sample gets the same, in any cut."""
+def _randomness(
+    runs: GradientRuns, modules: Sequence[str], tolerance: float
+) -> tuple[CheckFinding, Sequence[Callable[[], RepeatedDraws]]] | None:
+    """Return that the gradient depends on random numbers, and the ways to repeat them; None if it does not.
+
+    Args:
+        runs: the model, the loss and the batch.
+        modules: names of the modules that draw from torch.
+        tolerance: relative error that rounding may cause.
+    """
     # The same gradient from another seed: the random numbers, if any, do not matter.
     if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None
-    where = draws[0] if draws else ""
-    number = f"{len(draws)} module{'s' * (len(draws) > 1)} (first {where!r})"
-    source = f"{number} draw" if len(draws) > 1 else f"{number} draws" if draws else "the loss function draws"
-    runs.draws = HeldDraws()
-    difference = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
-    if difference > tolerance:
-        runs.draws = None
-        return CheckFinding(
-            code="randomness",
-            where=where,
-            says=(
-                f"{source} random numbers that cannot be held (of numpy or Python), so two runs of the same batch "
-                f"differ by {difference:.1e} and cuts cannot be compared."
-            ),
-            change="make the draws a part of the batch, or leave them out, and check again.",
-        )
-    return CheckFinding(
+    where = modules[0] if modules else ""
+    number = f"{len(modules)} module{'s' * (len(modules) > 1)} (first {where!r})"
+    source = f"{number} draw" if len(modules) > 1 else f"{number} draws" if modules else "the loss function draws"
+    # With torch's numbers held, only Python's and numpy's depend on the seed.
+    runs.draws = RepeatedDraws()
+    by_host = not relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance
+    finding = CheckFinding(
         code="randomness",
         where=where,
         says=(
@@ -167,6 +188,7 @@ def _held_randomness(runs: GradientRuns, draws: Sequence[str], tolerance: float)
         change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any cut.",
         breaks_equality=False,
     )
+    return finding, list(ways_of_drawing(by_host=by_host))
 
 
 def _cannot_run(split: SplitResult) -> CheckFinding:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SplitVerdict = Literal["exact", "equal up to rounding", "not equal"]
+SplitVerdict = Literal["exact", "equal up to rounding", "undecided", "not equal"]
 EXACT = 1e-12
 
 
@@ -20,7 +20,7 @@ class SplitResult:
         error: the same over all parameters together; infinite if the micro-batches could not be run.
         failure: why they could not be run.
         verdict: "exact" is an error of at most 1e-12; "equal up to rounding" is within the tolerance of the narrowest
-            number type seen inside the model.
+            number type seen inside the model; "undecided": the gradients cannot be compared, see the findings.
     """
 
     sizes: tuple[int, ...]
@@ -37,15 +37,17 @@ class SplitResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFinding:
-    """One reason why a cut changes the gradient, or something that was set aside to be able to compare.
+    """A reason why a cut changes the gradient, or an effect that was excluded from the comparison.
 
     Attributes:
-        code: for programs: "loss_declaration", "batch_norm", "couples_samples", "joint_loss", "randomness",
-            "cannot_run" or "unexplained".
-        where: module, loss term or parameter that it is about.
-        says: what was seen, with figures.
-        change: what to change; empty where nothing has to be.
-        breaks_equality: whether it makes the gradients differ; otherwise it is only worth knowing.
+        code: for programs: "loss_declaration", "batch_norm", "couples_samples", "joint_loss", "groups", "state",
+            "cannot_run" or "unexplained"; with the verdict "undecided": "draws_by_sample", "unrepeatable" or
+            "no_gradient"; "randomness" is a note.
+        where: the affected module, loss term or parameter.
+        says: the observation, with figures.
+        change: the fix; empty if none is needed.
+        breaks_equality: whether it makes the gradients differ.
+        prevents_verdict: whether it prevents a comparison of gradients, so that the verdict is "undecided".
     """
 
     code: str
@@ -53,6 +55,7 @@ class CheckFinding:
     says: str
     change: str
     breaks_equality: bool = True
+    prevents_verdict: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +80,18 @@ class CheckReport:
     @property
     def verdict(self) -> SplitVerdict:
         """The worst of all cuts."""
-        order: tuple[SplitVerdict, ...] = ("exact", "equal up to rounding", "not equal")
+        order: tuple[SplitVerdict, ...] = ("exact", "equal up to rounding", "undecided", "not equal")
         return max((split.verdict for split in self.splits), key=order.index)
 
     @property
     def equal(self) -> bool:
-        """Whether every cut gives the gradient of the un-split batch."""
-        return self.verdict != "not equal"
+        """Whether every cut gives the gradient of the un-split batch; False where that is undecided."""
+        return self.verdict not in ("undecided", "not equal")
+
+    @property
+    def reason(self) -> str | None:
+        """Why the verdict is "undecided"; None if it is not."""
+        return next((finding.says for finding in self.findings if finding.prevents_verdict), None)
 
     def __str__(self) -> str:
         """Return the table of cuts and the findings."""
@@ -93,7 +101,8 @@ class CheckReport:
         lines.append(f"  {'micro-batches':<{width}}  gradient error  verdict")
         for sizes, split in zip(shown, self.splits, strict=True):
             error = "cannot run" if split.failure else f"{split.error:.1e}"
-            worst = "" if split.verdict != "not equal" or split.worst is None else f", most in {split.worst!r}"
+            differs = split.verdict in ("undecided", "not equal") and split.error != 0
+            worst = f", most in {split.worst!r}" if differs and split.worst is not None else ""
             lines.append(f"  {sizes:<{width}}  {error:>14}  {split.verdict}{worst}")
         for number, finding in enumerate(self.findings, 1):
             lines += ["", f"{number}. {finding.says}"]

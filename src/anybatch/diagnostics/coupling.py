@@ -13,11 +13,11 @@ from anybatch.norms.probe import tried_couplings
 
 @dataclass(frozen=True, slots=True)
 class ForwardTraits:
-    """Modules by what one forward showed of them, by name, in the order in which they ended.
+    """Names of modules with properties observed in one forward, in the order in which the modules finished.
 
     Attributes:
-        random_modules: those that advanced torch's generator, but no child of theirs did.
-        coupling_modules: those whose output for one sample moves with another sample, but no child's does.
+        random_modules: modules that advanced torch's generator, without a child that did.
+        coupling_modules: modules whose output for a sample depends on another sample, without a child that does.
         narrowest_dtype: the floating-point type with the fewest bits that any module returned; None if none was.
     """
 
@@ -27,13 +27,7 @@ class ForwardTraits:
 
 
 def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
-    """Run a forward and observe every module that it calls; buffers are the caller's to put back.
-
-    Args:
-        modules: all modules that may be called.
-        run: runs the forward over the whole batch.
-        num_samples: samples in the batch; best a number that no other axis in the model has.
-    """
+    """Run a forward and observe every module that it calls; the caller must restore buffers."""
     names = {module: name for name, module in modules.named_modules()}
     states: dict[nn.Module, bytes] = {}
     drew: list[nn.Module] = []
@@ -46,7 +40,7 @@ def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int)
         # A generator that has moved is the only sign of a draw that works for every module.
         if states[module] != _state():
             drew.append(module)
-        # A module may return something that is no batch.
+        # A module may return something other than a batch.
         with contextlib.suppress(TypeError):
             dtypes.extend(t.dtype for t in tensors_of(output) if t.is_floating_point())
 
@@ -70,7 +64,7 @@ def _state() -> bytes:
 
 
 def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:
-    """Yield those of which no child was found."""
+    """Yield the names without a child among them."""
     for module in found:
         if not any(child in found for child in module.modules() if child is not module):
             yield module

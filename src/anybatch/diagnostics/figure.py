@@ -1,4 +1,4 @@
-"""Pictures of what was found: the errors of a check by layer and cut, speed and memory by micro-batch size."""
+"""Pictures of reports: the errors of a check by layer and split, speed and memory by micro-batch size."""
 
 import math
 from pathlib import Path
@@ -14,16 +14,7 @@ MARKS = "osD^vP"
 
 
 def draw_errors(report: CheckReport, path: Path) -> None:
-    """Draw each parameter's part in the gradient error of each cut, on a logarithmic axis.
-
-    Args:
-        report: of `check`.
-        path: the file, which ends in .png, .svg or .pdf.
-
-    Raises:
-        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-        OSError: it cannot be written.
-    """
+    """Draw each parameter's part in the gradient error of each cut, on a logarithmic axis."""
     figures = import_drawing("matplotlib.figure", [path])
     names = list(next((split.errors for split in report.splits if split.errors), {}))
     figure = figures.Figure(figsize=(8, max(2.5, 1.6 + 0.24 * len(names))), layout="constrained")
@@ -61,16 +52,7 @@ def draw_errors(report: CheckReport, path: Path) -> None:
 
 
 def draw_tuning(report: TuneReport, path: Path) -> None:
-    """Draw samples per second above peak memory, by micro-batch size; the fastest and the recommended one are marked.
-
-    Args:
-        report: of `tune`.
-        path: the file, which ends in .png, .svg or .pdf.
-
-    Raises:
-        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-        OSError: it cannot be written.
-    """
+    """Draw samples per second and peak memory by micro-batch size; mark the fastest and the recommended size."""
     figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(7, 5), layout="constrained")
     speed, memory = figure.subplots(2, 1, sharex=True)
     rates = report.rates

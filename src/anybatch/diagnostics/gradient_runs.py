@@ -1,11 +1,10 @@
-"""A copy of what the user trains, on which gradients can be taken again and again without a trace."""
+"""A copy of the user's model, for repeated gradients without side effects."""
 
 import copy
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -16,14 +15,15 @@ from torch import nn
 from anybatch.core.batch import picked
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
-from anybatch.core.loss_kinds import AcrossSamples, LossFunction
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
 from anybatch.diagnostics.coupling import ForwardTraits, find_traits
+from anybatch.diagnostics.repeated_draws import RepeatedDraws
+from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.comparison import Verdict, judge
 from anybatch.engine.loss_check.diagnosis import Diagnosis, diagnose
-from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
 from anybatch.engine.loss_check.sample_choice import SampleSource
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
@@ -40,13 +40,13 @@ class GradientRuns:
     """A model, a loss and a batch of one number type, on the CPU.
 
     Attributes:
-        model: what the loss function is called with; a copy of the user's.
+        model: a copy of the user's, passed to the loss function.
         loss: the declared loss.
         batch: the whole batch.
-        seed: of whatever is drawn.
+        seed: seed of all random numbers.
         norms: the policy about BatchNorm, as the engine takes it.
         in_evaluation: modules that run in evaluation mode for now, because their behaviour in training was set aside.
-        draws: torch's random numbers are those meanwhile, the same for every sample; None: as they come.
+        draws: repeats random numbers in every forward; None: they come from seeded generators.
     """
 
     model: Model
@@ -55,7 +55,7 @@ class GradientRuns:
     seed: int = 0
     norms: Policy | PolicyName | None = None
     in_evaluation: set[nn.Module] = field(default_factory=set)
-    draws: HeldDraws | None = None
+    draws: RepeatedDraws | None = None
 
     @property
     def modules(self) -> nn.Module:
@@ -79,52 +79,58 @@ class GradientRuns:
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
-        with self._untouched(self.seed if seed is None else seed), self._held():
+        seed = self.seed if seed is None else seed
+        with self._untouched(seed), nullcontext() if self.draws is None else self.draws.held(seed):
             return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
         """Return the gradient that the engine adds up over micro-batches."""
-        with self._untouched(self.seed), self._held():
-            engine = Engine(
-                self.model,
-                # `gradients` makes no update; an optimizer without state keeps the copies as they are.
-                lambda named: torch.optim.SGD(named, lr=0.0),
-                self.loss if self.draws is None else self._with_draws(self.draws),
-                micro_batch_size=micro_batch_size,
-                norms=self.norms or "keep",
-                check_loss=False,
-                seed=self.seed if seed is None else seed,
-                world=World(),
-            )
-            try:
-                return engine.gradients(copied(self.batch))
-            finally:
-                engine.close()
+        seed = self.seed if seed is None else seed
+        with self._untouched(seed):
+            if self.draws is None:
+                return self._accumulated(self.loss, micro_batch_size, seed)
+            with self.draws.held(seed), self.draws.applied_to(self.loss) as loss:
+                return self._accumulated(loss, micro_batch_size, seed)
 
-    def _held(self) -> AbstractContextManager[object]:
-        if self.draws is None:
-            return nullcontext()
-        self.draws.restart()
-        return self.draws
+    def _accumulated(self, loss: Loss, micro_batch_size: int, seed: int) -> Gradients:
+        engine = Engine(
+            self.model,
+            # `gradients` makes no update; SGD has no state to copy.
+            lambda named: torch.optim.SGD(named, lr=0.0),
+            loss,
+            micro_batch_size=micro_batch_size,
+            norms=self.norms or "keep",
+            check_loss=False,
+            seed=seed,
+            world=World(),
+        )
+        try:
+            return engine.gradients(copied(self.batch))
+        finally:
+            engine.close()
 
-    def _with_draws(self, draws: HeldDraws) -> Loss:
-        """Return the loss of which every call draws the same numbers."""
+    def draws_by_sample(self, tolerance: float) -> bool:
+        """Return whether numbers of Python or numpy belong to samples, so that no other batch can repeat them.
 
-        def repeated(function: LossFunction) -> LossFunction:
-            if isinstance(function, nn.Module):  # its parameters train, so it stays a module; it is a copy
-                function.register_forward_pre_hook(lambda *_: draws.restart())
-                return function
+        To be asked after the un-split batch and a cut have run.
+        """
+        if self.draws is None or not self.draws.by_host:
+            return False
+        return self.draws.differ_by_sample or self._depends_on_order(tolerance)
 
-            def call(model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
-                draws.restart()
-                return function(model, batch)
-
-            return call
-
-        loss = dataclasses.replace(self.loss, function=repeated(self.loss.function))
-        if not isinstance(loss.kind, AcrossSamples):
-            return loss
-        return dataclasses.replace(loss, kind=dataclasses.replace(loss.kind, encode=repeated(loss.kind.encode)))
+    def _depends_on_order(self, tolerance: float) -> bool:
+        """Whether the gradient changes in reverse order: states do not show numbers that were packed."""
+        batch, number = read_samples(self.batch)
+        before = self.batch, self.draws
+        self.draws = RepeatedDraws(constant=True)
+        try:
+            expected = self.whole()
+            self.batch = next(picked(batch, [range(number)[::-1]]))
+            return not relative_error(self.whole(), expected) <= tolerance
+        except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in another order)
+            return True
+        finally:
+            self.batch, self.draws = before
 
     def diagnosis(self) -> tuple[Verdict, Diagnosis] | None:
         """Check the declaration of the loss on a few samples, as the engine's first step does; None if it is right.
@@ -145,6 +151,7 @@ class GradientRuns:
         source = SampleSource(range(number), functools.partial(picked, batch), number)
         with self._untouched(self.seed) as generators:
             runs = LossRuns(parts, generators)
+            runs.has_aligned_draws = True  # `find_obstacle` has excluded others
             verdict = judge(runs, source)
             return (verdict, diagnose(runs, verdict)) if verdict.kind == "broken" else None
 
@@ -155,18 +162,18 @@ class GradientRuns:
 
     def returns_a_number(self) -> bool:
         """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
-        with self._untouched(self.seed):  # with gradients, which a loss may take by itself
+        with self._untouched(self.seed):  # gradients stay enabled, since the loss may use autograd
             output = self._output(copied(self.batch))
         return isinstance(output, torch.Tensor) and not output.dim()
 
     def changed_by_forward(self, tolerance: float) -> list[str] | None:
-        """Return what a forward changes that the next one computes with, buffers and attributes of modules.
+        """Return the buffers and attributes of modules that a forward changes and that affect the next gradient.
 
-        None where the gradient of a second forward is that of the first; an empty list where it is not, and what keeps
-        the state is no module.
+        None if a second forward gives the same gradient; an empty list if it does not, but the state is not in a
+        module.
         """
         with self._untouched(self.seed) as draws:
-            # All three forwards draw the same numbers, so that only what is kept can make a difference.
+            # All three forwards draw the same numbers, so that only kept state can make a difference.
             first = self._backward(self._value(self.loss, copied(self.batch)))
             before = dict(_kept_by_modules(self.modules))
             draws.seed(self.seed)
@@ -222,13 +229,16 @@ class GradientRuns:
                         del attributes[name]
                     attributes.update(values)
 
-    def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
+    def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (the result of the user's loss function)
         """Return the loss function's output for a batch as a whole."""
         encode = self.loss.kind.encode
-        given = batch if encode is None else encode(self.model, batch)
-        if self.draws is not None:  # each call of the two draws the same numbers, as in micro-batches
-            self.draws.restart()
-        return self.loss.function(self.model, given)
+        given = batch if encode is None else self._called("encode", encode, batch)
+        return self._called("function", self.loss.function, given)
+
+    def _called(self, name: str, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
+        if self.draws is None:
+            return function(self.model, batch)
+        return self.draws.call(name, function, self.model, batch)
 
     def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
         """Return the loss of the whole batch, as declared."""
@@ -238,14 +248,30 @@ class GradientRuns:
         value = torch.stack(terms).sum()
         if not loss.kind.brings_count:
             return value
-        # An integer tensor divides in float32, whatever the type of the loss.
+        # An integer tensor would divide in float32, regardless of the type of the loss.
         return value * (self.num_samples / torch.as_tensor(returned_count(output)).to(torch.float64)).to(value.dtype)
 
     def _backward(self, value: torch.Tensor) -> Gradients:
+        """Return the gradients that a backward adds to parameters, including gradients added by layers directly.
+
+        Raises:
+            CompositionError: the model uses reentrant checkpointing.
+        """
         own = trainable(self.modules)
-        # A parameter that no forward reaches has the gradient None, as after `backward()`.
-        found = torch.autograd.grad(value, list(own.values()), allow_unused=True)
-        return dict(zip(own, found, strict=True))
+        for parameter in own.values():
+            parameter.grad = None
+        if value.requires_grad:
+            try:
+                torch.autograd.backward(value, inputs=list(own.values()))
+            except RuntimeError as error:
+                if (refused := refused_in_backward(error)) is not None:
+                    raise refused from error
+                raise
+        # A parameter that no forward reaches has the gradient None.
+        found = {name: parameter.grad for name, parameter in own.items()}
+        for parameter in own.values():
+            parameter.grad = None
+        return found
 
 
 def copied_runs(
@@ -268,7 +294,7 @@ def copied_runs(
 
 
 def _kept_by_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the buffers of modules, and what they keep in attributes, by name and as they are now."""
+    """Yield the current buffers and attributes of modules, by name."""
     yield from ((name, buffer.clone()) for name, buffer in modules.named_buffers())
     for place, module in modules.named_modules():
         for name, value in _attributes(module).items():
@@ -285,7 +311,7 @@ def _attributes(owner: object) -> dict[str, Any]:
     }
 
 
-def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (whatever modules keep)
+def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (any attribute of a module)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one, other)
     if isinstance(one, list | tuple | deque) and isinstance(other, list | tuple | deque):

@@ -10,22 +10,18 @@ from anybatch.engine.spec import TrainSpec
 
 
 def spec_for_repeated_steps(train: TrainSpec) -> TrainSpec:
-    """Return a copy whose steps may be made over and over, also shorter ones: no scheduler, no check of the loss."""
+    """Return a copy for repeated and shorter steps: no scheduler, no check of the loss."""
     return dataclasses.replace(
         train,
-        scheduler=None,  # it would come to its end
+        scheduler=None,  # it would reach its end
         check_loss=False,
         norms=train.norms or "keep",
-        effective_batch_size=None,  # some steps are shorter ones
+        effective_batch_size=None,  # some steps have fewer samples
     )
 
 
 class CachedBatch:
-    """An effective batch whose micro-batches are kept on the host once they were loaded.
-
-    Args:
-        batch: where they are loaded from.
-    """
+    """An effective batch that caches loaded micro-batches on the host."""
 
     def __init__(self, batch: EffectiveBatch) -> None:
         self._batch = batch
@@ -37,7 +33,7 @@ class CachedBatch:
         self._layouts: dict[bool, CachedBatch] = {}
 
     def in_layout(self, *, packed: bool) -> "CachedBatch":
-        """Return the batch padded or packed, where its collate function can do both; each is kept by itself."""
+        """Return the batch padded or packed, where its collate function can do both; each is cached separately."""
         if packed not in self._layouts:
             batch: Any = self._batch  # which has a choice of layouts
             self._layouts[packed] = CachedBatch(batch.in_layout(packed=packed))
@@ -52,12 +48,7 @@ class CachedBatch:
 
 
 class BatchSubset:
-    """Some samples of an effective batch, as an effective batch of their own.
-
-    Args:
-        batch: the larger one.
-        positions: where the samples stand in it.
-    """
+    """A subset of the samples of an effective batch, as an effective batch."""
 
     def __init__(self, batch: EffectiveBatch, positions: Positions) -> None:
         self._batch = batch

@@ -27,12 +27,12 @@ Vector = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharpness:
-    """The largest eigenvalue of a Hessian, as far as it was found. Printed, it is one line.
+    """An approximation of the largest eigenvalue of a Hessian. Prints as one line.
 
     Attributes:
         eigenvalue: the largest one, with its sign; never above the true one.
-        residual: an eigenvalue of the Hessian lies within so much of it.
-        num_products: Hessian-vector products that it took.
+        residual: distance within which an eigenvalue of the Hessian lies.
+        num_products: number of Hessian-vector products.
     """
 
     eigenvalue: float
@@ -62,22 +62,21 @@ def measure_sharpness(
 
     Equal to `torch.linalg.eigvalsh(hessian)[-1]` of `torch.autograd.functional.hessian` over the un-split batch.
 
-    What is measured is a copy of the model, in the mode that it is in and the number format of its weights, without
-    autocast; the user's stays as it is. Attention is computed by torch's plain kernel, since the fused ones cannot be
-    differentiated twice. A rank holds one more copy of the parameters for each product, and a micro-batch takes about
-    three times the memory of a training step's.
+    The model is copied, in its current mode and number format, without autocast; the user's is unchanged. Attention is
+    computed by torch's plain kernel, since the fused ones cannot be differentiated twice. A rank holds one more copy of
+    the parameters for each product, and a micro-batch takes about three times the memory of a training step's.
 
     Limits: a model with BatchNorm in train mode has another loss for each cut. Eigenvalues depend on how the model is
     parametrised (Dinh et al. 2017, arXiv 1703.04933), so they compare runs of one architecture, not architectures.
 
     Args:
-        spec: what is trained; its optimizer is left alone.
-        batch: what `Engine.step` takes.
-        hardware: how the batch is cut and dealt; None for what the environment has. Under strategies of the engine's
-            own for replicas only.
-        most_products: products after which it stops.
-        tolerance: residual, relative to the eigenvalue, at which it stops before.
-        seed: of the first vector.
+        spec: the training task; its optimizer is not used.
+        batch: a batch, as for `Engine.step`.
+        hardware: how the batch is cut and dealt; None to use the environment. The strategy must be "auto", "single" or
+            "all_reduce".
+        most_products: maximum number of products.
+        tolerance: residual, relative to the eigenvalue, at which the iteration stops earlier.
+        seed: seed of the first vector.
 
     Raises:
         LossError: a loss across samples, whose two passes cannot be differentiated twice.
@@ -105,7 +104,7 @@ def measure_sharpness(
         spec,
         model=model,
         loss=dataclasses.replace(loss, function=products.loss),
-        # `gradients` makes no update; an optimizer without state keeps the copies as they are.
+        # `gradients` makes no update, and this optimizer has no state.
         optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
         precision="fp32",
         scheduler=None,
@@ -126,12 +125,7 @@ def measure_sharpness(
 
 
 class _Products:
-    """Products of the Hessian with vectors, taken by an engine as gradients of another loss.
-
-    Args:
-        function: the user's loss function.
-        parameters: by name, those of the copy that is measured.
-    """
+    """Products of the Hessian with vectors, taken by an engine as gradients of another loss."""
 
     def __init__(self, function: LossFunction, parameters: Mapping[str, Tensor]) -> None:
         self._function = function
@@ -146,7 +140,7 @@ class _Products:
         return [torch.zeros_like(parameter) if product is None else product for product, parameter in pairs]
 
     def loss(self, model: Any, batch: Any) -> Any:  # noqa: ANN401 (as the user's)
-        """Return, in the form of the user's loss, what has the product for its gradient."""
+        """Return a loss, in the form of the user's, whose gradient is the product."""
         with sdpa_kernel(SDPBackend.MATH):
             return self._directional(self._function(model, batch))
 
@@ -203,7 +197,7 @@ def _lanczos(product: Callable[[Vector], Vector], vector: Vector, most_products:
             matrix = matrix + torch.diag(off, 1) + torch.diag(off, -1)
         values, vectors = torch.linalg.eigh(matrix)
         largest, residual = float(values[-1]), rest * abs(float(vectors[-1, -1]))
-        # With as many vectors as parameters, or none left to go on with, the eigenvalue is exact.
+        # With one vector per parameter, or no further vector, the eigenvalue is exact.
         is_whole = len(basis) == sum(one.numel() for one in vector) or rest <= 1e-14 * max(1.0, abs(largest))
         if residual <= tolerance * abs(largest) or is_whole or len(diagonal) == most_products:
             return Sharpness(eigenvalue=largest, residual=residual, num_products=len(diagonal))

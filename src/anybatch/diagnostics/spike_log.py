@@ -1,4 +1,4 @@
-"""Where a run that is over, or still going on, has left its course: read from its log."""
+"""Finds loss spikes in the log of a finished or running run."""
 
 import os
 from dataclasses import dataclass
@@ -11,38 +11,32 @@ from anybatch.events.jsonl import read_jsonl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeReport:
-    """The spikes of a log. Printed, a line for each.
-
-    Attributes:
-        num_steps: steps that were looked at.
-        spikes: of each episode the first.
-        told: what a watch has done while the run went on: step, code and words.
-    """
+    """The spikes of a log, and the messages of the run's own watch. Prints one line for each."""
 
     num_steps: int
     spikes: tuple[Spike, ...]
     told: tuple[tuple[int, str, str], ...]
 
     def __str__(self) -> str:
-        """Return what was found."""
+        """Return the spikes as text."""
         lines = [f"{self.num_steps} steps, {len(self.spikes)} spike{'s' * (len(self.spikes) != 1)}"]
         lines += [f"  step {spike.step}: {spike}" for spike in self.spikes]
         if self.told:
-            lines += ["what the run's own watch said:", *(f"  step {step}: {words}" for step, _, words in self.told)]
+            lines += ["messages of the run's own watch:", *(f"  step {step}: {words}" for step, _, words in self.told)]
         return "\n".join(lines)
 
 
 def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> SpikeReport:
-    """Look through the losses and gradient norms in a log as a watch of the run would have.
+    """Search the losses and gradient norms in a log for spikes, as a watch of the run does.
 
-    Of steps that were made again after a resume, the last ones count; those that fp16 skipped are left out.
+    Of steps repeated after a resume, the last one counts; steps that fp16 skipped are ignored.
 
     Args:
         path: `events.jsonl`, or the folder of a run.
-        rule: what counts as a spike; None for the defaults.
+        rule: definition of a spike; None: the defaults.
 
     Raises:
-        UserError: there are fewer steps in it than it takes to find anything.
+        UserError: the log has too few steps.
         OSError: the log cannot be opened.
     """
     rule, log = rule or SpikeRule(), rank_logs(path)[0]

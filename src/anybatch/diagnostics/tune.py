@@ -1,4 +1,4 @@
-"""How does speed, and memory, depend on the micro-batch size? Makes whole steps at many sizes and loads data."""
+"""Speed and memory by micro-batch size: measures steps at many sizes, and data loading."""
 
 import dataclasses
 import time
@@ -25,16 +25,16 @@ from anybatch.parallel.world import World
 
 Measured = TypeVar("Measured")
 NUM_ROUNDS = 6
-"""Of them the first tries all sizes, and the others those that may be the fastest."""
+"""The first tries all sizes, the others only candidates for the fastest."""
 _MOST_OF_A_CANDIDATE = 1.25
-"""Times the shortest step of two rounds: what takes longer is not measured again."""
+"""Factor of the shortest step in two rounds above which a size is dropped."""
 _TIMED_SECONDS, _MOST_STEPS = 0.2, 20
-"""Of a size in a turn: steps are made for so long, or so many."""
+"""Limits of a size in a round: seconds, and number of steps."""
 _STEPS_OF_A_SUBSET = 3
 _MOST_TIMES_SHORTEST = 2.0
-"""Times the shortest step that is estimated: what would take longer is not measured at all."""
+"""Factor of the shortest estimated step above which a size is not measured."""
 LOADED_STEPS = 4
-"""Effective batches that are loaded for each number of workers, after a first one."""
+"""Effective batches loaded for each number of workers, after a first one."""
 
 
 def tune(
@@ -47,9 +47,9 @@ def tune(
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
 ) -> TuneReport:
-    """Measure whole steps at many micro-batch sizes, in turns, and how fast data is loaded.
+    """Measure interleaved steps at many micro-batch sizes, and the speed of data loading.
 
-    The plain loop, in which each engine has made a shorter step before, to warm up:
+    Equivalent to this loop, after a shorter warm-up step of each engine:
 
     ```python
     for turn in range(6):
@@ -57,21 +57,21 @@ def tune(
             seconds[size].append(timed(engine_with(size).step, batch))
     ```
 
-    Sizes that take more than twice as long as another by a step of one and of two micro-batches are not run whole.
-    What counts is the median of a size's times relative to the fastest size's in the same turn, so that a machine that
-    is busy now and then does not decide. The batch is loaded beforehand, so a step is forwards, backwards and update.
-    Memory is the most that tensors took, weights, gradients and optimizer state included: on CUDA as the allocator
-    counts it, on a CPU in a run of its own, of two micro-batches, that is not timed.
+    Sizes whose steps of one and two micro-batches predict more than twice the shortest time are not run completely.
+    The result is the median of a size's times relative to the fastest size in the same round, so that occasional load
+    on the machine does not matter. The batch is loaded beforehand; a step is forwards, backwards and update. Memory is
+    the peak of tensors, with weights, gradients and optimizer state: the allocator's on CUDA, on a CPU from a separate
+    untimed run of two micro-batches.
 
     Args:
-        train: what is trained; its model is trained for some steps, so it should be a new one. The scheduler is left
-            out, since it would come to its end, and so is the check of the loss.
+        train: a `TrainSpec` with a new model, because it is trained for some steps, without the scheduler and the
+            loss check.
         data: function num_workers -> effective batches, such as `ab.batches`; the first one is trained on.
-        micro_batch_sizes: sizes to try; None cuts the batch into 1, 2, 4, ... parts.
-        num_workers: numbers of loading processes to try; empty does not look at loading.
-        most_seconds: no further round is begun after so long; there is one in any case.
+        micro_batch_sizes: sizes to try; None: the batch in 1, 2, 4, ... parts.
+        num_workers: numbers of loading processes to try; empty: do not measure loading.
+        most_seconds: start no round after this many seconds; there is at least one.
         clock: monotonic time in seconds.
-        world: the one rank that is measured; None asks the environment.
+        world: the rank to measure on; None reads the environment.
 
     Raises:
         BatchSizeError: a size is below 1 or above the batch's, or not even the smallest one fits.
@@ -80,7 +80,7 @@ def tune(
     batch = next(iter(data(0)))
     num_samples = len(batch.sample_ids)
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
-    # How many layers make a cut batch another training; 0 under a policy that was chosen, also to keep them.
+    # BatchNorm layers that make a split batch train differently; 0 if a policy was chosen.
     num_batch_norms = len(_cut_batch_norms(train)) if train.norms is None else 0
     train = spec_for_repeated_steps(train)
 
@@ -92,7 +92,7 @@ def tune(
     if not times:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message, micro_batch_size=sizes[0])
-    # Counting tensors slows a step down, so on a CPU memory is measured in a run of its own.
+    # Counting tensors slows a step down, so on a CPU memory is measured in a separate run.
     peaks = timer.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in times}
     ratios = _relative_times(times, timer.estimated)
     fastest = min(set(ratios) - timer.estimated, key=lambda size: median(ratios[size]))
@@ -118,7 +118,7 @@ def tune(
 
 
 def default_sizes(num_samples: int) -> Sequence[int]:
-    """Return sizes that cut a step into 1, 2, 4, ... nearly equal parts, rising, from 2 samples on."""
+    """Return sizes that split a step into 1, 2, 4, ... nearly equal parts, rising, from 2 samples."""
     sizes = {num_samples}
     parts = 2
     while (size := -(-num_samples // parts)) >= min(2, num_samples) and parts <= num_samples:
@@ -128,7 +128,7 @@ def default_sizes(num_samples: int) -> Sequence[int]:
 
 
 class _StepTimer:
-    """Makes steps at one size after the other, and takes the time."""
+    """Makes and times steps at one size after the other."""
 
     def __init__(
         self, engine: Callable[[int], Engine], batch: EffectiveBatch, device: torch.device, clock: Callable[[], float]
@@ -139,10 +139,10 @@ class _StepTimer:
         self.estimated: set[int] = set()
 
     def seconds(self, sizes: Sequence[int], most_seconds: float) -> dict[int, list[float]]:
-        """Return the times of steps, turn by turn, for each size that fits; sizes take turns."""
+        """Return the times of interleaved steps, round by round, for each size that fits."""
         begun = self._clock()
         estimates = self._estimates(sizes)
-        # Left out is what is slow at the least, measured by what is fast at the most: whatever disturbs one estimate.
+        # A size is dropped if its lower estimate exceeds the upper estimate of the fastest.
         limit = _MOST_TIMES_SHORTEST * min((most for _, most in estimates.values()), default=0.0)
         self.estimated = {size for size, (least, _) in estimates.items() if least > limit}
         found: dict[int, list[float]] = {size: [estimates[size][0]] for size in self.estimated}
@@ -151,26 +151,26 @@ class _StepTimer:
             for size in turn:
                 taken = self._with_engine(size, partial(self._step, size))
                 if taken is None:
-                    # A size that does not fit in every round is not one to recommend, nor is a larger one.
+                    # A size that does not fit in every round is not recommended, and neither is a larger one.
                     found = {one: times for one, times in found.items() if one < size}
                     break
                 found.setdefault(size, []).append(taken)
             if not found or self._clock() - begun > most_seconds:
                 break
-            # A size is left out by its shortest step, after two turns: the machine may have been busy in one of them.
+            # A size is dropped by its shortest step, after two rounds: the machine may have been busy in one.
             limit = _MOST_OF_A_CANDIDATE * min(max(times) for times in found.values())
             near = (one for one in found.keys() - self.estimated if not number or min(found[one]) <= limit)
-            # The other way round each time, so that a machine that slows down slows all of them alike.
+            # The order is reversed each time, so that a machine that slows down affects all sizes equally.
             turn = sorted(near, reverse=list(turn) == sorted(turn))
             if len(turn) == 1:
                 break
         return found
 
     def _estimates(self, sizes: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Return the least and the most that a step may take, for each size that fits.
+        """Return a lower and an upper estimate of the time of a step, for each size that fits.
 
-        From steps of one micro-batch and of two: each further one takes what the second did, or, at the most, half of
-        a step of two with its update.
+        From steps of one and two micro-batches: each further one takes as long as the second, or at most half of a step
+        of two with its update.
         """
         found = {}
         for size in sizes:
@@ -184,41 +184,41 @@ class _StepTimer:
         return found
 
     def _one_and_two(self, size: int, engine: Engine) -> tuple[float, float] | None:
-        """Return the seconds of a step of one micro-batch, and of one of two; both are the whole one where it is it."""
+        """Return the time of a step with one micro-batch and with two."""
         batch = _two_micro_batches(self._whole, size)
         twos = self._timed(engine, batch, size, 1)
-        # A long step is hardly longer for making the optimizer's state; a short one is made again.
+        # Allocating the optimizer's state hardly matters to a long step; a short one is repeated.
         if twos and twos[0] < _TIMED_SECONDS:
             twos = self._timed(engine, batch, size, _STEPS_OF_A_SUBSET)
         ones = twos
         if twos and len(self._whole.sample_ids) > 2 * size:
             ones = self._timed(engine, BatchSubset(self._whole, range(size)), size, _STEPS_OF_A_SUBSET)
-        # What else the machine does only adds to a time, and few are taken.
+        # Noise only adds to a time, and there are few.
         return (min(ones), min(twos)) if ones and twos else None
 
     def _step(self, size: int, engine: Engine) -> float | None:
         """Return the seconds of a step of the whole batch, after a short one; None if memory ran out."""
-        # The first step makes the optimizer's state and warms the caches; only the second one is timed.
+        # The first step allocates the optimizer's state and warms the caches; only the second one is timed.
         if not self._timed(engine, _two_micro_batches(self._whole, size), size, 1):
             return None
         times = self._timed(engine, self._whole, size, _MOST_STEPS)
         return median(times) if times else None
 
     def _timed(self, engine: Engine, batch: EffectiveBatch, size: int, most: int) -> list[float]:
-        """Return the seconds of steps, of at most so many and a fifth of a second; none if memory ran out."""
+        """Return the seconds of steps, up to a number and a fifth of a second; none if memory ran out."""
         cached, times = CachedBatch(batch), list[float]()
         list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
-        # A step of a small model is over before the machine does anything else.
+        # A step of a small model ends before the machine does anything else.
         while not times or (len(times) < most and sum(times) < _TIMED_SECONDS):
             begun = self._now()
             too_large = engine.step(cached).too_large
             times.append(self._now() - begun)
-            if too_large:  # it went on with a smaller one
+            if too_large:  # the engine continued with a smaller one
                 return []
         return times
 
     def _with_engine(self, size: int, measure: Callable[[Engine], Measured | None]) -> Measured | None:
-        """Return what is measured with a new engine of that size; None if memory ran out."""
+        """Return a measurement with a new engine of that size; None if memory ran out."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
@@ -233,7 +233,7 @@ class _StepTimer:
         return taken
 
     def _now(self) -> float:
-        # Kernels run behind the host: without waiting, a step would seem to end when it has only been launched.
+        # Kernels run asynchronously: without waiting, a step would seem to end when it is only launched.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return self._clock()
@@ -249,7 +249,7 @@ def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:
 
 
 def _relative_times(times: Mapping[int, Sequence[float]], estimated: Collection[int] = ()) -> dict[int, list[float]]:
-    """Return each size's times relative to those of the fastest one in the same turns; the first turn warms up."""
+    """Return each size's times relative to the fastest size in the same round; the first round warms up."""
     measured = [size for size in times if size not in estimated]
 
     def compared(size: int, other: int) -> list[float]:
@@ -275,7 +275,7 @@ def _cut_batch_norms(train: TrainSpec) -> Sequence[torch.nn.Module]:
 
 
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
-    """Return the most that tensors take in a step, as a ledger counts it; optimizer state is made before it."""
+    """Return the peak memory of tensors in a step, by a ledger; optimizer state is allocated before it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     cached = CachedBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
@@ -296,7 +296,7 @@ def _loading(
     micro_batch_size: int,
     clock: Callable[[], float],
 ) -> tuple[LoadingResult, ...]:
-    """Return how fast each number of workers loads micro-batches of that size."""
+    """Return the loading speed of each number of workers, for micro-batches of that size."""
     cut = Cut(micro_batch_size=micro_batch_size)
     return tuple(
         LoadingResult(num_workers=number, samples_per_second=_loaded_per_second(data(number), cut, clock))
@@ -305,14 +305,14 @@ def _loading(
 
 
 def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable[[], float]) -> float:
-    """Return how many samples per second arrive, once the first batch has."""
+    """Return the loaded samples per second, after the first batch."""
     begun, num_samples = clock(), 0
     run: Any = iter(data)
     try:
         for number, batch in enumerate(run):
             for _ in Placement(cut, 1, 0).micro_batches(batch):
                 pass
-            # Starting the workers is in the time of the first batch, and is not what is measured.
+            # The first batch includes starting the workers, so it is not timed.
             if number == 0:
                 begun = clock()
                 continue
@@ -320,9 +320,9 @@ def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable
             if number == LOADED_STEPS:
                 break
     finally:
-        # Ends the loader's workers now; they would disturb the next measurement.
+        # Ends the loader's workers, which would disturb the next measurement.
         run.close()
-    # A coarse clock may not have moved.
+    # A coarse clock may not have advanced.
     return num_samples / max(clock() - begun, 1e-9)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
-from anybatch.memory.counted import Counted, what_is_counted
+from anybatch.memory.counted import Counted, counting_text
 
 _GAIN_WORTH_SAYING = 0.03
 _SMALL_LOSS = 0.05
@@ -22,7 +22,7 @@ class SizeResult:
         peak_bytes: the most memory of a step, as `TuneReport.counted` says; None if memory ran out, or the device does
             not report it.
         is_estimated: it is much slower than others by its first micro-batches, and whole steps were not made.
-        of_the_fastest: quartiles of the rate relative to that of the fastest size in the same round; None where it was
+        of_the_fastest: quartiles of the rate relative to the fastest size in the same round; None where it was
             measured once.
     """
 
@@ -36,12 +36,7 @@ class SizeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingResult:
-    """How fast samples are loaded, with nothing else to do.
-
-    Attributes:
-        num_workers: processes that load; 0 for the process that trains.
-        samples_per_second: that arrive.
-    """
+    """How fast samples are loaded, with nothing else to do."""
 
     num_workers: int
     samples_per_second: float
@@ -57,7 +52,7 @@ class TuneReport:
         sizes: one result for each size, rising.
         loading: one result for each number of workers, rising; empty if that was not asked for.
         num_batch_norms: layers that normalise within each micro-batch, so that a cut batch is trained otherwise.
-        counted: what the memory of a size counts.
+        counted: how memory is counted.
     """
 
     num_samples: int
@@ -79,9 +74,9 @@ class TuneReport:
 
     @property
     def recommended(self) -> int:
-        """The smallest size whose steps take at most 3% longer than those of the fastest: it needs the least memory.
+        """The smallest size whose steps take at most 3% longer than the fastest: it needs the least memory.
 
-        Where a cut changes what is trained, the whole batch if it fits, and else the largest size that does.
+        If a split changes the training, the whole batch if it fits, else the largest size that does.
         """
         if self.num_batch_norms:
             return max(self.rates)
@@ -95,7 +90,7 @@ class TuneReport:
     def rates_with_loading(self) -> dict[int, float]:
         """Return number of workers to the samples per second that can be trained, at the recommended size.
 
-        The process that trains loads in between; workers load meanwhile, each on a core of its own.
+        The training process loads between steps; workers load meanwhile, each on its own core.
         """
         rate = self.rates[self.recommended]
         return {
@@ -113,18 +108,18 @@ class TuneReport:
             return ""
         rate, found = self.rates[self.recommended], self.rates_with_loading
         best = smallest_of_the_fastest({number: 1.0 / value for number, value in found.items()})
-        here = f"{1.0 - found[0] / rate:.0%} of the time in the process that trains" if 0 in found else ""
+        here = f"{1.0 - found[0] / rate:.0%} of training time with num_workers=0" if 0 in found else ""
         if found[best] < (1.0 - _SMALL_LOSS) * rate:
-            lost = f"; it takes {here}" if here else ""
+            lost = f"; loading takes {here}" if here else ""
             return (
-                f"loading is the bottleneck: of {rate:,.0f} samples/s at most {found[best]:,.0f} are trained, "
+                f"data loading is the bottleneck: of {rate:,.0f} samples/s at most {found[best]:,.0f} are trained, "
                 f"with num_workers={best}{lost}."
             )
         if not best:
-            return f"loading is no bottleneck: it takes {here}."
-        without = f"; without, it takes {here}" if here else ""
+            return f"data loading keeps up: it takes {here}."
+        without = f"; loading takes {here}" if here else ""
         cores = "a core" if best == 1 else f"{best} cores"
-        return f"loading is no bottleneck with num_workers={best} and {cores} to spare{without}."
+        return f"data loading keeps up with num_workers={best} and {cores} to spare{without}."
 
     def __str__(self) -> str:
         """Return the tables and the verdict."""
@@ -152,8 +147,8 @@ class TuneReport:
             note = f"  <- {', '.join(marks)}" if marks else ""
             lines.append(f"  {one.size:>11}  {one.num_micro_batches:>8}  {speed}{memory:>14}{note}".rstrip())
         if any(one.is_estimated for one in self.sizes):
-            lines += ["", "~ estimated from one and two micro-batches: too slow for whole steps to be made."]
-        return [*lines, "", what_is_counted(self.counted), self._advice()]
+            lines += ["", "~ estimated from one and two micro-batches: too slow for whole steps."]
+        return [*lines, "", counting_text(self.counted), self._advice()]
 
     def _advice(self) -> str:
         size = f"recommended: micro_batch_size={self.recommended}"
@@ -162,9 +157,9 @@ class TuneReport:
         layers = f"{self.num_batch_norms} BatchNorm layer{'s' * (self.num_batch_norms > 1)}"
         which = "the whole batch" if self.recommended == self.num_samples else "the largest that fits"
         gain = self.rates[self.best] / self.rates[self.recommended] - 1.0
-        faster = f" micro_batch_size={self.best} is {gain:.0%} faster, and another training."
+        faster = f" micro_batch_size={self.best} is {gain:.0%} faster, but trains differently."
         faster = faster if gain >= _GAIN_WORTH_SAYING else ""
         return (
             f"{size}, {which}: {layers} normalise{'s' * (self.num_batch_norms == 1)} within each micro-batch, so every "
-            f"size trains something else (norms='exact' makes cuts equal).{faster}"
+            f"size trains differently (norms='exact' makes splits equal).{faster}"
         )

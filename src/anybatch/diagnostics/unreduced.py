@@ -1,4 +1,4 @@
-"""The step of one rank of several, without what ranks say to each other: what is left of a step is communication."""
+"""A step of one rank of several without communication; the difference to a real step is communication."""
 
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -35,7 +35,7 @@ class Unreduced:
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return what has added up in this process."""
+        """Return the sum of this process."""
         return self._own.finish_gradients(numbers)
 
     def place_gradients(self) -> None:
@@ -47,7 +47,7 @@ class Unreduced:
         self._own.clear_gradients()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Leave the numbers as they are."""
+        """Return the numbers unchanged."""
         return numbers
 
     def close(self) -> None:
@@ -56,12 +56,11 @@ class Unreduced:
 
 
 def without_reduction(micro_batch_size: int | Literal["auto"] | None, world: World) -> Hardware:
-    """Return what a rank runs on that does its share of a step among the ranks of `world` without a word to them.
+    """Return a strategy that runs this rank's share of a step without communication.
 
-    The batch is cut and dealt as it is with them, and divided by the count of all. Whatever strategy the step with
-    reduction has, weights and gradients are whole here. Outputs that a loss across samples needs of other ranks are
-    gathered all the same.
+    The batch is cut and dealt as with communication, and divided by the count of all ranks. Weights and gradients are
+    not sharded, regardless of the strategy of the step. A loss across samples still gathers the outputs of other ranks.
     """
-    # Made by hand, it has no control plane: its other ranks are imagined.
+    # A world created directly has no control plane, so it does not communicate.
     imagined = World(world.rank, world.size, world.device)
     return Hardware(micro_batch_size=micro_batch_size, strategy=Unreduced(), world=imagined)

@@ -1,7 +1,6 @@
-"""Makes the parts of an engine, in the order in which they depend on each other: one function for each."""
+"""Build the parts of an engine in the order of their dependencies, with one function for each."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,24 +12,20 @@ from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import declared
 from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.masked_parameters import MaskedParameters
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
-from anybatch.engine.accumulation.step_guard import StepGuard
-from anybatch.engine.argument_types import refuse_wrong_types
-from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.batch_norm.runner import BatchNormRunner, ranks_of
-from anybatch.engine.checked_arguments import CheckedArguments, check_arguments
+from anybatch.engine.checked_arguments import CheckedArguments, check_arguments, refuse_wrong_types
 from anybatch.engine.checkpoint_saver import CheckpointSaver
-from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.compatibility import features_of_ranks
-from anybatch.engine.executors import choose_executor
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_builds
+from anybatch.engine.first_steps import CutNotice, FirstSteps
 from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
 from anybatch.engine.inputs import captured_parameters, collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
+from anybatch.engine.masked_parameters import MaskedParameters
 from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.budget_trials import TrialParts
@@ -39,21 +34,19 @@ from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.rng.generators import advancing_generators, seed_of_state
 from anybatch.engine.spec import Hardware, TrainSpec
-from anybatch.engine.spike_watch.kept_state import KeptState
-from anybatch.engine.spike_watch.watch import SpikeGuard
+from anybatch.engine.spike_watch.watch import KeptState, SpikeGuard
+from anybatch.engine.step_guard import StepGuard
 from anybatch.engine.step_planner import StepPlanner
-from anybatch.engine.step_runner import StepRunner
+from anybatch.engine.step_runner import StepRunner, choose_executor
 from anybatch.engine.step_state import StepState
 from anybatch.engine.telemetry.decisions import Decisions, first_decisions
 from anybatch.engine.telemetry.notifier import Notifier, start_record
-from anybatch.engine.update.clipping import refuse_groups
-from anybatch.engine.update.finite_check import FiniteCheck
-from anybatch.engine.update.optimizer_mode import prepare_for_training
-from anybatch.engine.update.optimizer_state import OptimizerStateMemory
+from anybatch.engine.update.clipping import ClipByNorm, refuse_groups
+from anybatch.engine.update.optimizer_state import OptimizerStateMemory, prepare_for_training
 from anybatch.engine.update.precision import LossScaler, Target, make_target
 from anybatch.engine.update.resident_tensors import ResidentMemory, resident_tensors
-from anybatch.engine.update.schedule import scheduler_of
-from anybatch.engine.update.updater import Updater
+from anybatch.engine.update.schedule import Scheduler, scheduler_of
+from anybatch.engine.update.updater import FiniteCheck, Updater
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.local_parts import local_part
@@ -64,7 +57,7 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrainedModel:
-    """The model as the strategy has prepared it, and what updates it."""
+    """The model as the strategy has prepared it, with optimizer, scheduler and averages."""
 
     prepared: Prepared
     guard: StepGuard
@@ -78,7 +71,7 @@ class _TrainedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What the parts that plan and run steps are made from."""
+    """Inputs of the parts that plan and run steps."""
 
     arguments: CheckedArguments
     model: _TrainedModel
@@ -88,29 +81,29 @@ class _Shared:
 
 
 def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None) -> Parts:
-    """Make the parts of an engine.
+    """Build the parts of an engine.
 
     Args:
-        spec: what is trained.
-        hardware: where, and in what pieces.
-        observer: looks in on micro-batches, reductions, phases and steps.
+        spec: the arguments for the training.
+        hardware: the arguments for devices and cuts.
+        observer: receives a record of every micro-batch, reduction, phase and step.
 
     Raises:
-        UserError: with what was wrong, both values and what to do; nothing of the model has changed then.
-        RanksDifferError: ranks do not build the same, or only some of them build.
-        RankFailedError: another rank failed while it built.
+        UserError: invalid arguments, with both values and the fix; the model has not changed then.
+        RanksDifferError: arguments differ between ranks, or only some ranks build an engine.
+        RankFailedError: another rank failed to build its engine.
     """
     refuse_wrong_types(spec, hardware, observer)
     loss = declared(spec.loss)
     modules = collect_modules(spec.model, loss)
-    # After the modules, since a single rank computes where the model is.
+    # After the modules, since a single rank uses the model's device.
     world = hardware.world or world_of(modules)
     if world.roll_call is None:
         return _build(check_arguments(spec, hardware, loss, modules, world), observer)
     with failures_reported(world, "ab.Engine", None, undo=lambda: None, barrier=True):
         refuse_other_builds(spec, hardware, loss, modules, world)
         parts = _build(check_arguments(spec, hardware, loss, modules, world), observer)
-        # So that no rank begins to train where another could not build.
+        # No rank may begin to train if another one could not build.
         world.gather_numbers((0.0,))
     return parts
 
@@ -118,16 +111,17 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
 def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:
     spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     decisions = Decisions()
-    notifier = Notifier(observer, world.rank, arguments.loss, arguments.clip, speaks=world.speaks)
+    max_norm = arguments.clip.max_norm if isinstance(arguments.clip, ClipByNorm) else None
+    notifier = Notifier(observer, world.rank, arguments.loss, max_norm, speaks=world.speaks)
     if not strategy.capabilities.moves_modules:
         # Before the strategy, which allocates its buckets where the parameters are.
         move_modules(modules, world.device)
-    # From here on something of the model may have changed: hooks, buckets, for some strategies the parameters.
+    # From here on the model may have changed: hooks, buckets, and with some strategies its parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
     try:
         model = _trained_model(arguments, prepared, notifier)
     except Exception:
-        strategy.close()  # no hook stays on a model that is not going to be trained
+        strategy.close()  # remove the hooks from the model
         raise
     shared = _Shared(
         arguments=arguments,
@@ -140,15 +134,15 @@ def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:
 
 
 def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: Notifier) -> _TrainedModel:
-    """Make what needs the parameters as the strategy has left them; refuse what only an optimizer can show."""
+    """Build the parts that need the prepared parameters; run the checks that need the optimizer."""
     spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     guard = StepGuard(
         spec.model, modules, prepared, notifier, world, replaces_parameters=strategy.capabilities.replaces_parameters
     )
     prepared = dataclasses.replace(prepared, call=guard.call)
-    # An optimizer that is given as a function is made over what the strategy has made of the parameters.
+    # An optimizer function receives the parameters of the strategy.
     target = make_target(spec.optimizer, prepared.parameters, spec.bf16_weights, spec.seed or 0)
-    # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
+    # Not with the other checks: an optimizer function has no groups before it is called.
     refuse_groups(arguments.clip, target.optimizer)
     refuse_joined_kernels(target.optimizer, target.updated)
     refuse_whole_updates(target.optimizer, target.updated)
@@ -178,13 +172,13 @@ def _trained_model(arguments: CheckedArguments, prepared: Prepared, notifier: No
 
 def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifier) -> Updater:
     spec, modules, world, target = arguments.spec, arguments.modules, arguments.world, model.target
-    # Not a method of anything: what asks for these tensors must not keep the engine alive.
+    # Not a bound method, so that holders of this function do not keep the engine alive.
     tensors = partial(resident_tensors, modules, model.prepared, target, model.average)
     resident = ResidentMemory(tensors, target, spec.precision)
     notifier.measure_memory(world, target.parameters, tensors)
-    update_statistics: Callable[..., None] = model.batch_norm.update
+    after_update = [] if model.batch_norm.is_idle else [model.batch_norm.update]
     if not arguments.buffer_updates.is_idle:
-        update_statistics = _both(update_statistics, arguments.buffer_updates.update)
+        after_update.append(arguments.buffer_updates.update)
     return Updater(
         target=target,
         scaler=LossScaler(spec.precision, target, world.device),
@@ -197,8 +191,8 @@ def _updater(arguments: CheckedArguments, model: _TrainedModel, notifier: Notifi
         scheduler=model.scheduler,
         optimizer_memory=OptimizerStateMemory(target, world, resident, model.sharding),
         sharding=model.sharding,
-        update_statistics=update_statistics,
-        run_hooks=model.guard.run_hooks,
+        after_update=tuple(after_update),
+        hooks=model.guard,
         clear=arguments.strategy.clear_gradients,
         resident=resident,
         notifier=notifier,
@@ -213,12 +207,12 @@ def _not_finite(modules: nn.Module, state: StepState) -> list[str]:
 
 
 def _parts(shared: _Shared) -> Parts:
-    """Make what plans and runs steps on a prepared model."""
+    """Build the parts that plan and run steps on a prepared model."""
     arguments, model, updater = shared.arguments, shared.model, shared.updater
     decisions, notifier = shared.decisions, shared.notifier
     check, noise = _loss_check(shared), _noise_meter(shared)
     context = _loop_context(shared, check, noise)
-    planner = _step_planner(shared, check, context)
+    planner, first_steps = _step_planner(shared, check), _first_steps(shared, check, context)
     replicas = _replica_check(arguments, model.prepared, updater)
     backoff = SizeBackoff(arguments.sizes, decisions, notifier)
     impossible = why_impossible(
@@ -226,7 +220,7 @@ def _parts(shared: _Shared) -> Parts:
     )
     _add_decisions(shared, impossible)
     _warn_of_captured(arguments, notifier)
-    # Gradients of the user's from before would be added to those of the first effective batch.
+    # Existing gradients would be added to the gradient of the first effective batch.
     arguments.strategy.clear_gradients()
     return Parts(
         world=arguments.world,
@@ -237,7 +231,16 @@ def _parts(shared: _Shared) -> Parts:
         check=check,
         planner=planner,
         guard=model.guard,
-        runner=_step_runner(shared, planner, context, backoff, replicas, noise=noise, impossible=impossible),
+        runner=_step_runner(
+            shared,
+            context,
+            planner=planner,
+            first_steps=first_steps,
+            backoff=backoff,
+            replicas=replicas,
+            noise=noise,
+            impossible=impossible,
+        ),
         updater=updater,
         noise=noise,
         replicas=replicas,
@@ -247,6 +250,7 @@ def _parts(shared: _Shared) -> Parts:
         saver=CheckpointSaver(arguments.world),
         spikes=_spike_guard(arguments, updater, notifier),
         further_state={},
+        loss_weights=context.loss.weights,
     )
 
 
@@ -280,36 +284,58 @@ def _noise_meter(shared: _Shared) -> NoiseMeter | None:
 
 
 def _loop_context(shared: _Shared, check: LossCheck, noise: NoiseMeter | None) -> LoopContext:
-    """Make what the hot loop calls; what is off is not called at all."""
+    """Build the context of the hot loop, without calls of disabled parts."""
     arguments, notifier, batch_norm = shared.arguments, shared.notifier, shared.model.batch_norm
-    before, after = notifier.before, notifier.after
+    before = () if arguments.buffer_updates.is_idle else (arguments.buffer_updates.before,)
+    after = () if arguments.buffer_updates.is_idle else (arguments.buffer_updates.after,)
     if noise is not None:
-        after = _both(noise.after, after)
-    if not arguments.buffer_updates.is_idle:
-        before = _both(arguments.buffer_updates.before, before)
-        after = _both(arguments.buffer_updates.after, after)
+        after = (*after, noise.after)
     return LoopContext(
-        # A bare loss may turn out to be a mean in the first step, so the loop calls the check's loss, not the user's.
+        # The first step may find that a bare loss is a mean, so the loop uses the check's loss, not the user's.
         loss=check.loss,
         strategy=arguments.strategy,
         prepared=shared.model.prepared,
         scaler=shared.updater.scaler,
         autocast=arguments.autocast,
-        forward=(lambda _: arguments.autocast()) if batch_norm.is_idle else batch_norm.forward,
+        forward=arguments.autocast if batch_norm.is_idle else batch_norm.forward,
         randomness=arguments.randomness,
         before=before,
         after=after,
+        audience=notifier,
     )
 
 
-def _step_planner(shared: _Shared, check: LossCheck, context: LoopContext) -> StepPlanner:
+def _first_steps(shared: _Shared, check: LossCheck, context: LoopContext) -> FirstSteps:
     arguments, notifier, decisions = shared.arguments, shared.notifier, shared.decisions
     spec, modules, world = arguments.spec, arguments.modules, arguments.world
+    return FirstSteps(
+        check=check,
+        sizes=arguments.sizes,
+        cut_notice=CutNotice(batch_norms(modules), notifier, is_chosen=spec.norms is not None),
+        watch=StateWatch(
+            modules,
+            arguments.buffer_updates.names,
+            notifier,
+            world.size,
+            keyed=spec.rng is not None,
+            # The second function of such a loss runs once per step and may keep a queue.
+            watches_state=arguments.loss.kind.encode is None,
+        ),
+        autocast=arguments.autocast,
+        on_first_batch=partial(_send_header, context, world, notifier, precision=spec.precision, decisions=decisions),
+        trial_parts=partial(_trial_parts, arguments, check, context, shared.updater, shared.model.batch_norm),
+        decisions=decisions,
+        notifier=notifier,
+    )
+
+
+def _step_planner(shared: _Shared, check: LossCheck) -> StepPlanner:
+    arguments, spec = shared.arguments, shared.arguments.spec
+    modules, world = arguments.modules, arguments.world
     return StepPlanner(
         world=world,
         loss=check.loss,
         sizes=arguments.sizes,
-        check=check,
         sums=UncountedSums(
             arguments.loss,
             spec.model,
@@ -318,12 +344,7 @@ def _step_planner(shared: _Shared, check: LossCheck, context: LoopContext) -> St
             autocast=arguments.autocast,
             lockstep=arguments.strategy.capabilities.lockstep,
         ),
-        cut_notice=CutNotice(batch_norms(modules), notifier, is_chosen=spec.norms is not None),
-        autocast=arguments.autocast,
-        on_first_batch=partial(_send_header, context, world, notifier, precision=spec.precision, decisions=decisions),
-        trial_parts=partial(_trial_parts, arguments, check, context, shared.updater, shared.model.batch_norm),
-        decisions=decisions,
-        notifier=notifier,
+        notifier=shared.notifier,
         seed=spec.seed,
         make_seed=partial(seed_of_state, modules),
     )
@@ -331,16 +352,17 @@ def _step_planner(shared: _Shared, check: LossCheck, context: LoopContext) -> St
 
 def _step_runner(
     shared: _Shared,
-    planner: StepPlanner,
     context: LoopContext,
+    *,
+    planner: StepPlanner,
+    first_steps: FirstSteps,
     backoff: SizeBackoff,
     replicas: ReplicaCheck,
-    *,
     noise: NoiseMeter | None,
     impossible: str,
 ) -> StepRunner:
     arguments, model, notifier = shared.arguments, shared.model, shared.notifier
-    modules, world, buffers = arguments.modules, arguments.world, arguments.buffer_updates
+    modules, world = arguments.modules, arguments.world
     num_further = 0 if noise is None else noise.num_numbers
     executor = choose_executor(context, modules, world, notifier, model.batch_norm, num_further=num_further)
     retry = OomRetry(
@@ -358,16 +380,8 @@ def _step_runner(
         executor,
         context,
         model.guard,
-        buffers=buffers,
-        watch=StateWatch(
-            modules,
-            buffers.names,
-            notifier,
-            world.size,
-            keyed=arguments.spec.rng is not None,
-            # The second function of such a loss runs once per step and may keep a queue.
-            watches_state=arguments.loss.kind.encode is None,
-        ),
+        first_steps=first_steps,
+        buffers=arguments.buffer_updates,
         world=world,
         retry=retry,
         notifier=notifier,
@@ -379,7 +393,7 @@ def _step_runner(
 
 
 def _add_decisions(shared: _Shared, impossible: str) -> None:
-    """Note what has been decided so far, first what the engine chose, then what the strategy did."""
+    """Record the automatic choices so far: first of the engine, then of the strategy."""
     arguments, prepared, decisions = shared.arguments, shared.model.prepared, shared.decisions
     world, features, capabilities = arguments.world, arguments.features, arguments.strategy.capabilities
     for decision in first_decisions(
@@ -400,21 +414,21 @@ def _add_decisions(shared: _Shared, impossible: str) -> None:
 
 
 def _warn_of_captured(arguments: CheckedArguments, notifier: Notifier) -> None:
-    """Warn of parameters that the loss function holds and no module: the engine does not train them."""
+    """Warn about parameters that are in the loss function but in no module, so they are not trained."""
     own = set(map(id, arguments.modules.parameters()))
     names = [name for name, one in captured_parameters(arguments.loss).items() if id(one) not in own]
     if names:
         message = (
-            f"the loss function holds a parameter that is in no module of the engine, so it never trains: "
-            f"{', '.join(map(repr, names))}. Register it: Engine({{'model': model, 'loss': module}}, ...), or make the "
-            "loss a module with the parameter; or freeze it with requires_grad_(False)."
+            f"the loss function holds parameters that are in no module of the engine and never train: "
+            f"{', '.join(map(repr, names))}. Register them: Engine({{'model': model, 'loss': module}}, ...), or make "
+            "the loss a module with these parameters; or freeze them with requires_grad_(False)."
         )
         notifier.warn("parameter_outside_model", message)
 
 
 def _replica_check(arguments: CheckedArguments, prepared: Prepared, updater: Updater) -> ReplicaCheck:
     target = updater.target
-    # Windows are empty between steps: replicas are compared by what the model has.
+    # Windows are empty between steps, so the model's parameters are compared.
     updated = target.updated if target.windows is None else target.parameters
     weights = dict(zip(prepared.parameters, updated, strict=True))
     # A forward may change frozen weights, such as a teacher's, differently on each rank.
@@ -466,8 +480,8 @@ def _send_header(
     precision: str,
     decisions: Decisions,
 ) -> None:
-    """Send the header of a run, once its first batch has been planned."""
-    if notifier.has_observer:
+    """Send the header of a run after its first batch has been planned."""
+    if notifier.observers:
         record = start_record(
             world=world,
             planned=planned,
@@ -478,13 +492,3 @@ def _send_header(
             decisions=decisions,
         )
         notifier.start(record)
-
-
-def _both(one: Callable[..., None], other: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls both, in this order, with the same arguments."""
-
-    def call(*args: object) -> None:
-        one(*args)
-        other(*args)
-
-    return call

@@ -1,11 +1,11 @@
-"""The state a run needs to go on as if it had never stopped: collected, restored, the same under any strategy."""
+"""Collect and restore the complete state of a run, in the same form for every strategy."""
 
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from anybatch.core.geometry import Sizes
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.random_state import host_random_state, restore_host_random_state
 from anybatch.engine.update.precision import LossScaler, Target
+from anybatch.engine.update.schedule import Stateful
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import CheckpointError
 from anybatch.parallel.local_parts import is_dtensor
@@ -25,53 +26,32 @@ from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 from anybatch.parallel.world import World
 
 _WEIGHTS_ALONE = (
-    " For another optimizer on the same weights, anybatch.checkpoints.export(checkpoint, file) writes these for "
-    "model.load_state_dict."
+    " To use the weights with another optimizer, export them for model.load_state_dict: "
+    "anybatch.checkpoints.export(checkpoint, file)."
 )
-
-
-class Scheduler(Protocol):
-    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
-
-    def step(self) -> None:
-        """Set the next step's learning rates."""
-        ...
 
 
 Remark = tuple[str, str]
 """The code and the text of a warning, see `Notifier.warn`."""
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything whose state can be saved: a scheduler, a loader, an average."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return plain values and tensors."""
-        ...
-
-    def load_state_dict(self, state: Any) -> Any:  # noqa: ANN401 (as torch has it)
-        """Go on from them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateParts:
-    """The parts of an engine that change while it trains.
+    """The parts of an engine that change during training.
 
-    Keyed random numbers are not among them: the seed, the step and the sample say it all.
+    Seeded random numbers need no state: they follow from the seed, the step and the sample.
 
     Attributes:
-        modules: everything that trains.
-        layout: how tensors lie on the ranks.
-        target: the optimizer and what it updates.
-        sharding: how its step is shared out over ranks, or None.
-        scaler: fp16's gradient scaler, or nothing.
-        scheduler: anything with a state, or None.
+        modules: all trained modules.
+        layout: how tensors are sharded.
+        target: the optimizer and its weights.
+        sharding: how ranks share the update, or None.
+        scaler: the gradient scaler of fp16; disabled for other precisions.
+        scheduler: any object with a state, or None.
         average: averaged weights, or None.
         noise: averages of the gradient's noise, or None.
-        generators: of the random numbers that are not keyed.
-        further: objects of the user's, by name.
+        generators: generators that the forward advances; empty if random numbers are seeded.
+        further: the user's objects, by name.
     """
 
     modules: nn.Module
@@ -88,15 +68,15 @@ class StateParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run has come, and what it was cut like.
+    """The counters and sizes of a run.
 
     Attributes:
-        num_steps: effective batches run.
+        num_steps: completed steps.
         data: progress in all data sets, see `RunProgress.state_dict`.
-        seed: first word of random keys; None for the data's.
-        sizes: the sizes named by the user or found by a search.
-        resized: how they were changed since, for want of memory; None if they were not.
-        decisions: what was decided and why.
+        seed: seed of random numbers; None: the seed of the data.
+        sizes: the sizes from the user or from a search.
+        resized: their later changes after out of memory; None without changes.
+        decisions: automatic choices, with reasons.
     """
 
     num_steps: int
@@ -110,23 +90,23 @@ class Progress:
 def collect_state(
     parts: StateParts, progress: Progress, world: World, *, only_trainable: bool, in_parts: bool = False
 ) -> dict[str, Any]:
-    """Return everything that changes, as nested dicts of tensors and plain values.
+    """Return the state as nested dicts of tensors and plain values.
 
-    Every rank calls it: tensors may be sharded, and random numbers that are not keyed differ. Tensors of replicas are
+    A collective, since tensors may be sharded, and unseeded generators differ between ranks. Tensors of replicas are
     not copied.
 
     Args:
-        parts: what changes.
-        progress: how far the run has come.
+        parts: the parts with a state.
+        progress: counters and sizes.
         world: the ranks.
         only_trainable: leave out frozen parameters.
-        in_parts: nothing is gathered: what this process has, as `SharedSave` takes it. Otherwise tensors are whole.
+        in_parts: return the local part of each tensor, for `SharedSave`, instead of gathering whole tensors.
     """
     target, scaler = parts.target, parts.scaler
     gather = partial(_held, layout=parts.layout) if in_parts else parts.layout.gather
     model = _model_state(parts.modules, only_trainable=only_trainable)
     if in_parts and not world.is_first:
-        # Those of ranks differ (running statistics), so all are the first process's, as in a checkpoint of whole ones.
+        # Buffers such as running statistics differ between ranks: save only the first process's.
         model = _without_buffers(model, parts.modules)
     return {
         "num_steps": progress.num_steps,
@@ -162,14 +142,14 @@ def collect_state(
     }
 
 
-def _held(tensor: torch.Tensor, layout: ParameterLayout) -> Any:  # noqa: ANN401 (a tensor, or what stands for one)
-    """Return what this process has of a tensor."""
+def _held(tensor: torch.Tensor, layout: ParameterLayout) -> Any:  # noqa: ANN401 (a tensor, or a TensorPart)
+    """Return this process's part of a tensor."""
     offset = layout.offset(tensor)
     return tensor if offset is None else TensorPart(layout.local(tensor), tuple(tensor.shape), offset)
 
 
 def _without_buffers(state: Mapping[str, Any], modules: nn.Module) -> dict[str, Any]:
-    """Return a model's state with everything but its parameters without data, unless it lies in parts."""
+    """Return a model's state with buffers on the meta device, except DTensors."""
     own = {_uncompiled_name(name) for name, _ in modules.named_parameters(remove_duplicate=False)}
 
     def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,24 +159,24 @@ def _without_buffers(state: Mapping[str, Any], modules: nn.Module) -> dict[str, 
 
 
 def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[Remark]:
-    """Put a collected state into the parts of an engine; nothing is changed unless all of it fits.
+    """Restore a collected state; change nothing unless all of it fits.
 
     Args:
-        parts: what changes.
-        state: what `collect_state` returned, perhaps an earlier version's; from the disk with a `StoredTensor` for
-            each tensor, of which each rank reads what it holds.
+        parts: the parts to restore.
+        state: result of `collect_state`, possibly of an earlier version; from a file with `StoredTensor`s, of which
+            each rank reads its part.
         world: the ranks.
 
     Returns:
-        Warnings about what was restored all the same.
+        Warnings about differences that do not prevent a resume.
 
     Raises:
-        CheckpointError: the state is of another model, optimizer or precision; names what differs, with both values.
+        CheckpointError: the state has another model, optimizer or precision; the message has both values.
     """
     _check_model(parts.modules, state["model"])
     remarks = _check_optimizer(parts.target, state["optimizer"], state.get("optimizer_class"))
     remarks += _check_further(parts.further, state.get("further", {}))
-    # Everything is compared before anything is loaded, so that a checkpoint that does not fit changes nothing.
+    # Compare everything before loading, so that a checkpoint that does not fit changes nothing.
     for name, own in (
         ("master_weights", parts.target.update == "master_weights"),
         ("missing_bits", parts.target.update == "split"),
@@ -207,17 +187,17 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         if own != (state.get(name) is not None):
             message = (
                 f"the checkpoint {'lacks' if own else 'has'} {name!r} and this engine {'has' if own else 'lacks'} it. "
-                "Build the engine as the run was built (precision, bf16_weights, scheduler, average_decay, optimizer)."
+                "Use the arguments of the saved run (precision, bf16_weights, scheduler, average_decay, optimizer)."
             )
             raise CheckpointError(message)
-    # Everything is read before anything is loaded, so that a disk that fails changes nothing either.
+    # Read everything before loading, so that a read error changes nothing either.
     place, own_model = partial(_placed, layout=parts.layout), parts.modules.state_dict()
     own_names = {_uncompiled_name(name): name for name in own_model}
     model = {
         own_names[name]: place(value, own_model[own_names[name]])
         for name, value in _by_uncompiled_name(state["model"]).items()
     }
-    # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
+    # A copy, because an optimizer keeps the tensors that it loads and changes them in place.
     optimizer = _scattered(copy.deepcopy(dict(state["optimizer"])), parts)
     saved_beside = state["master_weights"] or state.get("missing_bits") or {}
     beside = [(kept, place(saved_beside[number], kept)) for number, kept in parts.target.beside.items()]
@@ -241,7 +221,7 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         parts.scaler.scaler.load_state_dict(dict(small["scaler"]))
     if parts.average is not None:
         parts.average.load(averages)
-    # Measured averages are no part of what is trained: a run may begin to measure, or stop.
+    # Training does not depend on the noise: a resumed run may start or stop measuring it.
     if parts.noise is not None and small["noise"] is not None:
         parts.noise.load_state_dict(small["noise"])
     for name, found in parts.further.items():
@@ -252,7 +232,7 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
 
 
 def _placed(value: Any, like: Any, layout: ParameterLayout) -> Any:  # noqa: ANN401 (a tensor, or a layer's extra state)
-    """Return a whole tensor laid out like another; of one on the disk only what this rank holds is read."""
+    """Return a whole tensor, sharded like another one; from a file, read only this rank's part."""
     if isinstance(value, StoredTensor) and isinstance(like, torch.Tensor):
         offset = layout.offset(like)
         if offset is None:
@@ -279,17 +259,17 @@ def _by_uncompiled_name(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _uncompiled_name(name: str) -> str:
-    """Return the name of a parameter or buffer in the model as it was before `torch.compile` wrapped parts of it."""
+    """Return the name of a parameter or buffer without the wrappers of `torch.compile`."""
     return name.replace("_orig_mod.", "")
 
 
 def _optimizer_state(
     optimizer: Optimizer, sharding: UpdateSharding | None, world: World, *, in_parts: bool
 ) -> dict[str, Any]:
-    """Return an optimizer's state; of one that keeps a part of it on each rank, on rank 0 all of it."""
+    """Return an optimizer's state; the whole state on rank 0 for a `ZeroRedundancyOptimizer`."""
     if sharding is not None:
         return sharding.state_dict_in_parts() if in_parts else sharding.state_dict()
-    consolidate = getattr(optimizer, "consolidate_state_dict", None)  # of ZeroRedundancyOptimizer
+    consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if consolidate is None:
         return optimizer.state_dict()
     with world.collective():
@@ -304,14 +284,14 @@ def _class_name(value: object) -> str:
 def _restore_generators(
     generators: Sequence[torch.Generator], saved: "Sequence[Sequence[torch.Tensor]] | None", world: World
 ) -> list[Remark]:
-    """Go on with this rank's random numbers; where they cannot go on, say so."""
+    """Restore this rank's generators; return a warning if that is impossible."""
     if not generators:
         return []
     if saved is None or len(saved) != world.size or len(saved[world.rank]) != len(generators):
-        found = "no random numbers" if saved is None else f"those of {len(saved)} ranks"
+        found = "no generator state" if saved is None else f"generator states of {len(saved)} ranks"
         message = (
-            f"rng=None leaves random numbers as they come, and the checkpoint has {found}, this run {world.size} "
-            "ranks: dropout and the like will not be what they would have been."
+            f"random numbers do not continue: the checkpoint has {found}, this run has {world.size}. With rng=None "
+            "dropout and other random layers will differ from an uninterrupted run."
         )
         return [("random_numbers_not_resumed", message)]
     for generator, state in zip(generators, saved[world.rank], strict=True):
@@ -320,11 +300,11 @@ def _restore_generators(
 
 
 def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
-    """Return an optimizer's state with each tensor laid out like the parameter it belongs to."""
+    """Return an optimizer's state with each tensor sharded like its parameter."""
     parameters = [parameter for group in parts.target.optimizer.param_groups for parameter in group["params"]]
     for number, values in saved["state"].items():
         for name, value in values.items():
-            # What has another shape, such as a count of steps, is not laid out like the parameter.
+            # Tensors of another shape, such as step counts, are not sharded.
             like = getattr(value, "shape", None) == parameters[number].shape
             values[name] = _placed(value, parameters[number], parts.layout) if like else read_stored(value)
     return {name: value if name == "state" else read_stored(value) for name, value in saved.items()}
@@ -333,7 +313,7 @@ def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
 def _check_model(modules: nn.Module, saved: Mapping[str, Any]) -> None:
     own, saved = _by_uncompiled_name(modules.state_dict()), _by_uncompiled_name(saved)
     frozen = _frozen(modules)
-    # Saved with `only_trainable`: what is frozen comes from wherever the model does.
+    # Saved with `only_trainable`: the model already has its frozen parameters.
     if not frozen & saved.keys():
         own = {name: value for name, value in own.items() if name not in frozen}
     missing, foreign = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
@@ -349,72 +329,72 @@ def _check_model(modules: nn.Module, saved: Mapping[str, Any]) -> None:
             f"{len(shapes)} have another shape ({'; '.join(shapes[:3])})" * bool(shapes),
         ]
         message = (
-            f"the checkpoint is of another model: {'; '.join(filter(None, reasons))}. Build the model as it was when "
-            "the checkpoint was saved, or start in another folder."
+            f"the checkpoint has another model: {'; '.join(filter(None, reasons))}. Build the same model as for the "
+            "checkpoint, or start in another folder."
         )
         raise CheckpointError(message)
 
 
 def _check_further(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[Remark]:
-    """Compare the names of further objects; return what to say of saved ones that this run does not have."""
+    """Compare the names of further objects; return a warning about saved objects that this run lacks."""
     missing = sorted(set(own) - set(saved))
     if missing:
         message = (
-            f"the checkpoint has no state of {', '.join(map(repr, missing))}, which engine.save_also was given; it has "
-            f"{', '.join(map(repr, saved)) or 'none'}. Load without them, and call save_also afterwards."
+            f"the checkpoint lacks the state of {', '.join(map(repr, missing))} from engine.save_also; it has "
+            f"{', '.join(map(repr, saved)) or 'none'}. Load first, and call save_also afterwards."
         )
         raise CheckpointError(message)
     left = sorted(set(saved) - set(own))
     if not left:
         return []
     message = (
-        f"the checkpoint holds the state of {', '.join(map(repr, left))}, which this run does not take up: call "
-        f"engine.save_also({left[0]}=...) before engine.load."
+        f"the saved state of {', '.join(map(repr, left))} was not loaded. Call engine.save_also({left[0]}=...) before "
+        "engine.load."
     )
     return [("state_not_taken_up", message)]
 
 
 def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str | None) -> list[Remark]:
-    """Compare optimizers; return what to say of one that differs and can go on all the same."""
-    # By numbers, because an optimizer's state knows its parameters by their position alone.
+    """Compare optimizers; return a warning if the classes differ but have the same settings."""
+    # By numbers, because an optimizer's state identifies parameters by position.
     own = [len(group["params"]) for group in target.optimizer.param_groups]
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     if own != theirs:
         message = (
             f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {own}. Build the "
-            f"optimizer as it was when the checkpoint was saved.{_WEIGHTS_ALONE}"
+            f"same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
         )
         raise CheckpointError(message)
     own_class = _class_name(target.optimizer)
     if saved_class == own_class:
         return []
     here, there = (set(groups["param_groups"][0]) for groups in (target.optimizer.state_dict(), saved))
-    # Versions of torch add settings to a class, and never give it others: both ways is another kind of optimizer.
+    # New versions of torch only add settings to a class; if both sides have extra ones, the optimizers differ.
     if here - there and there - here:
         message = (
-            f"the checkpoint is of another kind of optimizer: it was saved with {saved_class or 'one'} (settings "
+            f"the checkpoint has another kind of optimizer: it was saved with {saved_class or 'one'} (settings "
             f"{', '.join(sorted(there - here))}), and this engine has {own_class} ({', '.join(sorted(here - there))}). "
-            f"Build the optimizer as it was when the checkpoint was saved.{_WEIGHTS_ALONE}"
+            f"Build the same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
         )
         raise CheckpointError(message)
     if saved_class is None:
         return []
     message = (
-        f"the checkpoint is of the optimizer {saved_class}, and goes on with {own_class}, which has the same settings: "
-        "the run will differ from one that went through."
+        f"the checkpoint has the optimizer {saved_class}, and the run continues with {own_class}, which has the same "
+        "settings. It will differ from an uninterrupted run."
     )
     return [("another_optimizer_class", message)]
 
 
 def state_of_first_rank(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return the collected state of rank 0 on every rank; its tensors travel one by one.
+    """Return the collected state of rank 0 on every rank; broadcasts tensors one by one.
 
     Args:
         state: this rank's.
         world: the ranks.
     """
     tensors = list(tensors_of(state)) if world.is_first else []
-    # Tensors without data say what is going to come.
+    # Tensors on the meta device describe the tensors that follow.
     form = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta")) if world.is_first else None
     form, devices = world.gather_objects((form, [tensor.device.type for tensor in tensors]))[0]
     found = iter(range(len(devices)))

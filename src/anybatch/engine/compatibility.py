@@ -1,4 +1,4 @@
-"""The arguments of an engine as features of the composition table, and the refusals that follow from it."""
+"""The arguments of an engine as features of the composition table; refuse combinations that it excludes."""
 
 import traceback
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from anybatch.parallel.strategy import Capabilities, trainable
 from anybatch.parallel.world import World
 
 Features = Mapping[Feature, str]
-"""The features of a run, each with what showed it, or an empty string."""
+"""The features of a run, each with its origin as text, which may be empty."""
 
 _PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
 _DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
@@ -49,17 +49,17 @@ def features_of(
 ) -> dict[Feature, str]:
     """Return the features of a run that follow from its spec and sizes.
 
-    What shows only while a model runs is not among them: parameters that stay unused, activation checkpointing,
-    functions such as `F.dropout`.
+    Features that appear only in a forward are missing: unused parameters, activation checkpointing, functions such as
+    `F.dropout`.
 
     Args:
-        spec: what is trained.
-        modules: everything that trains.
+        spec: the arguments for the training.
+        modules: all trained modules.
         loss: the declared loss.
-        sizes: as they were named.
+        sizes: the sizes from the user.
         deal: how units are dealt to ranks.
         clip: the clipping policy.
-        policy: the policy about BatchNorm.
+        policy: the BatchNorm policy.
 
     Raises:
         UserError: an unknown value of `deal`.
@@ -92,19 +92,19 @@ def _features_of_training(spec: TrainSpec, modules: nn.Module, loss: Loss) -> di
         Feature.COMPILED: is_compiled,
     }
     found = {**_features_of_parameters(spec, modules), **_features_of_loss(loss)}
-    if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be seen
-        found[Feature.DROPOUT_UNKEYED] = "or whatever else may draw"
+    if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be detected
+        found[Feature.DROPOUT_UNKEYED] = "or any other random function"
     for feature, shows in layers.items():
         first = next((name for name, module in modules.named_modules() if shows(module)), None)
         if first is not None:
             found[feature] = f"module {first!r}" if first else "the model itself"
     if dropout is Feature.DROPOUT_PER_SAMPLE:
-        found.setdefault(dropout, "")  # it is refused where F.dropout, which is not seen here, would not be keyed
+        found.setdefault(dropout, "")  # F.dropout cannot be detected, and some features prevent seeding it
     return found
 
 
 def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature, str]:
-    """Return strategy and ranks, or nothing for a strategy that is not in the table: that one answers for itself."""
+    """Return the features of strategy and ranks; empty if the strategy is not in the table."""
     strategy = capabilities.feature
     if strategy is None:
         return {}
@@ -123,25 +123,25 @@ def refuse_features(
     needs: Capabilities,
     world: World,
     *,
-    comes_sharded: bool = False,
+    already_sharded: bool = False,
 ) -> None:
-    """Refuse what does not compose, and what a strategy that is not in the table says it cannot do.
+    """Refuse combinations that do not compose, and features that the strategy does not support.
 
     Args:
         features: of the run.
-        optimizer: as of `TrainSpec`.
-        needs: of the strategy.
+        optimizer: as in `TrainSpec`.
+        needs: capabilities of the strategy.
         world: the ranks.
-        comes_sharded: the model has the parameters already that a strategy would make.
+        already_sharded: the model is sharded already, so the strategy does not replace its parameters.
 
     Raises:
-        CompositionError: with the reasons and what to use instead.
+        CompositionError: with the reasons and alternatives.
     """
     refuse_compositions({**features_of_ranks(needs, world), **features})
-    if needs.replaces_parameters and not comes_sharded and isinstance(optimizer, Optimizer):
+    if needs.replaces_parameters and not already_sharded and isinstance(optimizer, Optimizer):
         message = (
-            f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
-            "the old ones: it would step without error and change nothing. Pass a function instead: "
+            f"strategy {needs.name!r} creates new parameters, but this {type(optimizer).__name__} holds the old ones. "
+            "Its steps would change nothing. Pass a function instead: "
             f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
         )
         raise CompositionError(message)
@@ -151,19 +151,19 @@ def refuse_features(
     ):
         if not able and feature in features:
             message = (
-                f"strategy {needs.name!r} says that it cannot take {feature.says} ({features[feature]}). {instead}, "
-                "or another strategy."
+                f"strategy {needs.name!r} does not support {feature.says} ({features[feature]}). {instead}, "
+                "or use another strategy."
             )
             raise CompositionError(message)
 
 
 def refused_in_backward(error: BaseException) -> CompositionError | None:
-    """Return what to raise for an error out of a backward that the table knows, or None.
+    """Return a CompositionError if an error comes from reentrant checkpointing; otherwise None.
 
-    Whether checkpointing is reentrant cannot be seen before, so it is recognised by where the error was raised.
+    Reentrant checkpointing cannot be detected before, so it is recognized by the place that raised.
     """
     last = None
-    # The last frame is where the error was raised.
+    # The last frame is the one that raised.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         last = frame
     if last is None or last.f_code is not CheckpointFunction.backward.__code__:
@@ -194,7 +194,7 @@ def _features_of_parameters(spec: TrainSpec, modules: nn.Module) -> dict[Feature
         found[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
     if frozen:
         found[Feature.FROZEN] = f"{len(frozen)} of them, first {frozen[0]!r}"
-    # `tied` holds a parameter once for each of its names, the other two hold it once.
+    # `tied` has a parameter once for each of its names, the others have it once.
     if len(tied) > len(own) + len(frozen):
         found[Feature.TIED] = ""
     return found
@@ -208,5 +208,5 @@ def _features_of_loss(loss: Loss) -> dict[Feature, str]:
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
     trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    # `is True`, because a user's module may have an attribute of that name for something else.
+    # `is True`, because a user's module may have another attribute of that name.
     return trains and getattr(module, "sparse", False) is True

@@ -1,6 +1,6 @@
 """Progress of a run in each of its data sets: positions, and checksums of the samples finished in an epoch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ class DataProgress:
         iteration: the newest iteration over the data set; None until there is one in this process.
         is_resumed: whether the next batch must begin at exactly this position.
         is_stepped: whether a step was made on the data set in this process.
+        has_begun: whether the newest iteration has been moved to this position.
     """
 
     key: Key
@@ -38,6 +39,7 @@ class DataProgress:
     iteration: BatchIteration | str | None = None
     is_resumed: bool = True
     is_stepped: bool = False
+    has_begun: bool = False
 
     def begin(self, batch: Any) -> Remark | None:  # noqa: ANN401 (any nested batch)
         """Move the iteration of a batch to this position; return a warning if it is too late, or if data differ.
@@ -50,7 +52,7 @@ class DataProgress:
             return None
         if self.is_resumed and self.order is not None:
             batch.iteration.source.use_order(self.position.epoch, self.order)
-        if not batch.go_on_from(self.position, is_resumed=self.is_resumed):
+        if not batch.resume_from(self.position, is_resumed=self.is_resumed):
             message = (
                 f"the batches repeat epoch {batch.epoch}, and the engine is at {self.position}: later ones have been "
                 "taken from their iterator already (a list of batches, or something that reads ahead), so they cannot "
@@ -113,17 +115,24 @@ class RunProgress:
         self._newest = DataProgress(None, position)
         self._all = [self._newest]
 
-    def of(self, batch: Any) -> DataProgress:  # noqa: ANN401 (any nested batch)
-        """Return the progress in the data set of a batch.
+    def of(self, batch: Any, warn: Callable[[str, str], None]) -> DataProgress:  # noqa: ANN401 (any nested batch)
+        """Return the progress in the data set of a batch, whose iteration continues there if possible.
 
         Raises:
-            DataError: several data sets of a checkpoint fit.
+            DataError: several data sets of a checkpoint fit, or the iteration cannot continue there.
         """
         iteration = batch.iteration if isinstance(batch, DatasetBatch) else _OWN
-        if self._newest.iteration is iteration:  # nearly always
-            return self._newest
-        found = next((one for one in self._all if one.iteration is iteration), None) or self._found(iteration)
-        found.iteration = iteration
+        found = self._newest
+        if found.iteration is not iteration:
+            found = next((one for one in self._all if one.iteration is iteration), None) or self._found(iteration)
+            if found.iteration is not iteration:
+                found.iteration, found.has_begun = iteration, False
+        # Once for each iteration: it cannot move after that.
+        if found.is_resumed or not found.has_begun:
+            remark = found.begin(batch)
+            found.has_begun = True
+            if remark is not None:
+                warn(*remark)
         return found
 
     def advance(self, progress: DataProgress, end: Position) -> None:

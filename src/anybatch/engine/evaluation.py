@@ -1,4 +1,4 @@
-"""Evaluation: the same numbers at any micro-batch size and world size."""
+"""Evaluation: the same metrics for any micro-batch size and world size."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,8 @@ from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
 from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch, to_device
-from anybatch.engine.accumulation.two_pass import (
+from anybatch.engine.micro_batch_size.oom_retry import OomHalving
+from anybatch.engine.two_pass import (
     Outputs,
     call_on_whole,
     encode_all,
@@ -29,7 +30,6 @@ from anybatch.engine.accumulation.two_pass import (
     gather_outputs,
     one_number,
 )
-from anybatch.engine.micro_batch_size.oom_halving import OomHalving
 from anybatch.errors import DataError, LossError, UserError
 from anybatch.metrics import OverWholeSet
 from anybatch.parallel.strategy import Turn
@@ -49,17 +49,17 @@ def evaluate(
     world: World,
     on_halved: Callable[[int, int], None],
 ) -> tuple[dict[str, float], int]:
-    """Return the mean of each metric over all batches and ranks, and over how many samples; see `Engine.evaluate`.
+    """Return the mean of each metric over all batches and ranks, and the number of samples; see `Engine.evaluate`.
 
-    A micro-batch that does not fit is run in halves: nothing is changed by it, and samples are added up anyway.
+    A micro-batch that does not fit runs in halves, which gives the same sums.
 
     Args:
-        batches: as `Engine.evaluate` takes them.
+        batches: as in `Engine.evaluate`.
         metric: a declared loss, a metric function, or a metric over the whole set.
-        context: what the loop uses.
+        context: the objects that the loop calls.
         placement: how batches are cut.
         world: the ranks.
-        on_halved: called with the sizes before and after, where a micro-batch did not fit.
+        on_halved: called with the sizes before and after, if a micro-batch does not fit.
     """
     refuse_unless(_is_iterable(batches), "batches", batches, "an iterable of batches, such as ab.batches(...)")
     is_object = hasattr(metric, "update") and hasattr(metric, "compute")
@@ -73,9 +73,9 @@ def evaluate(
     if callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None)):
         name = type(metric).__name__
         message = (
-            f"{name} is a metric object with update() and compute(), which does not know the model. Say what it is "
-            "computed from: anybatch.metrics.OverWholeSet(function, compute), where function(model, batch) returns "
-            "one row for each sample, such as (scores, labels), and compute is lambda outputs: metric(*outputs)."
+            f"{name} is a metric object with update() and compute(), which cannot call the model. Use "
+            "anybatch.metrics.OverWholeSet(function, compute), where function(model, batch) returns one row per "
+            "sample, such as (scores, labels), and compute is lambda outputs: metric(*outputs)."
         )
         raise UserError(message)
     totals: dict[str, torch.Tensor] = {}
@@ -87,12 +87,12 @@ def evaluate(
         for pairs in measure(metric, context, planned, world, halving):
             for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
-    # All ranks must bring tensors of one length to the sum below.
-    names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
+    # The sum below needs equally long tensors; a rank without data has no names.
+    names = sorted(set().union(*world.gather_objects(sorted(totals))))
     if not names:
         raise _nothing_to_evaluate()
     nothing = torch.zeros(2, dtype=widest_dtype(world.device), device=world.device)
-    # One message and one wait for the device, for all metrics together.
+    # One collective and one synchronization for all metrics.
     stacked = context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
@@ -108,7 +108,7 @@ def _evaluate_whole_set(
     halving: OomHalving,
 ) -> tuple[dict[str, float], int]:
     """Return a metric that is computed once, from the rows of all samples of all ranks."""
-    own: list[tuple[Sequence[tuple[int, int]], Any]] = []  # of each row its batch and place in that; the rows
+    own: list[tuple[Sequence[tuple[int, int]], Any]] = []  # (batch, place in the batch) of each row, and the rows
     num_samples = 0
     for number, batch in enumerate(_on_all_ranks(batches, world)):
         planned = plan_effective_batch(batch, _for_evaluation(placement, batch), world, Position())
@@ -130,7 +130,7 @@ def _evaluate_whole_set(
     found = [one for of_rank in world.gather_objects(own) for one in of_rank]
     if not found:
         raise _nothing_to_evaluate()
-    # In the order of the data, which no cut and no number of ranks changes.
+    # In the order of the data, which does not depend on the cut and the number of ranks.
     places = [place for places, _ in found for place in places]
     order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
     columns = zip(*(list(tensors_of(output)) for _, output in found), strict=True)
@@ -141,10 +141,10 @@ def _evaluate_whole_set(
 
 
 def _for_evaluation(placement: Placement, batch: Any) -> Placement:  # noqa: ANN401 (any nested batch)
-    """Return how a batch is cut: one whose samples have no known lengths as a whole, where others are cut by length."""
+    """Return how to cut a batch; under a token budget, samples of unknown length are not cut."""
     if placement.budget is None:
         return placement
-    # A sample longer than the budget ends no run: nothing is kept for a backward.
+    # Samples longer than the budget are allowed: no activations are kept for a backward.
     budget = None if lengths_of(batch) is None else dataclasses.replace(placement.budget, longer="alone")
     return dataclasses.replace(placement, budget=budget)
 
@@ -154,8 +154,8 @@ def _refuse_other_rows(output: object, num_samples: int) -> None:
     if not tensors or any(not one.dim() or len(one) != num_samples for one in tensors):
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors) or "none"
         message = (
-            f"the function of a metric over the whole set returned tensors of shape {shapes} for {num_samples} "
-            "samples; it must return one row for each sample, along the first axis."
+            f"the function of OverWholeSet returned tensors of shape {shapes} for {num_samples} samples. "
+            "It must return one row per sample, along the first axis."
         )
         raise LossError(message)
 
@@ -165,15 +165,17 @@ def _is_iterable(batches: object) -> bool:
 
 
 def _nothing_to_evaluate() -> LossError:
-    return LossError("there was nothing to evaluate: the batches had no samples on any rank.")
+    return LossError(
+        "nothing to evaluate: no rank has samples. Pass batches that are not empty; an iterator may be exhausted."
+    )
 
 
 def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:
-    """Yield batches for as long as every rank has one.
+    """Yield batches until every rank has used all of its batches.
 
     Raises:
-        DataError: ranks have different numbers of batches; on all of them.
-        RankFailedError: another rank's batches have raised.
+        DataError: ranks have different numbers of batches; raised on all ranks.
+        RankFailedError: another rank failed while loading a batch.
     """
     if world.roll_call is None:
         yield from batches
@@ -186,15 +188,15 @@ def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:
         return [len(found)]
 
     while True:
-        # Before each batch: a rank that has none would not send what the others wait for.
+        # Before each batch: a rank without a batch would not join the collectives of the others.
         rows = world.gather_from(read, 1)
         ended = [rank for rank, (has_one,) in enumerate(rows) if not has_one]
         if len(ended) == world.size:
             return
         if ended:
             message = (
-                f"rank {', '.join(map(str, ended))} brought {number} batches to the evaluation, and others have more. "
-                "Give every rank equally many, of any sizes: ab.shares(loader) fills up with empty ones, and "
+                f"rank {', '.join(map(str, ended))} has {number} batches to evaluate, and other ranks have more. "
+                "Every rank needs the same number, of any sizes: ab.shares(loader) adds empty batches, and "
                 "ab.batches(..., shuffle=False) deals one data set to all ranks."
             )
             raise DataError(message)
@@ -204,8 +206,8 @@ def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:
 
 @contextmanager
 def evaluation_mode(modules: nn.Module) -> Iterator[None]:
-    """Put modules into evaluation mode, and each back into its own mode afterwards."""
-    # Module by module: parts of a model may be in evaluation mode while the rest trains.
+    """Put modules into eval mode, and restore each module's mode afterwards."""
+    # Per module: parts of a model may be in eval mode while the rest trains.
     modes = {module: module.training for module in modules.modules()}
     modules.eval()
     try:
@@ -225,12 +227,12 @@ def _measure_parts(
             return _measure(metric, context, _part(whole, start, stop, size), stop - start, world.device)
 
         for pairs in halving.run(unit.num_samples, piece):
-            if unit.weight:  # otherwise it only keeps ranks in lockstep
+            if unit.weight:  # padding units only keep ranks in lockstep
                 yield pairs
 
 
 def stale_statistics(modules: nn.Module) -> str:
-    """Return what to say where averaged weights meet running statistics of other weights; empty where they do not."""
+    """Return a warning if running statistics do not belong to the averaged weights; otherwise an empty text."""
     found = [
         name
         for name, layer in modules.named_modules()
@@ -239,20 +241,19 @@ def stale_statistics(modules: nn.Module) -> str:
     if not found:
         return ""
     return (
-        f"the averaged weights are evaluated with the running statistics of the weights that train, in {len(found)} "
-        f"BatchNorm layer{'s' * (len(found) > 1)} (first {found[0]!r}). Recompute them before, with batches that can "
-        "be gone through several times: with engine.average.in_place(): "
-        "anybatch.norms.recompute_statistics(model, batches)."
+        f"{len(found)} BatchNorm layer{'s' * (len(found) > 1)} (first {found[0]!r}) evaluate the averaged weights with "
+        "running statistics of the trained weights. Recompute them first, with batches that can be iterated "
+        "repeatedly: with engine.average.in_place(): anybatch.norms.recompute_statistics(model, batches)."
     )
 
 
 def _measure_whole(
     metric: "Loss | MetricFunction", context: LoopContext, planned: PlannedBatch, world: World, halving: OomHalving
 ) -> Iterator[TotalsAndCounts]:
-    """Yield (total, count) of metrics across samples, for the effective batch as a whole and on one rank only."""
+    """Yield (total, count) of metrics across samples, for the whole effective batch, on one rank only."""
     assert isinstance(metric, Loss)
     batches = to_device(planned.micro_batches, world.device)
-    # Nothing is reduced within a forward of an evaluation.
+    # An evaluation reduces nothing in its forwards.
     turn = Turn(first=False, last=False)
     key = BatchKey(planned.seed, 0, planned.sample_ids)
     outputs = Outputs()
@@ -268,9 +269,9 @@ def _measure_whole(
             for _ in halving.run(unit.num_samples, piece):
                 pass
         tensors, _ = gather_outputs(outputs, planned.plan, world, lambda _: nullcontext())
-        if outputs.put_together is None:
+        if outputs.rebuild is None:
             return
-        output = call_on_whole(context, metric, outputs.put_together(tensors), seed=0)
+        output = call_on_whole(context, metric, outputs.rebuild(tensors), seed=0)
     if first_rank_with_samples(planned.plan) != world.rank:
         return
     count = torch.tensor(planned.plan.num_samples, device=world.device, dtype=widest_dtype(world.device))
@@ -279,7 +280,7 @@ def _measure_whole(
 
 
 def _part(batch: Batch, start: int, stop: int, num_samples: int) -> Batch:
-    """Return some samples; a whole batch as it is, since it may hold what cannot be cut."""
+    """Return some samples; a whole batch unchanged, since it may hold values that cannot be sliced."""
     return batch if stop - start == num_samples else slice_samples(batch, start, stop)
 
 
@@ -298,7 +299,7 @@ def _measure(
     pairs = {}
     for name, value in values.items():
         count = counts.get(name)
-        # An undeclared loss per item, per token say, is a mean over the items that it returns, as in training.
+        # An undeclared loss with one value per item (such as a token) is a mean over these items, as in training.
         if isinstance(metric, Loss) and metric.kind.brings_count and isinstance(value, torch.Tensor) and value.dim():
             count = None
         total, count = _total_and_count(name, value, count, is_sum=name in sums)
@@ -308,7 +309,7 @@ def _measure(
 
 
 def _metric_name(metric: "Loss | MetricFunction") -> str:
-    """Return the name of a metric's only value: of the function itself, if it has one."""
+    """Return the name of a metric's only value: the name of the function, if it has one."""
     if isinstance(metric, Loss):
         return ONLY_TERM
     while isinstance(metric, partial):
@@ -328,6 +329,6 @@ def _total_and_count(name: str, value: object, count: float | None, *, is_sum: b
         return (value * count, count) if count else (0.0, 0.0)  # a mean over nothing is NaN
     message = (
         f"metric {name!r} returned {type(value).__name__} without a count. Return one value per sample (a tensor), "
-        "ab.LossSum(total, count), a dict of those, or declare the function (ab.mean_over_samples(metric))."
+        "ab.LossSum(total, count) or a dict of these, or declare the function: ab.mean_over_samples(metric)."
     )
     raise LossError(message, term=name)

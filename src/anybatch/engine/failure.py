@@ -1,4 +1,4 @@
-"""Behind an error nothing stays half-done, and the other ranks learn the reason."""
+"""Clean up after an error and report it to the other ranks."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -10,23 +10,23 @@ from anybatch.errors import AnyBatchError, MemoryExhaustedError, NonFiniteError,
 from anybatch.parallel.world import World
 
 
-class failures_reported:  # noqa: N801 (entered where it is called, as the functions of contextlib are)
-    """Leave nothing half-done behind an error, and report to the other ranks why this one stopped.
+class failures_reported:  # noqa: N801 (used like the functions of contextlib)
+    """Context of a call on all ranks: clean up after an error, and report it to the other ranks.
 
-    A class, because a generator's context takes several times as long, which shows in each step.
+    A class, because a generator context is several times as slow, which is measurable in each step.
 
     Args:
         world: the ranks.
-        name: of what every rank has called, such as "engine.step".
+        name: of the call that every rank makes, such as "engine.step".
         step: its number; None between steps.
-        undo: called behind an error.
-        check: called first; what it raises is reported too.
-        barrier: wait for all ranks before anything else; for what is called now and then.
+        undo: called after an error.
+        check: called first; its errors are reported too.
+        barrier: wait for all ranks first; for rare calls.
 
     Raises:
-        RanksDifferError: another rank has called something else.
-        RankFailedError: what broke was a collective that another rank has left.
-        CompositionError: what broke is known not to compose.
+        RanksDifferError: another rank made a different call.
+        RankFailedError: a collective failed because another rank has left it.
+        CompositionError: the error comes from a combination that is known not to work.
     """
 
     __slots__ = ("_barrier", "_check", "_name", "_step", "_undo", "_world")
@@ -49,31 +49,32 @@ class failures_reported:  # noqa: N801 (entered where it is called, as the funct
         self._barrier = barrier
 
     def __enter__(self) -> None:
-        world = self._world
-        world.enter(self._name, self._step, barrier=self._barrier)
+        roll_call = self._world.roll_call
+        if roll_call is not None:
+            self._world.enter(self._name, self._step, barrier=self._barrier)
         try:
             if self._check is not None:
                 self._check()
-            if world.roll_call is not None:
-                world.roll_call.wait_at_barrier()
+            if roll_call is not None:
+                roll_call.wait_at_barrier()
         except BaseException as error:
-            self._leave_behind(error)
+            self._handle(error)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._leave_behind(error)
+            self._handle(error)
         elif self._world.roll_call is not None:
             self._world.roll_call.leave()
 
-    def _leave_behind(self, error: BaseException) -> None:
-        """Undo, tell the other ranks, and raise what is to be raised in the place of an error, if anything is."""
+    def _handle(self, error: BaseException) -> None:
+        """Undo, report the error to the other ranks, and raise a replacement for it, if there is one."""
         try:
-            # First, because every path from here raises.
+            # First, because the following lines may raise.
             self._restore_state(error)
-            raised = _told(error, self._world, self._step)
+            raised = _reported(error, self._world, self._step)
             if raised is not error:
                 raise raised from error
         finally:
@@ -83,28 +84,28 @@ class failures_reported:  # noqa: N801 (entered where it is called, as the funct
     def _restore_state(self, error: BaseException) -> None:
         try:
             self._undo()
-        except Exception as second:  # noqa: BLE001 (as on a device that fails every call: the first error is the cause)
+        except Exception as second:  # noqa: BLE001 (a broken device fails every call; the first error is the cause)
             error.add_note(
                 f"anybatch: restoring the state from before the step failed too ({type(second).__name__}: {second}). "
                 "Load the last checkpoint before you continue."
             )
 
 
-def _told(error: BaseException, world: World, step: int | None) -> BaseException:
-    """Tell the other ranks about an error, and return what to raise for it."""
+def _reported(error: BaseException, world: World, step: int | None) -> BaseException:
+    """Report an error to the other ranks, and return the error to raise."""
     if not isinstance(error, AnyBatchError):
         place = "between steps" if step is None else f"in step {step} (counted from 0)"
         error.add_note(f"anybatch: {place}, on rank {world.process} of {world.num_processes}.")
     _complete(error, world.process, step)
     refused: AnyBatchError | None = refused_in_backward(error)
-    # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
+    # A collective that another rank has left raises a RuntimeError here; the cause is the other rank's error.
     broken = isinstance(error, RuntimeError) and not isinstance(
         error, (WorldError, MemoryExhaustedError, torch.OutOfMemoryError)
     )
     roll_call = world.roll_call
     if refused is None and broken and roll_call is not None and (world.published_failure() or roll_call.next_has_ended):
-        refused = roll_call.cause_of(error)  # a collective of the user's module, most likely
-    # Behind the last message of a step the others have gone on, unless they raise the same.
+        refused = roll_call.cause_of(error)  # most likely a collective in the user's module
+    # After the last message of a step the other ranks have continued, unless they raise the same error.
     ahead = roll_call is not None and roll_call.has_agreed and not isinstance(error, (NonFiniteError, WorldError))
     world.publish_failure(refused or error, step, ahead=ahead)
     if roll_call is not None:
@@ -113,7 +114,7 @@ def _told(error: BaseException, world: World, step: int | None) -> BaseException
 
 
 def _complete(error: BaseException, rank: int, step: int | None) -> None:
-    """Fill in the fields that the place which raised could not know."""
+    """Fill in fields that were unknown where the error was raised."""
     if isinstance(error, (MemoryExhaustedError, NonFiniteError)) and error.step is None:
         error.step = step
     if isinstance(error, MemoryExhaustedError) and error.rank is None:

@@ -1,4 +1,4 @@
-"""Ranks must build the same engine and save in the same form: compared once, in one small message."""
+"""Compare the arguments of ranks for building an engine or saving a checkpoint, in one small message."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -21,12 +21,12 @@ _SIMPLE = (str, int, float, bool, type(None), torch.dtype)
 
 
 def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World) -> None:
-    """Refuse to build engines that differ between ranks, on all of them.
+    """Refuse to build engines that differ between ranks, on all ranks.
 
-    Functions are compared by their names, so different functions of one name pass.
+    Functions are compared by name, so different functions with the same name pass.
 
     Raises:
-        RanksDifferError: with the fields that differ, and what each rank has.
+        RanksDifferError: with the fields that differ, and their values on each rank.
     """
     found = {
         field.name: _text(getattr(one, field.name))
@@ -44,14 +44,14 @@ def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules
 
 
 def refuse_other_forms(form: object, world: World) -> None:
-    """Refuse to save in forms that differ between ranks, on all of them.
+    """Refuse to save in forms that differ between ranks, on all ranks.
 
     Args:
         form: a dataclass of simple values.
         world: the ranks.
 
     Raises:
-        RanksDifferError: with the fields that differ, and what each rank has.
+        RanksDifferError: with the fields that differ, and their values on each rank.
     """
     if world.roll_call is not None:
         found = {one.name: _text(getattr(form, one.name)) for one in fields(form)}  # type: ignore[arg-type]
@@ -63,19 +63,19 @@ def _refuse_differing(act: str, found: Mapping[str, str], world: World) -> None:
     names = [name for name in rows[0] if any(row.get(name) != rows[0][name] for row in rows)]
     if not names:
         return
-    # All ranks have seen the same rows, so all of them are here.
+    # All ranks have the same rows, so all join this collective.
     texts = world.gather_from_processes({name: found.get(name, "nothing") for name in names})
     meant = tuple("; ".join(f"{name}: {_around(name, text, texts)}" for name, text in row.items()) for row in texts)
-    said = " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(meant))
+    values = " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(meant))
     message = (
-        f"ranks {act} with different {', '.join(names)}: {said}. Use the same values on every rank; if they come from "
-        "a file or the command line, check what each rank reads."
+        f"ranks {act} with different {', '.join(names)}: {values}. Use the same values on every rank; if they come "
+        "from a file or the command line, check the input of each rank."
     )
     raise RanksDifferError(message, names=tuple(names), meant=meant)
 
 
 def _around(name: str, text: str, texts: Sequence[Mapping[str, str]]) -> str:
-    """Return a text from where it begins to differ, if it is long."""
+    """Return a text; if it is long, only the part where it begins to differ."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     others = [other.get(name, "") for other in texts]
@@ -85,7 +85,7 @@ def _around(name: str, text: str, texts: Sequence[Mapping[str, str]]) -> str:
 
 
 def _text(value: Any) -> str:  # noqa: ANN401 (any argument of an engine)
-    """Return a text that is the same on all ranks if the value is."""
+    """Return a text that is equal on all ranks if the value is equal."""
     if isinstance(value, _SIMPLE):
         return repr(value)
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def _loss(loss: Loss) -> str:
 
 
 def _options(strategy: Strategy) -> str:
-    """Return the class of a strategy with what it was made with, and those of strategies that it is made of."""
+    """Return the class and the arguments of a strategy, and of the strategies inside it."""
     arguments = [f"_{name}" for name in signature(type(strategy)).parameters]
     parts = {name: value for name, value in vars(strategy).items() if name in arguments or hasattr(value, "prepare")}
     return f"{type(strategy).__name__}({', '.join(f'{name[1:]}={_text(one)}' for name, one in parts.items())})"

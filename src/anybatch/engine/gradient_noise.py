@@ -1,4 +1,4 @@
-"""Measures the noise of gradients while a run goes on: norms of micro-batch gradients, taken as they arrive."""
+"""Measure gradient noise during training, from the norms of the gradients of micro-batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,8 +18,7 @@ from anybatch.core.loss_kinds import SAMPLES
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.torch_internals import dense_values
 from anybatch.core.whole_numbers import checked_int
-from anybatch.engine.accumulation.accumulate import MicroBatch
-from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.accumulation.accumulate import MicroBatch, Sums
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.local_parts import local_part
@@ -33,17 +32,17 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise:
-    """Measure the gradient's noise scale in one step of every `every`: `Engine(..., noise=GradientNoise())`.
+    """Measure the gradient's noise scale every `every` steps: `Engine(..., noise=GradientNoise())`.
 
     Args:
-        every: steps from one measurement to the next; one reads every micro-batch's gradient once more.
-        decay: weight of a measurement, by that of the next: 0.99 averages over about 200 of them.
-        by: rows beside the one of all parameters: parameter groups of the optimizer, or layers.
-        preconditioned: divide gradients by what Adam divides them by, `sqrt(v) + eps`, before norms are taken: the
-            noise in the directions in which Adam steps. Only for optimizers that keep `exp_avg_sq`.
+        every: steps between measurements; each one reads the gradient of every micro-batch once more.
+        decay: weight of a measurement relative to the next one; 0.99 averages over about 200 of them.
+        by: additional rows, next to the one of all parameters: parameter groups of the optimizer, or layers.
+        preconditioned: divide gradients by Adam's `sqrt(v) + eps` before taking norms, which gives the noise in the
+            directions of Adam's steps. Only for optimizers that keep `exp_avg_sq`.
 
     Raises:
-        UserError: a value that cannot be used.
+        UserError: an invalid value.
     """
 
     every: int = 10
@@ -52,7 +51,7 @@ class GradientNoise:
     preconditioned: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Refuse invalid values."""
         checked_int("every", self.every)
         if not 0.0 < self.decay < 1.0:
             message = f"decay={self.decay} must lie between 0 and 1, such as 0.99 for an average over 200 measurements."
@@ -63,10 +62,10 @@ class GradientNoise:
 
 
 def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feature, str], world: World) -> None:
-    """Refuse to measure where a micro-batch's gradient is not a sum over its own samples, or is not in one place.
+    """Refuse to measure if a micro-batch's gradient is not a sum over its samples, or is spread over processes.
 
     Args:
-        noise: what is asked for.
+        noise: the measurement; None for none.
         loss: the declared loss.
         features: of the run.
         world: the ranks.
@@ -80,37 +79,37 @@ def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feat
     terms = list(loss.kind.terms.values())
     if Feature.BATCH_NORM in features and Feature.NORMS_FREEZE not in features:
         reason = (
-            f"in BatchNorm ({features[Feature.BATCH_NORM]} is in train mode) a sample's gradient depends on the others "
-            "of its micro-batch, so that micro-batches are no independent parts. Use norms='freeze', or another layer"
+            f"in BatchNorm ({features[Feature.BATCH_NORM]} is in train mode) a sample's gradient depends on the rest "
+            "of its micro-batch, so micro-batches are not independent. Use norms='freeze', or another layer"
         )
     elif loss.kind.encode is not None:
-        reason = "under ab.joint a sample's gradient depends on the whole batch, so there are no independent parts"
+        reason = "under ab.joint a sample's gradient depends on the whole batch, so micro-batches are not independent"
     elif len(terms) > 1 and any(term.count is not None for term in terms):
         reason = (
-            f"the terms {', '.join(loss.kind.terms)} are means over different items, so that a micro-batch has no "
-            "single share in the batch. Declare all of them with ab.samples() to measure"
+            f"the terms {', '.join(loss.kind.terms)} are means over different items, so a micro-batch has a different "
+            "share in each of them. Declare all terms with ab.samples()"
         )
     elif any(term.is_sum for term in terms):
-        reason = "a loss that stays a sum has no gradient of its own, whatever the batch. Declare a mean"
+        reason = "the gradient of a sum grows with the batch size. Declare a mean"
     elif Feature.TOKEN_BUDGET in features:
         reason = (
-            "a cut by length puts like samples together, so that micro-batches are no random parts of it. Measure "
-            "with a number of samples, micro_batch_size=16"
+            "micro-batches that are cut by length group similar samples, so they are not random parts of the batch. "
+            "Use a number of samples, such as micro_batch_size=16"
         )
     elif world.num_processes > world.size:
-        reason = "each rank is several processes, and none of them sees a micro-batch's whole gradient"
+        reason = "each rank consists of several processes, and none of them has the whole gradient of a micro-batch"
     if reason:
         message = f"noise=GradientNoise(...) cannot be measured here: {reason}. Or leave noise out."
         raise CompositionError(message)
 
 
 def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared: Prepared) -> None:
-    """Refuse to precondition where there is nothing whole to precondition with.
+    """Refuse to precondition if the optimizer has no second moment, or a rank has only a part of it.
 
     Args:
-        noise: what is asked for.
-        target: the optimizer and what it updates.
-        prepared: what the strategy has made of the model.
+        noise: the measurement; None for none.
+        target: the optimizer and its weights.
+        prepared: the model as the strategy has prepared it.
 
     Raises:
         CompositionError: with the reason.
@@ -119,7 +118,7 @@ def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared:
         return
     reason = ""
     if not all("betas" in group and "eps" in group for group in target.optimizer.param_groups):
-        reason = f"{type(target.optimizer).__name__} has no betas and eps, and so divides by no second moment"
+        reason = f"{type(target.optimizer).__name__} has no betas and eps, so it has no second moment"
     elif prepared.layout.in_parts or prepared.shard_update is not None:
         reason = "a rank has only a part of the optimizer's state"
     if reason:
@@ -129,14 +128,14 @@ def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseOfStep:
-    """The sums of one effective batch that its gradient's noise follows from; on the device.
+    """The sums of one effective batch that determine its gradient's noise; on the device.
 
     Attributes:
         squares: squared norm of the summed gradient, by row.
-        numbers: what `NoiseMeter.numbers` returned, summed over ranks.
+        numbers: result of `NoiseMeter.numbers`, summed over ranks.
         counts: of each loss term, over all ranks.
-        guess: what micro-batches were divided by in the place of a count that came late; None if none did.
-        loss_scale: what all of these gradients are multiplied with, under fp16.
+        guess: provisional divisor of the micro-batches if counts come with the losses; otherwise None.
+        loss_scale: factor of fp16 in all of these gradients.
         num_samples: of the effective batch, over all ranks.
     """
 
@@ -150,18 +149,18 @@ class NoiseOfStep:
 
 @dataclass(slots=True)
 class _Seen:
-    """What has been seen of the effective batch under way.
+    """Measurements of the current effective batch.
 
     Attributes:
-        cells: by type of gradients, the squared norm of each parameter's in the present micro-batch.
-        arrived: numbers of the parameters whose gradient has come in it.
-        squares: sum of these over micro-batches, by parameter.
-        of_sum: for the squared norms of the summed gradient, by row.
-        divisors: for gradients while they are preconditioned, by type: as long as the largest parameter.
-        corrections: of the second moment's bias, by parameter; None before Adam's first step. Empty where not needed.
+        cells: by dtype of gradients, each parameter's squared norm in the current micro-batch.
+        arrived: numbers of the parameters whose gradient has arrived in this micro-batch.
+        squares: sum of the squared norms over micro-batches, by parameter.
+        of_sum: memory for the squared norms of the summed gradient, by row.
+        divisors: memory for preconditioning, by dtype, with the size of the largest parameter.
+        corrections: of the second moment's bias, by parameter; None before Adam's first step. Empty if not needed.
         loss_scale: of the step.
         counts: of the items of each micro-batch.
-        is_fit: every micro-batch's part in the gradient is a mean over its counted items.
+        is_fit: every micro-batch's part of the gradient is a mean over its counted items.
     """
 
     cells: dict[torch.dtype, Float[Tensor, " parameter"]]
@@ -176,16 +175,16 @@ class _Seen:
 
 
 class NoiseMeter:
-    """Sees each micro-batch's gradient on its way into the sum, and keeps nothing of it but its squared norm.
+    """Takes the squared norm of each micro-batch's gradient before it is added to the sum.
 
-    A hook before `AccumulateGrad` gets the gradient that is going to be added; the sum, and where it is kept, are left
-    alone. Hooks are there in the steps that are measured, while micro-batches run, and in no others.
+    A hook before `AccumulateGrad` receives the gradient; the sum and its memory are not touched. Hooks are registered
+    only while micro-batches of a measured step run.
 
     Args:
         noise: what to measure, and how often.
         prepared: the model as the strategy has prepared it.
-        target: the optimizer and what it updates.
-        scaler: fp16's gradient scaler, or nothing.
+        target: the optimizer and its weights.
+        scaler: the gradient scaler of fp16; disabled for other precisions.
         loss: the declared loss.
         world: the ranks.
     """
@@ -220,12 +219,12 @@ class NoiseMeter:
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers it has ranks sum."""
+        """Number of values that ranks sum."""
         return 1 + len(self._row_names)
 
     @property
     def estimate(self) -> NoiseEstimate:
-        """The noise as it is known by now."""
+        """The current estimate."""
         return NoiseEstimate(
             names=self._row_names,
             moments=self._moments,
@@ -234,11 +233,11 @@ class NoiseMeter:
         )
 
     def effective_batch(self, step: int, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return the context in which the micro-batches of an effective batch are run, again too.
+        """Return the context for running, or repeating, the micro-batches of an effective batch.
 
         Args:
             step: its number.
-            plan: with fewer than two micro-batches over all ranks there is nothing to compare.
+            plan: its plan; with fewer than two micro-batches over all ranks nothing is measured.
         """
         self._seen = None
         num_units = sum(unit.weight > 0 for share in plan.shares for unit in share)
@@ -247,7 +246,7 @@ class NoiseMeter:
         return self._watched()
 
     def after(self, micro_batch: MicroBatch, contributions: Sequence[Tensor]) -> None:
-        """Add the squared norms of a micro-batch's gradient; called behind its backward."""
+        """Add the squared norms of a micro-batch's gradient, after its backward."""
         del contributions
         seen = self._seen
         if seen is None:
@@ -261,11 +260,11 @@ class NoiseMeter:
         seen.is_fit = seen.is_fit and (factor.count > 0 or not factor.adds_without_count)
 
     def numbers(self, sums: Sums, *, is_late: bool) -> Float[Tensor, " numbers"]:
-        """Return what ranks have to sum, (1 + rows,): squares of counts and of norms. Zeros where nothing is measured.
+        """Return the values that ranks sum, (1 + rows,): squares of counts and norms; zeros if nothing is measured.
 
         Args:
             sums: of this rank's micro-batches.
-            is_late: counts have come with the losses.
+            is_late: counts come with the losses.
         """
         seen = self._seen
         if seen is None:
@@ -273,7 +272,7 @@ class NoiseMeter:
         found = self._zeros(1)
         for count in sums.late_counts if is_late else seen.counts:
             found += torch.as_tensor(count).to(found) ** 2
-        if not seen.is_fit:  # then it is no number on any rank, and the step is left out on all
+        if not seen.is_fit:  # NaN on one rank makes the sum NaN, so all ranks skip the step
             found.fill_(torch.nan)
         rows = self._zeros(len(self._rows)).index_add_(0, self._row_of, seen.squares)
         return torch.cat([found, self._with_total(rows)])
@@ -287,17 +286,17 @@ class NoiseMeter:
         *,
         guess: float | None,
     ) -> NoiseOfStep | None:
-        """Return what the step says, from the sums over ranks; None in a step that is not measured.
+        """Return the noise of the step, from the sums over ranks; None if it was not measured.
 
-        Ranks have agreed on the step, so it may not run out of memory: what it needs was made before micro-batches ran.
-        That goes for gradients that are dense, contiguous and whole; the norms of others, as under FSDP, do allocate.
+        Ranks have agreed on the step, so it must not run out of memory: its memory was allocated before micro-batches
+        ran. Only the norms of sparse, non-contiguous or sharded gradients (as under FSDP) allocate here.
 
         Args:
             gradients: of each parameter, summed over micro-batches and ranks, and divided.
             numbers: of all ranks, summed.
             counts: of each loss term in the effective batch, over all ranks.
             plan: of the effective batch.
-            guess: what micro-batches were divided by in the place of a count that came late; None if none did.
+            guess: provisional divisor of the micro-batches if counts come with the losses; otherwise None.
         """
         seen, self._seen = self._seen, None
         if seen is None:
@@ -306,7 +305,7 @@ class NoiseMeter:
         return NoiseOfStep(seen.of_sum, numbers, counts, guess, seen.loss_scale, plan.num_samples)
 
     def add(self, found: NoiseOfStep) -> NoiseEstimate:
-        """Average a step in, and return what is known now. Of steps that count alone: a repeated one comes once."""
+        """Add a completed step to the averages, and return the new estimate."""
         numbers, guess = found.numbers, found.guess
         count = found.counts.to(numbers)[0]
         squared_shares = numbers[0] / count**2
@@ -324,11 +323,11 @@ class NoiseMeter:
         return self.estimate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, which go on from here; the same on every rank."""
+        """Return the averages; the same on every rank."""
         return {"rows": list(self._row_names), "moments": self._moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved averages; those of other rows are not taken up."""
+        """Continue from saved averages, unless they have other rows."""
         if tuple(state["rows"]) == self._row_names:
             self._moments = state["moments"].to(self._moments)
 
@@ -355,18 +354,18 @@ class NoiseMeter:
                 hook.remove()
 
     def _hook(self, number: int, seen: _Seen) -> Callable[[tuple[Tensor, ...]], None]:
-        """Return a hook for parameter `number`. Autograd hands it the gradient of one backward, before it is added."""
+        """Return a hook for parameter `number`, which receives the gradient of one backward before it is added."""
         cell = seen.cells[accumulation_dtype(self._parameters[number])][number]
         arrived = seen.arrived
 
         def note(gradients: tuple[Tensor, ...]) -> None:
             gradient = gradients[0]
-            if gradient is None:  # a function of Python's has returned none
+            if gradient is None:  # returned by a custom autograd function
                 return
             if number in arrived:
                 message = (
-                    f"the gradient of {self._names[number]!r} came in pieces within one micro-batch, so that its norm "
-                    "is not known. Leave noise=GradientNoise(...) out."
+                    f"the gradient of {self._names[number]!r} arrived in several parts within one micro-batch, so its "
+                    "norm is unknown. Leave noise=GradientNoise(...) out."
                 )
                 raise CompositionError(message)
             arrived.add(number)
@@ -375,8 +374,8 @@ class NoiseMeter:
         return note
 
     def _square_sum(self, gradients: Sequence[Tensor | None], seen: _Seen) -> None:
-        """Note the squared norm of the summed gradient by row; micro-batches have left their cells empty."""
-        if self._layout.in_parts:  # other ranks have the rest, so one norm for all parameters of a row
+        """Store the squared norm of the summed gradient by row; the cells are zero after the last micro-batch."""
+        if self._layout.in_parts:  # a collective: one norm for all parameters of a row
             for row, members in enumerate(self._rows):
                 there = [gradient for number in members if (gradient := gradients[number]) is not None]
                 if there:
@@ -386,7 +385,7 @@ class NoiseMeter:
             if gradient is not None:
                 cell = seen.cells[accumulation_dtype(self._parameters[number])][number]
                 _square(self._preconditioned(number, _dense(gradient), seen), cell)
-        # In the memory of the sums over micro-batches, which have been handed out.
+        # Reuses the memory of the sums over micro-batches, which `numbers` has copied.
         seen.squares.zero_()
         for cells in seen.cells.values():
             seen.squares += cells
@@ -402,7 +401,7 @@ class NoiseMeter:
         return {dtype: torch.empty(size, dtype=dtype, device=self._world.device) for dtype, size in sizes.items()}
 
     def _bias_corrections(self) -> Sequence[Tensor | None]:
-        """Return Adam's `1 - beta2 ** step` by parameter, which stays as it is until the update."""
+        """Return Adam's `1 - beta2 ** step` by parameter; constant until the update."""
         if not self._noise.preconditioned:
             return ()
         states = self._target.optimizer.state
@@ -415,7 +414,7 @@ class NoiseMeter:
         ]
 
     def _preconditioned(self, number: int, gradient: Tensor, seen: _Seen) -> Tensor:
-        """Return a gradient divided by Adam's `sqrt(v) + eps`, if that is asked for. NaN before Adam's first step."""
+        """Return a gradient, divided by Adam's `sqrt(v) + eps` if preconditioned; NaN before Adam's first step."""
         if not self._noise.preconditioned:
             return gradient
         weight, correction = self._target.updated[number], seen.corrections[number]
@@ -426,11 +425,11 @@ class NoiseMeter:
         group = next(g for g in self._target.optimizer.param_groups if any(p is weight for p in g["params"]))
         divisor = seen.divisors[accumulation_dtype(weight)][: second_moment.numel()].view(second_moment.shape)
         divisor.copy_(second_moment).div_(correction).sqrt_().add_(group["eps"])
-        # In the memory of the divisor: one copy of one parameter at a time.
+        # Reuses the memory of the divisor.
         return torch.div(gradient, divisor, out=divisor)
 
     def _with_total(self, rows: Float[Tensor, " row"]) -> Float[Tensor, " named"]:
-        """Return rows behind their sum; the sum alone where nobody asks for rows."""
+        """Return the sum of the rows, followed by the rows if they are reported."""
         total = rows.sum().reshape(1)
         return total if len(self._row_names) == 1 else torch.cat([total, rows])
 
@@ -447,7 +446,7 @@ def _square(values: Tensor, cell: Float[Tensor, ""]) -> None:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, each once: a sparse one may name an index several times."""
+    """Return the values of a gradient; a sparse gradient is coalesced, since it may repeat indices."""
     return dense_values(gradient.coalesce()) if gradient.is_sparse else local_part(gradient)
 
 

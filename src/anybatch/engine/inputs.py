@@ -1,4 +1,4 @@
-"""The modules, the device and the paths that follow from what a user passes."""
+"""Derive modules, device and paths from the user's arguments."""
 
 import dataclasses
 import dis
@@ -24,49 +24,49 @@ Model = nn.Module | Mapping[str, nn.Module]
 
 
 def collect_modules(model: Model, loss: Loss) -> nn.Module:
-    """Return one module that owns everything that trains: the model, or named models, and a loss with parameters.
+    """Return one module that contains all trained modules: the model or models, and a loss with parameters.
 
     Args:
-        model: as `Engine` takes it.
-        loss: the declared loss; those of its functions that are modules train too.
+        model: as in `Engine`.
+        loss: the declared loss; functions that are modules are trained too.
 
     Raises:
-        ParameterError: nothing trains, a module is wrapped for data parallelism already, or parameters hold no data.
+        ParameterError: no trainable parameters, a module wrapped for data parallelism, or parameters without data.
     """
     named = dict(model) if isinstance(model, Mapping) else {"model": model}
     for name, module in named.items():
         if not isinstance(module, nn.Module):
-            message = f"model {name!r} is {type(module).__name__}; give a torch.nn.Module, or a dict of named ones."
+            message = f"model {name!r} is {type(module).__name__}; pass a torch.nn.Module, or a dict of modules."
             raise ParameterError(message)
         _refuse_wrapped(name, module)
     for name, function in loss.functions.items():
         if isinstance(function, nn.Module):
             named[name] = function
-    # A model by itself is not wrapped, so that the names in checkpoints and messages are the user's own.
+    # A single model is not wrapped, so that names in checkpoints and messages are the user's.
     modules = model if isinstance(model, nn.Module) and len(named) == 1 else nn.ModuleDict(named)
     lazy = next((name for name, module in modules.named_modules() if _is_lazy(module)), None)
     if lazy is not None:
         message = (
-            f"module {lazy!r} is lazy and has not seen its input yet, so its parameters have no shape. Run one forward "
-            "before the engine and the optimizer are made: model(batch)."
+            f"module {lazy!r} is lazy, and its parameters have no shape yet. Run one forward before "
+            "creating the optimizer and the engine: model(batch)."
         )
         raise ParameterError(message)
     if not any(parameter.requires_grad for parameter in modules.parameters()):
         total = sum(1 for _ in modules.parameters())
         message = (
             f"the model has no trainable parameters ({total} in all, none with requires_grad=True). "
-            "Unfreeze some, or use engine-free evaluation."
+            "Unfreeze some, or evaluate without an engine."
         )
         raise ParameterError(message)
     for name, tensor in modules.named_parameters():
         if tensor.is_meta:
-            message = f"parameter {name!r} is on the meta device and holds no data. Materialise the model first."
+            message = f"parameter {name!r} is on the meta device and has no data. Materialise the model first."
             raise ParameterError(message)
     return modules
 
 
 def captured_parameters(loss: Loss) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that loss functions hold outside of modules, by the name they have there."""
+    """Return the trainable parameters that loss functions hold outside of modules, by their names there."""
     return {
         name: one
         for function in loss.functions.values()
@@ -79,8 +79,8 @@ def captured_parameters(loss: Loss) -> dict[str, nn.Parameter]:
 def held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
     """Return the objects that a function can reach directly, by name.
 
-    These are the variables of its closure, the globals that it names, its defaults and bound arguments, its object
-    ("self"), and the attributes of that object unless it is a module.
+    These are the variables of its closure, the globals that it uses, its defaults and bound arguments, its object
+    ("self"), and the attributes of this object unless it is a module.
 
     Args:
         function: a function, method, partial function or callable object.
@@ -89,7 +89,7 @@ def held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
     while isinstance(function, partial):
         held |= {**function.keywords, **{f"argument {number}": one for number, one in enumerate(function.args)}}
         function = function.func
-    if not inspect.isroutine(function):  # an object that can be called
+    if not inspect.isroutine(function):  # a callable object
         function = function.__call__
     owner = getattr(function, "__self__", None)
     held["self"] = owner
@@ -101,7 +101,7 @@ def held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
     names = {one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL"}
     held |= {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is empty yet
+        with suppress(ValueError):  # the cell is still empty
             held[name] = cell.cell_contents
     return held | {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
@@ -111,24 +111,24 @@ def _refuse_wrapped(name: str, model: nn.Module) -> None:
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             where = f"module {inner!r} of model {name!r}" if inner else f"model {name!r}"
             message = (
-                f"{where} is wrapped in {type(module).__name__} already. Give the module inside (its .module): the "
-                "engine reduces gradients itself, once per step (strategy='ddp' uses DistributedDataParallel, "
-                "strategy='data_parallel' uses DataParallel)."
+                f"{where} is already wrapped in {type(module).__name__}. Pass its .module: the engine reduces "
+                "gradients, once per step (strategy='ddp' uses DistributedDataParallel, strategy='data_parallel' uses "
+                "DataParallel)."
             )
             raise ParameterError(message)
 
 
 def move_modules(modules: nn.Module, device: torch.device) -> None:
-    """Move modules to a device, unless all of them is there: tensors without data cannot be moved."""
+    """Move modules to a device unless all tensors are there, since tensors on the meta device cannot be moved."""
     if any(tensor.device != device for tensor in (*modules.parameters(), *modules.buffers())):
         modules.to(device)
 
 
 def world_of(modules: nn.Module) -> World:
-    """Return the world of the environment; a single rank computes where the model is, if that is an accelerator."""
+    """Return the world from the environment; a single rank uses the model's device if it is an accelerator."""
     world = World.from_environment()
     device = next(modules.parameters()).device
-    # Of several ranks each has an accelerator by its local rank, wherever its model was built.
+    # With several ranks, each uses the accelerator of its local rank, not the model's device.
     return world if world.size > 1 or device.type == "cpu" else dataclasses.replace(world, device=device)
 
 

@@ -1,7 +1,7 @@
-"""What a rank means by a step: compared over ranks before each update, by a few digests in the step's last message.
+"""Fingerprint of a step: before each update ranks compare a few digests, in the step's last message.
 
-A digest is a checksum of 20 bits, so that sums of squares stay exact (`anybatch.parallel.step_agreement`): a difference
-stays unseen once in a million. They cost about 5 microseconds per step, and nothing on one rank.
+A digest is a 20-bit checksum, so that sums of squares stay exact (`anybatch.parallel.step_agreement`). It misses one
+difference in a million, and costs about 5 microseconds per step, nothing on a single rank.
 """
 
 from array import array
@@ -23,11 +23,11 @@ _NAMES = ("call", "batch", "settings", "weights")
 _CALL, _BATCH, _SETTINGS, _WEIGHTS = range(len(_NAMES))
 _MOST_IDS, _MOST_WORDS = 64, 4
 _REMEDIES = {
-    "call": "An error on one of them was caught there while the others made the step, or one has called something "
-    "more: load the last checkpoint on every rank.",
-    "batch": "One of them has left out, added or reordered a batch, or has caught an error and gone on: give all of "
-    "them the same batches in the same order, from the last checkpoint on (engine.load on every rank).",
-    "settings": "Set these alike on every rank.",
+    "call": "One rank caught an error while the others made the step, or made an additional call: load the last "
+    "checkpoint on every rank.",
+    "batch": "One rank skipped, added or reordered a batch, or continued after catching an error: load the last "
+    "checkpoint on every rank (engine.load), and use the same batches in the same order.",
+    "settings": "Use the same settings on every rank.",
 }
 
 
@@ -38,7 +38,7 @@ class StepMeaning:
         world: the ranks.
         optimizer: its parameter groups hold learning rates and the like.
         schedule: function () -> the scheduler, or None.
-        rate_factor: function () -> what learning rates are multiplied by on top of the schedule.
+        rate_factor: function () -> factor of learning rates in addition to the schedule.
         replicas: compares weights.
     """
 
@@ -56,7 +56,7 @@ class StepMeaning:
         self._schedule = schedule
         self._rate_factor = rate_factor
         self._replicas = replicas
-        # An optimizer may be made by a function, after the ranks have compared what they build.
+        # A function may create the optimizer after the ranks have compared their arguments.
         self._kind = type(optimizer).__name__
         self._kind_digest = crc32(self._kind.encode())
         self._step = 0
@@ -66,7 +66,7 @@ class StepMeaning:
         self._num_samples = 0
 
     def note(self, planned: PlannedBatch, step: int) -> None:
-        """Take down what this rank means by the step that it is about to run."""
+        """Record the digests of the step that this rank is about to run."""
         roll_call = self._world.roll_call
         if roll_call is None:
             return
@@ -84,20 +84,20 @@ class StepMeaning:
         )
 
     def refuse(self, differing: Sequence[int]) -> NoReturn:
-        """Refuse a step by which ranks mean different things, on all of them.
+        """Refuse a step that differs between ranks, on all ranks.
 
         Args:
             differing: numbers of the digests that differ.
 
         Raises:
-            RanksDifferError: with what each rank meant.
-            ReplicaError: nothing but weights differ; with their names.
+            RanksDifferError: with the step of each rank.
+            ReplicaError: only weights differ; with their names.
         """
         roll_call = self._world.roll_call
         assert roll_call is not None
         if tuple(differing) == (_WEIGHTS,):
             self._replicas.refuse(self._step)
-        # All ranks are here, in the same place, so none waits in vain for another's words.
+        # All ranks raise in the same place, so this collective cannot hang.
         words = {"optimizer": self._kind, **{name: f"{value:g}" for name, value in self._settings().items()}}
         rows = self._world.gather_from_processes((roll_call.number, self._place(roll_call.here.name), words))
         roll_call.align([number for number, _, _ in rows])
@@ -109,10 +109,10 @@ class StepMeaning:
             "; ".join([place, *(f"{name} {row.get(name, 'none')}" for name in settings)]) for _, place, row in rows
         )
         message = (
-            f"ranks do not mean the same step ({', '.join(names)}), so it was not made: "
+            f"ranks disagree about the step ({', '.join(names)}), so it was not made: "
             f"{' | '.join(f'rank {rank}: {text}' for rank, text in enumerate(meant))}. "
             f"{' '.join(_REMEDIES[name] for name in names)} "
-            "Gradients are cleared, parameters are as before."
+            "Gradients are cleared, parameters are unchanged."
         )
         raise RanksDifferError(message, step=self._step, names=(*names, *settings), meant=meant)
 
@@ -141,7 +141,7 @@ class StepMeaning:
 
 
 def _numbers(group: dict[str, Any]) -> list[float]:
-    """Return the numbers of a parameter group, apart from its parameters."""
+    """Return the numerical settings of a parameter group."""
     found: list[float] = []
     for value in group.values():
         kind = type(value)
@@ -149,14 +149,14 @@ def _numbers(group: dict[str, Any]) -> list[float]:
             found.append(value)
         elif kind is tuple:  # such as betas
             found += [one for one in value if isinstance(one, (int, float))]
-        # Reading a number on an accelerator would make the loop wait for it.
+        # Reading a value from an accelerator would synchronize.
         elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
             found.append(float(value))
     return found
 
 
 def _probes(ids: Sequence[int]) -> tuple[int, ...]:
-    """Return some of the sample ids, evenly spaced: another order or other samples show in them."""
+    """Return some of the sample ids, evenly spaced, which change with the order or the samples."""
     if isinstance(ids, range):
         return ids.start, ids.stop, ids.step
     return tuple(map(int, ids[:: -(-len(ids) // _MOST_IDS) or 1]))

@@ -1,4 +1,4 @@
-"""The parts of an engine, as one value: what they have in common, and what is saved of them."""
+"""The parts of an engine as one value, with the operations that combine them, such as saving."""
 
 import copy
 import warnings
@@ -17,13 +17,10 @@ from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.reports import StepReport
 from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.runner import BatchNormRunner
-from anybatch.engine.checkpoint_files import loaded_on_all_ranks
-from anybatch.engine.checkpoint_saver import CheckpointSaver
+from anybatch.engine.checkpoint_saver import CheckpointSaver, loaded_on_all_ranks
 from anybatch.engine.checkpoint_state import (
     Progress,
-    Stateful,
     StateParts,
     collect_state,
     restore_state,
@@ -38,27 +35,27 @@ from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.rng.generators import advancing_generators
-from anybatch.engine.spike_watch.kept_state import SCHEDULED
-from anybatch.engine.spike_watch.watch import SpikeGuard
+from anybatch.engine.spike_watch.watch import SCHEDULED, SpikeGuard
+from anybatch.engine.step_guard import StepGuard
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner, SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.engine.update.resident_tensors import ResidentTensors
-from anybatch.engine.update.schedule import unsaved_scheduler
+from anybatch.engine.telemetry.step_memory import ResidentTensors
+from anybatch.engine.update.schedule import Stateful, unsaved_scheduler
 from anybatch.engine.update.updater import Updated, Updater
 from anybatch.errors import CheckpointError, UserError
 from anybatch.parallel.world import World
 
-_GOES_ON = (
-    "It was written in the background (engine.save(wait=False)), and training goes on meanwhile. The next engine.save "
-    "or engine.load raises this on every rank, the end of the engine on this one."
+_RAISED_LATER = (
+    "It was written in the background (engine.save(wait=False)), and training continues. The next engine.save "
+    "or engine.load raises this error on every rank, engine.close on this one."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForm:
-    """How a checkpoint is written; see `Engine.save` for each."""
+    """How a checkpoint is written; see `Engine.save`."""
 
     keep_last: int
     only_trainable: bool
@@ -74,27 +71,28 @@ class SaveForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of an engine. None of them knows the engine, so that it is freed as soon as it is dropped.
+    """The parts of an engine. No part references the engine, so it is freed immediately when it is dropped.
 
     Attributes:
         world: the ranks.
-        modules: everything that trains.
-        context: what the loop uses, with the loss, the strategy and what it has prepared.
+        modules: all trained modules.
+        context: the objects that the loop calls: loss, strategy, prepared model and others.
         sizes: how batches are cut.
         backoff: smaller sizes after out of memory.
-        check: of the loss's declaration.
+        check: check of the loss's declaration.
         planner: plans steps.
-        guard: keeps gradients apart from those of others.
-        runner: runs them.
+        guard: detects gradient changes outside the engine.
+        runner: runs planned steps.
         updater: updates parameters.
-        noise: measures the gradient's noise; None for nothing.
+        noise: measures the gradient's noise; None: not measured.
         replicas: compares weights over ranks.
-        batch_norm: runs micro-batches under the policy about BatchNorm.
-        decisions: what was decided.
+        batch_norm: runs micro-batches under the BatchNorm policy.
+        decisions: automatic choices.
         notifier: sends records to observers.
         saver: writes checkpoints.
-        spikes: watches losses and gradient norms; None where nothing does.
-        further_state: objects of the user's whose state is saved too, by name.
+        spikes: watches losses and gradient norms; None: not watched.
+        further_state: the user's objects whose state is saved, by name.
+        loss_weights: the weight of each loss term, by name.
     """
 
     world: World
@@ -115,15 +113,16 @@ class Parts:
     saver: CheckpointSaver
     spikes: SpikeGuard | None
     further_state: dict[str, Stateful]
+    loss_weights: Mapping[str, float]
 
     @property
     def resident_tensors(self) -> Callable[[], ResidentTensors]:
-        """Function () -> the tensors that stay from step to step."""
+        """Function () -> the tensors that stay in memory between steps."""
         return self.updater.resident.tensors
 
     @property
     def state(self) -> StateParts:
-        """The parts that change while an engine trains."""
+        """The parts that change during training."""
         updater = self.updater
         return StateParts(
             modules=self.modules,
@@ -141,31 +140,33 @@ class Parts:
     def failures_reported(
         self, name: str, step: int, *, needs_whole_update: bool = False, barrier: bool = False
     ) -> AbstractContextManager[None]:
-        """Return the context of a call of the engine's; see `failures_reported`.
+        """Return the context of an engine call; see `failures_reported`.
 
         Args:
-            name: of what was called, such as "engine.step".
+            name: of the call, such as "engine.step".
             step: its number.
-            needs_whole_update: refused behind an update that broke off.
-            barrier: wait for all ranks first; for what is called now and then.
+            needs_whole_update: refuse the call after an interrupted update.
+            barrier: wait for all ranks first; for rare calls.
 
         Raises:
             UserError: a step is running.
         """
         if needs_whole_update and self.runner.is_running:
             message = (
-                f"{name} was called while a step runs: from inside it (a loss function, hook or observer), or from "
-                "another thread. Call one after the other, from one thread."
+                f"{name} was called during a step, by a loss function, hook or observer, or in another thread. "
+                "Make these calls one after the other, in one thread."
             )
             raise UserError(message)
-        check = self._check_whole_update if needs_whole_update else self._check_saver
+        check = None
+        if self.saver.writing is not None or self.updater.broken_off:
+            check = self._check_whole_update if needs_whole_update else self._check_saver
         return failures_reported(self.world, name, step, self.updater.undo, check=check, barrier=barrier)
 
     def _check_saver(self) -> None:
-        """Say what a thread has to tell since the last call."""
+        """Report a background save that has completed or failed since the last call."""
         self.announce(self.saver.completed())
         if failure := self.saver.failure:
-            self.notifier.warn("checkpoint_not_saved", f"{failure} {_GOES_ON}", everywhere=True)
+            self.notifier.warn("checkpoint_not_saved", f"{failure} {_RAISED_LATER}", everywhere=True)
 
     def _check_whole_update(self) -> None:
         self._check_saver()
@@ -174,13 +175,13 @@ class Parts:
     def collect(
         self, num_steps: int, progress: RunProgress, *, only_trainable: bool, in_parts: bool = False
     ) -> dict[str, Any]:
-        """Return everything that a run needs to go on; see `collect_state`.
+        """Return the complete state of the run; see `collect_state`.
 
         Args:
-            num_steps: effective batches run.
+            num_steps: completed steps.
             progress: in all data sets.
             only_trainable: leave out frozen parameters.
-            in_parts: what this process has of it, instead of whole tensors.
+            in_parts: return this process's parts of tensors, instead of whole tensors.
         """
         saved = Progress(
             num_steps=num_steps,
@@ -199,9 +200,9 @@ class Parts:
 
         Args:
             folder: of the run's checkpoints.
-            num_steps: effective batches run.
+            num_steps: completed steps.
             progress: in all data sets.
-            form: how.
+            form: how to write it.
         """
         updater = self.updater
         if unsaved := unsaved_scheduler(updater.target.optimizer, (updater.scheduler, *self.further_state.values())):
@@ -210,7 +211,7 @@ class Parts:
         with self.failures_reported("engine.save", num_steps, needs_whole_update=True, barrier=True):
             refuse_other_forms(form, self.world)
             self.announce(self.saver.settle())
-            # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
+            # On an accelerator the last step's loss has not been checked yet; weights after a NaN must not be saved.
             updater.finite.settle()
             self.replicas.compare(num_steps)
             state = self.collect(num_steps, progress, only_trainable=form.only_trainable, in_parts=in_parts)
@@ -224,22 +225,22 @@ class Parts:
         """Find a checkpoint and restore it; see `Engine.load`."""
         self.announce(self.saver.settle())
         with loaded_on_all_ranks(path, self.world) as loaded:
-            # Together: a rank that cannot restore must not leave the others behind in the next step.
+            # On all ranks together: a rank that cannot restore must not let the others begin the next step.
             self.world.run_on_all_processes(lambda: restore(loaded.state, loaded.path))
         return loaded
 
     def announce(self, saved: SavedCheckpoint | None) -> None:
-        """Say that a checkpoint is complete."""
+        """Report a completed checkpoint."""
         if saved is not None:
             for message in saved.warnings:
                 warnings.warn(message, stacklevel=4)
             self.notifier.checkpoint("saved", step_of(saved.path), saved.path, saved.num_bytes)
 
     def of_first_rank(self, num_steps: int, progress: RunProgress) -> tuple[tuple[str, ...], dict[str, Any] | None]:
-        """Return the names of the weights in which ranks differ, and rank 0's state; None where there is one rank.
+        """Return the names of the weights that differ between ranks, and rank 0's state; None with a single rank.
 
         Args:
-            num_steps: effective batches run.
+            num_steps: completed steps.
             progress: in all data sets.
         """
         names, _ = self.replicas.differing()
@@ -249,45 +250,45 @@ class Parts:
         return names, state_of_first_rank(self.collect(num_steps, progress, only_trainable=False), self.world)
 
     def restore(self, state: Mapping[str, Any], path: Path | None) -> None:
-        """Put a collected state back.
+        """Restore a collected state.
 
         Args:
-            state: what `collect` returned.
-            path: the checkpoint that it comes from; None for another rank's memory.
+            state: result of `collect`.
+            path: its checkpoint; None if it was sent by another rank.
 
         Raises:
             CheckpointError: it does not fit; nothing has changed then.
         """
         try:
             remarks = restore_state(self.state, state, self.world)
-        # What compares two states knows of no files.
         except CheckpointError as error:
             error.path = path
             raise
         for code, message in remarks:
             self.notifier.warn(code, message)
         self.planner.seed = state["seed"]
-        self.planner.own_seed = state.get("own_seed", 0)  # which earlier versions always used
+        self.planner.own_seed = state.get("own_seed", 0)  # earlier versions always used 0
         self.backoff.resume(state)
         self.check.resume(state["decisions"])
-        watched = read_stored(state.get("spikes"))  # None also in checkpoints from before there was a watch
+        watched = read_stored(state.get("spikes"))  # None also in checkpoints of versions without spike watch
         if self.spikes is not None:
             self.spikes.resume(watched)
         elif watched is not None and watched["factor"] != 1.0:
             message = (
-                f"the checkpoint's learning rates had been lowered to {watched['factor']:.3g} of the schedule's by its "
-                "spike watch, and this engine has none: it goes on at the full rates. Build it with spikes=, as before."
+                "the run continues at full learning rates, but its spike watch had lowered them to "
+                f"{watched['factor']:.3g} of the schedule. To keep the lower rates, pass the same spikes= as before."
             )
             self.notifier.warn("rate_not_lowered", message)
+        self.runner.restart_first_steps()
         self.updater.confirm()
         self.updater.scheduled.forget()
 
     def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
-        """Average in what a step has said about its gradient's noise; None if it was not measured."""
+        """Add a step's gradient noise to the averages, and return the estimate; None if it was not measured."""
         return None if self.noise is None or summed.noise is None else self.noise.add(summed.noise)
 
-    def behind_step(self, report: StepReport, updated: Updated) -> None:
-        """Tell of a step, set the next one's learning rates, and look whether the run is on its course."""
+    def finish_step(self, report: StepReport, updated: Updated) -> None:
+        """Report a step, advance the schedule, and watch for spikes; called only if any of these is needed."""
         try:
             self.notifier.step(report)
             self.updater.advance_schedule(updated)
@@ -297,8 +298,8 @@ class Parts:
         if self.spikes is None:
             return
         spike = self.spikes.look(report)
-        # Kept and acted on behind the same steps on all ranks, which look at the same numbers.
-        if spike is not None or self.spikes.keeps_now(report.step):
+        # All ranks see the same numbers, so they save or act after the same steps.
+        if spike is not None or self.spikes.should_copy(report.step):
             with self.failures_reported("engine.step", report.step):
                 if spike is None:
                     self.spikes.keep(report.step)
@@ -306,7 +307,7 @@ class Parts:
                     self.spikes.act(spike, report.step, self._load_weights)
 
     def _load_weights(self, folder: Path) -> Path:
-        """Take weights, buffers and the optimizer's state from a checkpoint; what is scheduled stays as it is."""
+        """Load weights, buffers and optimizer state from a checkpoint, and keep scheduled values."""
         optimizer, scheduler = self.updater.target.optimizer, self.updater.scheduler
         groups = [{name: group[name] for name in SCHEDULED & group.keys()} for group in optimizer.param_groups]
         scheduled = copy.deepcopy(scheduler.state_dict()) if isinstance(scheduler, Stateful) else None
@@ -324,10 +325,10 @@ class Parts:
         return loaded.path
 
     def describe(self, num_steps: int, position: Position) -> str:
-        """Return the engine in a paragraph.
+        """Return a summary of the engine in one line.
 
         Args:
-            num_steps: effective batches run.
+            num_steps: completed steps.
             position: the place in the data.
         """
         world, sizes = self.world, self.sizes.sizes
@@ -353,8 +354,8 @@ class Parts:
         """Remove every hook from the model and the optimizer, and report an error to the other ranks.
 
         Args:
-            error: what ended the run, if anything.
-            num_steps: effective batches run.
+            error: the error that ended the run, if any.
+            num_steps: completed steps.
         """
         if error is not None:
             self.world.fail_between_calls(error, num_steps)

@@ -1,4 +1,4 @@
-"""The user's own loader, one per rank: ranks agree when it ends, and a rank that is done first brings nothing."""
+"""`ab.shares`: loaders of the user, one per rank; a rank whose loader ends first yields empty shares."""
 
 import itertools
 import warnings
@@ -20,27 +20,26 @@ from anybatch.parallel.world import World
 def shares(
     loader: Iterable[Any], *, effective_batch_size: int | None = None, world: World | None = None
 ) -> Iterator[RankShare]:
-    """Yield what this rank's loader yields, for as long as any rank's loader does.
+    """Yield the batches of this rank's loader until the loaders of all ranks have ended.
 
-    The plain loop `for batch in loader` hangs when ranks have different numbers of batches: those that are done leave
-    the others waiting in a reduction. Here a rank that is done brings empty shares until all are.
+    The plain loop `for batch in loader` hangs if ranks have different numbers of batches, because some ranks wait in a
+    reduction for the others. Here a rank whose loader has ended yields empty shares until all have ended.
 
     Args:
         loader: yields nested batches of any size, this rank's share of each step.
-        effective_batch_size: samples of one step over all ranks. The loader's batches are joined, and one that is too
-            large is cut and its rest opens the next step; only the last step of the loader may be smaller. Ranks bring
-            equally many samples, up to one, until a loader ends; then the others bring more. None: one batch of each
-            rank is one step.
-        world: the ranks; None asks the environment.
+        effective_batch_size: samples per step over all ranks. Batches of the loader are joined or cut to this size;
+            only the last step may be smaller. Ranks contribute equal numbers of samples, up to one, until a loader
+            ends; then the others contribute more. None: one batch from each rank is one step.
+        world: the ranks; None: from the environment.
 
     Raises:
         BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
-        DataError: batches that cannot be joined, padded to different lengths, say.
-        RankFailedError: another rank ended, because its loader raised, say; what a rank's own loader raises is raised
-            there as it is.
+        DataError: batches cannot be joined, for example because they are padded to different lengths.
+        RankFailedError: another rank has failed, for example because its loader raised. Errors of this rank's loader
+            are raised unchanged.
 
     Warns:
-        AnyBatchWarning: the loader pads with duplicates, so that some samples would count twice.
+        AnyBatchWarning: the loader pads with duplicates, so some samples would count twice.
     """
     if effective_batch_size is not None:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
@@ -64,7 +63,7 @@ def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, worl
     if effective_batch_size is not None:
         shares = _joined_shares(_Samples(batches), effective_batch_size, world)
     for number in itertools.count():
-        # In between, where the caller makes its step, this is no call that other ranks could wait in.
+        # Not around the yield: during the caller's step no rank waits in this call.
         with _reported(world, number):
             share = next(shares, None)
         if share is None:
@@ -73,7 +72,7 @@ def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, worl
 
 
 def _reported(world: World, number: int) -> AbstractContextManager[None]:
-    """Return what tells the other ranks of an error, and where this one waits, unless a call of the engine's does."""
+    """Return a context that reports errors to the other ranks; empty inside an engine call, which does so itself."""
     if world.roll_call is None or world.roll_call.is_inside:
         return nullcontext()
     return failures_reported(world, f"ab.shares for share {number}", None, lambda: None)
@@ -87,7 +86,7 @@ def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShar
             found.extend(itertools.islice(batches, 1))
             return [len(found)]
 
-        # Every rank asks in every step, also one that is done or has failed: the others would wait for its answer.
+        # A collective in every step, also on a rank that has ended or failed: the others wait for its answer.
         more = world.gather_from(read, 1)
         if not any(row[0] for row in more):
             return
@@ -95,10 +94,10 @@ def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShar
 
 
 class _Samples:
-    """The samples of a loader's batches, taken in any number.
+    """The samples of a loader, available in any number.
 
     Attributes:
-        num_read: samples that have been read and not been taken.
+        num_read: samples that have been read but not taken.
         is_over: whether the loader has ended.
     """
 
@@ -109,14 +108,14 @@ class _Samples:
         self.is_over = False
 
     def read(self, number: int) -> None:
-        """Read batches until there are so many samples, or until there are no more, and join them.
+        """Read and join batches until there are `number` samples, or the loader ends.
 
         Raises:
             DataError: they cannot be joined.
         """
         parts = [self._held] if self.num_read else []
         while self.num_read < number and not self.is_over:
-            # A loader may use the memory of its last batch for the next one.
+            # A loader may reuse the memory of its last batch for the next one.
             parts[-1:] = map(copied, parts[-1:])
             try:
                 batch, size = read_samples(next(self._batches))
@@ -126,11 +125,11 @@ class _Samples:
             if size:
                 parts.append(batch)
                 self.num_read += size
-        # Here and not where they are taken: all ranks are told what goes wrong in here.
+        # Join here and not in `take`, since errors in here are reported to all ranks.
         self._held = join_samples(parts) if parts else None
 
     def take(self, number: int) -> Any:  # noqa: ANN401 (any nested batch)
-        """Return so many samples as one batch, the next ones; None for none."""
+        """Return the next `number` samples as one batch; None for 0."""
         if not number:
             return None
         taken, rest = self._held, None
@@ -142,13 +141,13 @@ class _Samples:
 
 
 def _joined_shares(samples: _Samples, effective_batch_size: int, world: World) -> Iterator[RankShare]:
-    """Yield shares that are so many samples together, from batches of any size."""
+    """Yield shares with `effective_batch_size` samples over all ranks, from batches of any size."""
     while sum(wanted := _shares_of_step(samples, effective_batch_size, world)):
         yield RankShare(samples.take(wanted[world.rank]))
 
 
 def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) -> list[int]:
-    """Return how many samples each rank brings to the next step; the ranks agree on it."""
+    """Return the number of samples of each rank in the next step; the same on all ranks."""
     wanted = list(even_parts(effective_batch_size, world.size))
     while True:
 
@@ -159,7 +158,7 @@ def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) 
         rows = world.gather_from(read, 2)
         found = [min(int(number), want) for (number, _), want in zip(rows, wanted, strict=True)]
         missing = effective_batch_size - sum(found)
-        # A rank that has more, or may have: the others have brought all that they had.
+        # Ranks that have or may have more samples.
         able = [
             rank
             for rank, ((number, is_over), want) in enumerate(zip(rows, wanted, strict=True))
@@ -173,11 +172,11 @@ def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) 
 
 
 def _warn_of_duplicates(loader: Iterable[Any]) -> None:
-    """Warn of a loader that repeats samples, so that all ranks get equally many."""
+    """Warn about a loader that repeats samples to give all ranks the same number."""
     message = _duplicates_of_sampler(loader) or _duplicates_of_accelerate(loader)
     if message:
         warnings.warn(
-            f"{message}: those samples count twice in every epoch. Use ab.batches(dataset), which deals uneven shares, "
+            f"{message}: duplicates count twice in every epoch. Use ab.batches(dataset), which deals uneven shares, "
             "or drop the rest (drop_last=True).",
             AnyBatchWarning,
             stacklevel=3,
@@ -199,7 +198,7 @@ def _duplicates_of_sampler(loader: Any) -> str:  # noqa: ANN401 (any loader)
 
 
 def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
-    """Return the warning about a loader prepared by Accelerate, which its attributes show; else an empty text."""
+    """Return the warning about a loader prepared by Accelerate, recognized by attributes; otherwise an empty text."""
     sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     if getattr(sampler, "even_batches", False) and hasattr(sampler, "num_processes"):
         shard: Any = sampler
@@ -209,7 +208,7 @@ def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
         source = shard.dataset
     else:
         return ""
-    # Multiples of this number fill all ranks.
+    # Full batches on all ranks need a multiple of this number.
     multiple_of = shard.batch_size and shard.batch_size * (
         1 if getattr(shard, "split_batches", False) else shard.num_processes
     )

@@ -1,4 +1,4 @@
-"""Running a model once more than the user asked for, and leaving no trace of it."""
+"""Run a model for a trial, without side effects."""
 
 import sys
 import warnings
@@ -19,11 +19,11 @@ _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
 
 
 def in_trial_run() -> bool:
-    """Whether the model or the loss is run by anybatch beside the step, or a second time: what counts runs leaves it.
+    """Whether the model or the loss runs in addition to the regular step, so that code should not count this run.
 
-    True while the declaration of the loss is checked, while micro-batch sizes are tried, in the second pass of
-    `ab.joint`, and in `ab.check`. False in the one forward of each micro-batch whose gradient is used, and in
-    evaluations. A step that is begun again after running out of memory is a step again: False in both tries.
+    True during the check of the loss's declaration, trials of micro-batch sizes, the second pass of `ab.joint`, and
+    `ab.check`. False in the forward of each micro-batch whose gradient is used, and in evaluations; also when a step is
+    repeated after out of memory, in both tries.
 
     ```python
     def loss(model, batch):
@@ -33,16 +33,15 @@ def in_trial_run() -> bool:
         return F.cross_entropy(logits, batch["y"])
     ```
 
-    Buffers of modules and the global random generators are restored after a trial run. Nothing else is: attributes,
-    lists, counters and files keep the changes of a trial run, since other threads and signal handlers may change them
-    in the meantime.
+    Buffers of modules and the global random generators are restored after a trial run. Attributes, lists, counters and
+    files are not, since other threads and signal handlers may change them at the same time.
     """
     return _IS_TRIAL.get()
 
 
 @contextmanager
 def trial_run() -> Iterator[None]:
-    """Let `in_trial_run` be true meanwhile."""
+    """Set `in_trial_run` within the context."""
     token = _IS_TRIAL.set(True)
     try:
         yield
@@ -54,14 +53,14 @@ def trial_run() -> Iterator[None]:
 def without_side_effects(
     modules: nn.Module, device: torch.device, *, functions: Iterable[object] = (), as_compiled: bool = False
 ) -> Iterator["SeededGenerators"]:
-    """Restore buffers and random generators at the end, also after an error. Python objects are not restored.
+    """Restore buffers and random generators on exit, also after an error. Python objects are not restored.
 
-    Parameters are expected not to change. Warnings are not shown: the step itself runs the same code a moment later.
+    Parameters are expected not to change. Warnings are ignored, since the step runs the same code soon.
 
     Args:
         modules: the modules that run.
         device: their device.
-        functions: functions of the user's, whose buffers are restored too, see `modules_of`.
+        functions: user functions, whose buffers are restored too, see `modules_of`.
         as_compiled: run compiled modules compiled; otherwise they run uncompiled.
     """
     buffers = BufferKeeper(nn.ModuleList([modules, *modules_of(functions)]))
@@ -90,14 +89,14 @@ def modules_of(functions: Iterable[object]) -> list[nn.Module]:
 
 
 class SeededGenerators:
-    """All generators that a model or a loss may draw from: seeded at will, as before at the end."""
+    """All generators that a model or a loss may use: can be seeded, and are restored on exit."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = UnitRandomness(device)
         self._stack = ExitStack()
 
     def seed(self, seed: int) -> None:
-        """Start all random numbers."""
+        """Seed all generators."""
         seed_generators(seed)
         self._torch.whole(seed)  # on the device, too
 

@@ -1,4 +1,4 @@
-"""`TrainSpec` says what is trained, `Hardware` where and in what pieces: `build` makes an engine of the two."""
+"""The arguments of an engine: `TrainSpec` for the training, `Hardware` for devices and cuts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import Deal
-from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
@@ -18,7 +17,7 @@ from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
-from anybatch.engine.update.schedule import SchedulerFunction
+from anybatch.engine.update.schedule import Scheduler, SchedulerFunction
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
@@ -26,30 +25,30 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSpec:
-    """Everything that decides which numbers come out, and nothing that is only hardware.
+    """All arguments that determine the numerical result, and none that depend on hardware.
 
-    A verb that has to build what is trained more than once (in float64, on tensors without data, once per strategy)
-    takes a function () -> TrainSpec, which makes a new model and optimizer each time.
+    Functions that build the training several times (in float64, on the meta device, once per strategy) take a function
+    () -> TrainSpec, which creates a new model and optimizer in each call.
 
     Args:
         model: the module to train, or a dict of named modules.
         optimizer: a torch optimizer over its parameters, or a function `named_parameters -> optimizer`.
         loss: a declared loss, or a function of (model, batch).
-        effective_batch_size: samples of one optimizer step over all ranks; None: as the batches come.
-        precision: "fp32" (as the model is), "bf16" or "fp16" autocast.
-        bf16_weights: what is kept beside weights in bf16, where the optimizer is a function: "copied" float32 weights,
-            "split": the lower 16 bits of these, or "stochastic": nothing, since an update is rounded to the weight.
-        scheduler: a torch scheduler, or a function `optimizer -> scheduler` for an optimizer that is yet to be made.
-        clip: largest gradient norm, a clipping policy, or one per parameter group of the optimizer.
+        effective_batch_size: samples per optimizer step over all ranks; None: the size of each batch.
+        precision: "fp32" (the model's own types), "bf16" or "fp16" autocast.
+        bf16_weights: how bf16 weights are updated if the optimizer is a function: float32 copies ("copied"), their
+            lower 16 bits ("split"), or stochastic rounding ("stochastic").
+        scheduler: a torch scheduler, or a function `optimizer -> scheduler`.
+        clip: maximum gradient norm, a clipping policy, or one per parameter group of the optimizer.
         measure_gradient_norm: measure the gradient's norm in every step.
-        noise: measure the noise of the gradient; None does not.
-        average_decay: of an exponential moving average of the weights; None for none.
-        norms: what to do about BatchNorm in train mode; None: "keep", which is said where it makes a difference.
-        buffers: by name or pattern, what becomes of buffers that a forward updates; None: one update after the other.
-        rng: what the model's random numbers belong to.
+        noise: measure the noise of the gradient; None: do not measure it.
+        average_decay: decay of an exponential moving average of the weights; None: no average.
+        norms: policy for BatchNorm in train mode; None: "keep", with a warning if the gradient depends on the cut.
+        buffers: by name or pattern, how to combine buffers that a forward updates; None: updated one after the other.
+        rng: how the model's random numbers are seeded.
         check_loss: compare the loss with its declaration in the first step.
-        seed: first word of every random key; None takes the data's seed.
-        spikes: what is done where loss or gradient norm leave their course; None looks at neither.
+        seed: seed of all random numbers; None: the seed of the data.
+        spikes: action after a spike in the loss or gradient norm; None: none.
     """
 
     model: Model
@@ -73,15 +72,15 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hardware:
-    """Everything that decides where and in what pieces a step is run; the gradient does not depend on it.
+    """The devices, and how a step is cut; the gradient does not depend on them.
 
     Args:
-        micro_batch_size: most samples of one forward and backward; "auto" or an `Auto` finds it on the first batch, and
-            a `TokenBudget` cuts by length.
+        micro_batch_size: maximum number of samples per forward and backward; "auto" or an `Auto` determines it on the
+            first batch, and a `TokenBudget` cuts by length.
         accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
         deal: "balanced" or "fixed".
         strategy: the name of a registered strategy, "auto", or a strategy object.
-        world: the ranks; None asks the environment.
+        world: the ranks; None: from the environment.
     """
 
     micro_batch_size: MicroBatchSize = "auto"

@@ -1,53 +1,135 @@
-"""Plans a step: from a batch to micro-batches that are cut, dealt and counted. Every refusal of a batch is in here."""
+"""Plan a step: cut a batch into micro-batches, deal and count them. All errors about a batch are raised here."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from anybatch.core.batch import Position, lengths_of
+import torch
+
 from anybatch.core.loss import Loss
-from anybatch.core.splitting import BatchPlan
+from anybatch.core.tree import Batch, count_samples, tensors_of
+from anybatch.data.effective_batch import DatasetBatch
 from anybatch.engine.accumulation.planned_batch import (
     BatchCounter,
     CountedBatch,
     PlannedBatch,
+    RankShare,
     is_effective_batch,
     plan_effective_batch,
     report_failed_count,
 )
-from anybatch.engine.accumulation.rank_data import refuse_disagreement
-from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.data_progress import DataProgress
-from anybatch.engine.loss_check.check import LossCheck
+from anybatch.engine.first_steps import FirstSteps
 from anybatch.engine.loss_check.uncounted import UncountedSums
-from anybatch.engine.micro_batch_size.budget_trials import TrialParts
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.errors import LossError, WorldError
+from anybatch.errors import DataError, WorldError
+from anybatch.parallel.replicas import digest
 from anybatch.parallel.world import World
+
+_NUM_COMPARED = 4
+"""Number of samples that ranks compare before the first step on a data set."""
+
+
+def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
+    """Refuse the first step on a data set if the ranks' batches do not fit together.
+
+    Raises:
+        DataError: on every rank: shares of two ranks have exactly the same samples, processes of one rank have
+            different samples, or ranks have different effective batches or data sets.
+    """
+    if world.roll_call is None:
+        return
+    if is_effective_batch(batch):
+        # Hashes of whole numbers are the same in every process; hashes of strings are not.
+        word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
+        subset = batch.iteration.source.subset_digest if isinstance(batch, DatasetBatch) else 0
+        data = (subset, _first_samples(batch))
+        for rank, (other, there) in enumerate(world.gather_from_processes((word, data))):
+            if other != word:
+                message = (
+                    f"rank {world.process} has another effective batch than rank {rank}: {word[1]} with seed "
+                    f"{word[0]} and {other[1]} with seed {other[0]}, or other samples. Use ab.batches with the "
+                    "same data set, size and seed, and the engine with the same sizes, on every rank."
+                )
+                raise DataError(message)
+            # Samples that differ in each load (None) cannot be compared.
+            if data[0] != there[0] or (data[1] != there[1] and None not in (data[1], there[1])):
+                is_stream = data[0] is None
+                raise DataError((_differing_streams if is_stream else _differing_data)(world.process, rank))
+        return
+    # Samples of a user's loader have no ids, so their bytes are compared.
+    of_processes = world.gather_from_processes(_digest(batch.batch if isinstance(batch, RankShare) else batch))
+    for group in world.model_groups:
+        other = next((one for one in group if of_processes[one] != of_processes[group[0]]), None)
+        if other is not None:
+            message = (
+                f"processes {group[0]} and {other} run one model together, but have different samples in the first "
+                "step. Only data-parallel ranks get different samples: use ab.batches, ab.shares(loader, "
+                "world=engine.world), or a sampler with num_replicas=engine.world.size and rank=engine.world.rank."
+            )
+            raise DataError(message)
+    digests = world.of_ranks(of_processes)
+    for rank, found in enumerate(digests):
+        if found is not None and found in digests[:rank]:
+            message = (
+                f"ranks {digests.index(found)} and {rank} have the same samples in the first step, so every sample "
+                f"would count {digests.count(found)} times. Give each rank different samples, with ab.batches or a "
+                "DistributedSampler."
+            )
+            raise DataError(message)
+
+
+def _first_samples(batch: Any) -> Any:  # noqa: ANN401 (an `EffectiveBatch`)
+    """Return a fingerprint of the first few samples; None if they differ in each load."""
+    unit = range(min(_NUM_COMPARED, len(batch.sample_ids)))
+    once, again = (_fingerprint(next(iter(batch.feed([unit])))) for _ in range(2))
+    return once if once == again else None
+
+
+def _differing_data(rank: int, other: int) -> str:
+    return (
+        f"rank {rank} has other samples in its data set than rank {other}. ab.batches gives each rank its share of "
+        "one data set, so it must be the same on all ranks. Use the same seed for random splits: "
+        "random_split(data, sizes, generator=torch.Generator().manual_seed(0))."
+    )
+
+
+def _differing_streams(rank: int, other: int) -> str:
+    return (
+        f"rank {rank} reads other samples from the stream than rank {other}. ab.batches gives each rank its share of "
+        "the stream, so every rank must read the whole stream; if the data set divides it by rank, samples are lost. "
+        "Remove this division and seed its generators equally on every rank; or keep it, and use "
+        "ab.shares(DataLoader(dataset), effective_batch_size=...)."
+    )
+
+
+def _fingerprint(sample: Any) -> Any:  # noqa: ANN401 (any type of sample)
+    """Return values that identify a sample in any process; for unknown objects only the type."""
+    if isinstance(sample, torch.Tensor):
+        return digest(sample)
+    if isinstance(sample, (str, bytes, bool, int, float, type(None))):
+        return repr(sample)
+    if isinstance(sample, Mapping):
+        return [(repr(key), _fingerprint(value)) for key, value in sample.items()]
+    if isinstance(sample, (list, tuple)):
+        return [_fingerprint(value) for value in sample]
+    tensors = [digest(tensor) for tensor in tensors_of(sample)]
+    return [type(sample).__name__, sample.tobytes() if hasattr(sample, "tobytes") else tensors]
+
+
+def _digest(batch: Batch | None) -> tuple[int, ...] | None:
+    """Return a fingerprint of every tensor of a batch; None for an empty one."""
+    if batch is None or not count_samples(batch):
+        return None
+    return tuple(digest(tensor) for tensor in tensors_of(batch))
 
 
 class StepPlanner:
-    """Plans steps with the sizes of the moment.
-
-    Args:
-        world: the ranks.
-        loss: the declared loss, as the loop calls it.
-        sizes: how batches are cut.
-        check: compares the loss with its declaration on the first batches.
-        cut_notice: tells the user where BatchNorm depends on the cut.
-        sums: finds out which terms have something to add where a micro-batch counts nothing.
-        autocast: makes the autocast context of a forward, for the check.
-        on_first_batch: called with the first planned batch and the number of its step.
-        trial_parts: function () -> what trial runs of "auto" need.
-        decisions: what is found is added to them.
-        notifier: reports what is found.
-        seed: first word of every random key; None takes the data's seed.
-        make_seed: function () -> a seed for batches that do not come from `ab.batches`, called before the first.
+    """Plans steps with the current sizes.
 
     Attributes:
-        own_seed: that seed; None before the first such batch.
+        seed: seed of all random numbers; None: the seed of the data.
+        own_seed: seed of batches that do not come from `ab.batches`; None before the first such batch.
     """
 
     def __init__(
@@ -56,13 +138,7 @@ class StepPlanner:
         world: World,
         loss: Loss,
         sizes: RunSizes,
-        check: LossCheck,
         sums: UncountedSums,
-        cut_notice: CutNotice,
-        autocast: Callable[[], AbstractContextManager[object]],
-        on_first_batch: Callable[[PlannedBatch, int], None],
-        trial_parts: Callable[[], TrialParts],
-        decisions: Decisions,
         notifier: Notifier,
         seed: int | None,
         make_seed: Callable[[], int],
@@ -73,120 +149,88 @@ class StepPlanner:
         self._world = world
         self._loss = loss
         self._sizes = sizes
-        self._check = check
         self._counter = BatchCounter(loss, world, sizes.constraints, sums)
-        self._cut_notice = cut_notice
-        self._autocast = autocast
-        self._on_first_batch = on_first_batch
-        self._trial_parts = trial_parts
-        self._decisions = decisions
         self._notifier = notifier
-        self._has_begun = False
-        self._smaller_in: int | None = None  # the newest step that was smaller than named
+        self._others_wait = world.roll_call is not None and loss.needs_data_to_count
+        self._smaller_in: int | None = None  # the last step below the effective batch size
 
-    def is_steady(self, step: int, progress: DataProgress) -> bool:
-        """Whether planning the batch of a step sends nothing that a few batches alone send, the first above all."""
-        return self._has_begun and progress.is_stepped and not self._check.is_due(step) and not self._sizes.searches
+    def plan(
+        self,
+        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
+        step: int,
+        progress: DataProgress,
+        first: FirstSteps | None,
+        *,
+        check_loss: bool,
+    ) -> CountedBatch:
+        """Return the batch with this rank's micro-batches and the divisors of the loss.
 
-    def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
-        """Find the micro-batch size, if it is "auto" and has not been found yet.
-
-        Raises:
-            BatchSizeError: not even one sample fits.
-            CompositionError: sizes cannot be tried on this strategy.
-        """
-        if not self._sizes.searches:
-            return
-        found = self._sizes.settle(batch, self._trial_parts(), position)
-        self._decisions.add("micro_batch_size", found.words)
-        self._decisions.add("layout", found.layout)
-        if found.rate is not None:
-            self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
-
-    def after_step(self, plan: BatchPlan) -> None:
-        """Say what is to be said once a step has run by this plan."""
-        self._check.warn_if_undecided()
-        self._cut_notice.after_step(plan)
-
-    def plan(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
-        """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
-
-        Args:
-            batch: what `Engine.step` takes.
-            step: its number.
-            progress: in its data set.
-            check_loss: whether to compare the loss with its declaration, if that is still to be done. False where a
-                step is repeated: its samples have been checked already.
+        `check_loss` is False if a step is repeated, since its samples were checked before.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
-        planned = self._plan_or_leave(batch, step, progress, check_loss=check_loss)
+        if self._others_wait:
+            planned = self._plan_or_leave(batch, step, progress, first, check_loss=check_loss)
+        else:
+            planned = self._plan(batch, step, progress, first, check_loss=check_loss)
         return self._counter.count(planned, step)
 
-    def _plan_or_leave(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+    def _plan_or_leave(
+        self,
+        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
+        step: int,
+        progress: DataProgress,
+        first: FirstSteps | None,
+        *,
+        check_loss: bool,
+    ) -> PlannedBatch:
+        """Plan a batch; after an error, report it to the other ranks, which wait for this rank's counts."""
         roll_call = self._world.roll_call
-        if roll_call is None:
-            return self._plan_and_check(batch, step, progress, check_loss=check_loss)
-        num_told, is_steady = roll_call.num_told, self.is_steady(step, progress)
+        assert roll_call is not None
+        num_told, is_steady = roll_call.num_told, is_steady_step(first, step, progress)
         try:
-            return self._plan_and_check(batch, step, progress, check_loss=check_loss)
+            return self._plan(batch, step, progress, first, check_loss=check_loss)
         except BaseException as error:
             is_known = isinstance(error, WorldError) or roll_call.num_told != num_told
-            if is_steady and not is_known and self._loss.needs_data_to_count:
+            if is_steady and not is_known:
                 report_failed_count(error, self._loss, self._world)
             raise
 
-    def _plan_and_check(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+    def _plan(
+        self,
+        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
+        step: int,
+        progress: DataProgress,
+        first: FirstSteps | None,
+        *,
+        check_loss: bool,
+    ) -> PlannedBatch:
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, progress.position)
-        # A seed of the engine's takes precedence over the data's, also on resume.
+        # The engine's seed takes precedence over the data's, also on resume.
         if self.seed is not None:
             planned = planned._replace(seed=self.seed)
-        elif not is_effective_batch(batch):
-            planned = planned._replace(seed=self._seed_of_own())
-        self._sizes.refuse_larger(planned.plan.num_samples)
-        self._warn_of_smaller(batch, planned.plan.num_samples, step)
+        elif not planned.picks_any:  # not from ab.batches
+            planned = planned._replace(seed=self._user_seed())
+        num_samples, limit = planned.plan.num_samples, self._sizes.sizes.effective_batch_size
+        named: tuple[int, ...] = getattr(batch, "sizes", ())
+        if num_samples != (limit or num_samples) or named not in ((), (num_samples,)):
+            self._sizes.refuse_larger(num_samples)
+            self._warn_of_smaller(batch, num_samples, step)
         if not progress.is_stepped:
             refuse_disagreement(batch, planned, self._world)
-        if not self._has_begun:
-            self._refuse_other_rows(batch)
-            # All stages of a ramp: one that cannot be cut would end the run when it is reached.
-            self._sizes.refuse_uncuttable(getattr(batch, "sizes", ()))
-            self._has_begun = True
-            self._on_first_batch(planned, step)
-        if check_loss and self._check.is_due(step):
-            self._check.check_declaration(planned, self._autocast, step)
+        if first is not None:
+            first.check_batch(batch, planned, step, check_loss=check_loss)
         return planned
 
-    def _seed_of_own(self) -> int:
-        """Return the seed of the user's own batches: it follows from torch's generator and the weights of rank 0."""
+    def _user_seed(self) -> int:
+        """Return the seed for batches of the user, from torch's generator and the weights of rank 0."""
         if self.own_seed is None:
             self.own_seed = int(self._world.gather_objects(self._make_seed())[0])
         return self.own_seed
 
-    def _refuse_other_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Refuse a loss that counts samples where a micro-batch has another number of rows.
-
-        Raises:
-            LossError: with the declarations that are right.
-        """
-        lengths = lengths_of(batch)
-        if lengths is None or not (lengths.packed or lengths.shapes):
-            return
-        if not self._loss.allows_other_rows:
-            layout = "packed into one row" if lengths.packed else "filled up with rows of padding"
-            message = (
-                f"micro-batches are {layout}, and the loss is a mean over samples, of which they have another number. "
-                "Declare what it is a mean over: ab.mean_over_tokens(loss, labels='labels'), or ab.mean_over(loss, "
-                "count=...); or return ab.LossSum(total, count)."
-            )
-            raise LossError(message)
-
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
-        """Say that steps are smaller than the effective batch size that was named.
-
-        The last one of an epoch may be: it is followed by a whole one.
-        """
+        """Warn if steps are smaller than the effective batch size; a single one, such as an epoch's last, is fine."""
         sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
@@ -200,10 +244,15 @@ class StepPlanner:
         is_smaller = limit is not None and num_samples < limit and limit not in sizes
         if is_smaller and self._smaller_in == step - 1:
             message = (
-                f"batches of {num_samples} samples over all ranks make steps of {num_samples}, and the engine was "
-                f"told effective_batch_size={limit}. To accumulate a loader's batches up to it, write `for batch in "
-                f"ab.shares(loader, effective_batch_size={limit})`; if {num_samples} is what you mean, name that."
+                f"steps have {num_samples} samples over all ranks, fewer than effective_batch_size={limit}. To "
+                f"accumulate a loader's batches, use `for batch in ab.shares(loader, effective_batch_size={limit})`; "
+                f"otherwise set effective_batch_size={num_samples}."
             )
             self._notifier.warn("smaller_batches", message)
         if is_smaller:
             self._smaller_in = step
+
+
+def is_steady_step(first: FirstSteps | None, step: int, progress: DataProgress) -> bool:
+    """Return whether planning a step sends none of the additional messages of a run's or data set's first batches."""
+    return progress.is_stepped and (first is None or first.sends_nothing(step))

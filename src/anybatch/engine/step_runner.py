@@ -1,48 +1,182 @@
-"""Runs an effective batch: plan and run, in smaller micro-batches once memory has run out, until it fits."""
+"""Run an effective batch in one pass or two; after out of memory, plan and run it again in smaller micro-batches."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core.dtypes import accumulation_dtype, widest_dtype
 from anybatch.core.loss import without_graph
 from anybatch.core.records import PhaseName
-from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.masked_parameters import MaskedParameters
+from anybatch.core.splitting import BatchPlan
+from anybatch.engine.accumulation.accumulate import LateDivision, LoopContext, Sums, accumulate
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
-from anybatch.engine.accumulation.step_guard import StepGuard
-from anybatch.engine.accumulation.sums import LateDivision, Sums
+from anybatch.engine.batch_norm.runner import BatchNormRunner, Execute
 from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.data_progress import DataProgress
-from anybatch.engine.executors import Executor
+from anybatch.engine.first_steps import FirstSteps
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
-from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, NoiseOfStep
+from anybatch.engine.masked_parameters import MaskedParameters
 from anybatch.engine.meaning import StepMeaning
-from anybatch.engine.micro_batch_size.oom_halving import release_frames
-from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory
-from anybatch.engine.step_planner import StepPlanner
+from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory, release_frames
+from anybatch.engine.step_guard import StepGuard
+from anybatch.engine.step_planner import StepPlanner, is_steady_step
 from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.two_pass import (
+    OutputExchange,
+    abort_exchange,
+    accumulate_in_two_passes,
+    first_rank_with_samples,
+    gather_outputs,
+)
 from anybatch.errors import AnyBatchError, WorldError
 from anybatch.parallel.step_agreement import StepAbortedError, StepFailedError, StepsDifferError
+from anybatch.parallel.strategy import Abort
 from anybatch.parallel.world import World
 
 
+class Executor(Protocol):
+    """Adds up the gradient of one effective batch, and can leave the step early."""
+
+    def __call__(self, counted: CountedBatch) -> Sums:
+        """Run all micro-batches of this rank."""
+        ...
+
+    @property
+    def begin_step(self) -> Callable[[], None] | None:
+        """Function that resets the executor for a new effective batch; None if it has no state."""
+        ...
+
+    def abort(self, *, failed: bool) -> None:
+        """Join the collectives that other ranks wait in, and report the abort to them; see `Prepared.abort`."""
+        ...
+
+
+def choose_executor(
+    context: LoopContext,
+    modules: nn.Module,
+    world: World,
+    notifier: Notifier,
+    batch_norm: BatchNormRunner,
+    *,
+    num_further: int = 0,
+) -> Executor:
+    """Return the executor for a loss: one pass, or two for a loss across samples.
+
+    Args:
+        context: the objects that the loop calls.
+        modules: the model.
+        world: the ranks.
+        notifier: reports micro-batches.
+        batch_norm: runs micro-batches under the BatchNorm policy.
+        num_further: number of additional values that ranks sum with the loss terms.
+    """
+    abort: Abort = _no_abort
+    if context.prepared.abort is not None:
+        # Allocated now: a rank that is out of memory cannot allocate its last message.
+        abort = context.prepared.abort(
+            torch.cat([totals := Sums().totals(context.loss, world.device), totals.new_zeros(num_further)])
+        )
+    if context.loss.kind.encode is None:
+        execute = accumulate if batch_norm.is_idle else batch_norm.accumulate
+        return _OnePass(context, notifier, execute, abort)
+    return _TwoPasses(context, modules, world, notifier, batch_norm, abort=abort)
+
+
+class _OnePass:
+    def __init__(self, context: LoopContext, notifier: Notifier, execute: Execute, abort: Abort) -> None:
+        self._context = context
+        self._notifier = notifier
+        self._execute = execute
+        self.abort = abort
+        self.begin_step = None
+
+    def __call__(self, counted: CountedBatch) -> Sums:
+        """Run forward and backward of each micro-batch."""
+        is_observed = bool(self._notifier.observers)
+        return self._execute(
+            self._context, self._notifier.timed(counted.micro_batches) if is_observed else counted.micro_batches
+        )
+
+
+class _TwoPasses:
+    """For a loss across samples. Until outputs are exchanged, other ranks wait in that exchange."""
+
+    def __init__(
+        self,
+        context: LoopContext,
+        modules: nn.Module,
+        world: World,
+        notifier: Notifier,
+        batch_norm: BatchNormRunner,
+        *,
+        abort: Abort,
+    ) -> None:
+        self._context = context
+        self._modules = modules
+        self._world = world
+        self._notifier = notifier
+        self._batch_norm = batch_norm
+        self._abort = abort
+        self._have_exchanged = False
+
+    def begin_step(self) -> None:
+        """Reset the flag that outputs have been exchanged."""
+        self._have_exchanged = False
+
+    def __call__(self, counted: CountedBatch) -> Sums:
+        """Encode all micro-batches, gather the outputs, and encode again with the gradient of the loss."""
+        # Reset in each try: it determines the collective in which a rank that aborts meets the others.
+        plan, self._have_exchanged = counted.planned.plan, False
+        exchange = OutputExchange(
+            gather=lambda outputs: gather_outputs(
+                outputs, plan, self._world, self._notifier.gathering, self._note_exchange
+            ),
+            plan=plan,
+            # Every rank computes the whole loss, and ranks are summed, so only one rank may report it.
+            reports_loss=first_rank_with_samples(plan) == self._world.rank,
+            seed=counted.seed,
+        )
+        is_observed = bool(self._notifier.observers)
+        micro_batches = self._notifier.timed(counted.micro_batches) if is_observed else counted.micro_batches
+        with self._batch_norm.two_passes() as record:
+            return accumulate_in_two_passes(
+                self._context, self._modules, micro_batches, counted.replay, exchange, record=record
+            )
+
+    def abort(self, *, failed: bool) -> None:
+        """Leave the step, before or after the exchange of outputs."""
+        if self._have_exchanged:
+            self._abort(failed=failed)
+        else:
+            abort_exchange(self._world, failed=failed)
+
+    def _note_exchange(self) -> None:
+        self._have_exchanged = True
+
+
+def _no_abort(*, failed: bool) -> None:
+    """Do nothing: the engine never calls this for a strategy that cannot abort."""
+
+
+_NOTHING = nullcontext()
+
+
 class SummedBatch(NamedTuple):
-    """An effective batch that has been run: its gradient, summed over micro-batches and ranks, and divided.
+    """The result of an effective batch: its gradient, summed over micro-batches and ranks, and divided.
 
     Attributes:
-        planned: the batch and the plan it was run by.
+        planned: the batch and its plan.
         gradients: of each trainable parameter; None for one that no rank used.
         contributions: of each loss term to the loss, on the device.
         counts: of each loss term, on the device or the CPU.
-        too_large: sizes of micro-batches that did not fit, in the order they were tried.
-        noise: what the step says about the noise of its gradient; None where it was not measured.
+        too_large: sizes of micro-batches that did not fit, in the order in which they were tried.
+        noise: sums for the gradient's noise; None if it was not measured.
     """
 
     planned: PlannedBatch
@@ -56,23 +190,8 @@ class SummedBatch(NamedTuple):
 class StepRunner:
     """Plans and runs effective batches until they fit.
 
-    Args:
-        planner: cuts a batch with the sizes of the moment.
-        executor: runs the micro-batches of a plan.
-        context: what the loop uses.
-        guard: keeps gradients apart from those of others.
-        buffers: updates what the user has chosen once per effective batch.
-        watch: sees what else a forward updates.
-        world: the ranks.
-        retry: makes a step ready to be run again.
-        notifier: reports phases.
-        meaning: what this rank means by a step, for the other ranks to compare.
-        noise: measures the gradient's noise; None for nothing.
-        masked: looks for parameters that only micro-batches without a count reach.
-        can_leave: whether a rank can leave in the middle of a step, and tell the others.
-
     Attributes:
-        is_running: whether micro-batches run.
+        is_running: whether a step is running.
     """
 
     def __init__(
@@ -82,8 +201,8 @@ class StepRunner:
         context: LoopContext,
         guard: StepGuard,
         *,
+        first_steps: FirstSteps,
         buffers: BufferUpdates,
-        watch: StateWatch,
         world: World,
         retry: OomRetry,
         notifier: Notifier,
@@ -96,48 +215,60 @@ class StepRunner:
         self._execute = executor
         self._context = context
         self._guard = guard
-        self._buffers = buffers
-        self._watch = watch
+        # None after the first steps, so that later steps skip it.
+        self._first: FirstSteps | None = first_steps
+        self._first_steps = first_steps
+        self._waits_for_cut = False
+        self._buffers = None if buffers.is_idle else buffers
         self._retry = retry
         self._world = world
         self._notifier = notifier
-        self._meaning = meaning
+        self._meaning = None if world.roll_call is None else meaning
         self._noise = noise
         self._masked = masked
         self._can_leave = can_leave and world.roll_call is not None
+        self._brings_count = context.loss.kind.brings_count
+        self._dtype = widest_dtype(world.device)
         self._owes_step = False
         self.is_running = False
 
+    def restart_first_steps(self) -> None:
+        """Treat the next steps as first steps again, after a load."""
+        self._first = self._first_steps
+
     def run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
-        """Return the gradient of an effective batch, run in the first cut that fits on every rank.
+        """Return the gradient of an effective batch, with the first cut that fits on every rank.
 
         Args:
-            batch: what `Engine.step` takes.
+            batch: as in `Engine.step`.
             step: its number.
             progress: in its data set.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
-            ParameterError: other parameters are trainable than before.
+            ParameterError: the set of trainable parameters has changed.
             MemoryExhaustedError: no cut fits, or the ranks cannot repeat this step.
             RankFailedError: another rank failed first; all ranks have left the step.
-            RanksDifferError: ranks do not mean the same step.
-            ReplicaError: weights have come to differ between ranks.
+            RanksDifferError: ranks run different steps.
+            ReplicaError: weights differ between ranks.
         """
         roll_call = self._world.roll_call
         num_told = 0 if roll_call is None else roll_call.num_told
-        self._execute.begin_step()
+        if self._execute.begin_step is not None:
+            self._execute.begin_step()
         self.is_running = True
         try:
             with self._guard.begin_step():
                 summed = self._run(batch, step, progress)
-            self._guard.end_step()
+            if self._guard.steps_left:
+                self._guard.end_step()
         except StepFailedError:
             raise self._world.error_of_failed_rank() from None
         except StepsDifferError as error:
+            assert self._meaning is not None
             self._meaning.refuse(error.differing)
         except BaseException as error:
-            # Neither what all ranks know already, nor behind the last message, for which nobody waits any more.
+            # Skip errors that all ranks have, and errors after the last message, when no rank waits any more.
             is_known = isinstance(error, WorldError) or (roll_call is not None and roll_call.num_told != num_told)
             if self._owes_step and roll_call is not None and not is_known and not roll_call.has_agreed:
                 self._leave(error, step)
@@ -147,119 +278,147 @@ class StepRunner:
         return summed
 
     def _run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
-        # What only the first batches send, nobody else can send for a rank that has failed.
-        self._owes_step = self._can_leave and self._planner.is_steady(step, progress)
-        self._planner.settle_sizes(batch, progress.position)
-        # Buffers as they are now are what every further try has to begin from.
+        first = self._first
+        # The first batches send further messages, which a failed rank cannot join.
+        self._owes_step = self._can_leave and is_steady_step(first, step, progress)
+        if first is not None:
+            first.settle_sizes(batch, progress.position)
+        # Every further try starts from the current buffers.
         self._retry.begin_step(step)
-        inputs = InputVersions(batch)
+        # A batch that loads its samples in each try has no tensors that a try could change.
+        inputs = None if hasattr(batch, "feed") else InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
-            counted = self._plan(batch, step, progress, check_loss=not too_large)
+            try:
+                counted = self._planner.plan(batch, step, progress, first, check_loss=not too_large)
+            except torch.OutOfMemoryError as error:
+                raise self._too_large_to_plan(error, step) from None
             self._owes_step = self._can_leave
-            self._meaning.note(counted.planned, step)
-            outcome = self._attempt(counted, step, too_large)
-            if isinstance(outcome, SummedBatch):
-                self._buffers.pool()
-                self._planner.after_step(counted.planned.plan)
-                return outcome
+            if self._meaning is not None:
+                self._meaning.note(counted.planned, step)
             plan = counted.planned.plan
-            del counted  # with all that it has loaded
+            is_cut = len(plan.shares) > 1 or len(plan.shares[0]) > 1
+            if self._waits_for_cut and is_cut and first is None:
+                first = self._first = self._first_steps
+            outcome = self._attempt(counted, step, too_large, first)
+            if isinstance(outcome, SummedBatch):
+                if self._buffers is not None:
+                    self._buffers.pool()
+                if first is not None:
+                    self._finish_first(first, plan, step, is_cut=is_cut)
+                return outcome
+            del counted  # frees the samples that it has loaded
             too_large += (self._retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
-            # Behind the abort: only now does no rank wait for another one any more.
-            inputs.refuse_changed(step, self._world)
+            # After the abort, when no rank waits for another one.
+            if inputs is not None:
+                inputs.refuse_changed(step, self._world)
 
-    def _plan(self, batch: Any, step: int, progress: DataProgress, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
-        """Plan a step; what is loaded for that may be too much already."""
-        try:
-            return self._planner.plan(batch, step, progress, check_loss=check_loss)
-        except torch.OutOfMemoryError as error:
-            notes = [note.removeprefix("anybatch: ").rstrip(".") for note in getattr(error, "__notes__", ())]
-            said = f"{error}{_place_of(error)}{''.join(f' ({note})' for note in notes)}"
-            release_frames(error)
-            raise self._retry.too_large_to_plan(said, step) from None
+    def _finish_first(self, first: FirstSteps, plan: BatchPlan, step: int, *, is_cut: bool) -> None:
+        """Finish one of the first steps, and drop `FirstSteps` after the last one."""
+        first.finish_step(plan)
+        if first.is_done(step, is_cut=is_cut):
+            self._first, self._waits_for_cut = None, first.waits_for_cut
+
+    def _too_large_to_plan(self, error: torch.OutOfMemoryError, step: int) -> Exception:
+        """Return the error for out of memory in planning, which may load samples."""
+        notes = [note.removeprefix("anybatch: ").rstrip(".") for note in getattr(error, "__notes__", ())]
+        cause = f"{error}{_place_of(error)}{''.join(f' ({note})' for note in notes)}"
+        release_frames(error)
+        return self._retry.too_large_to_plan(cause, step)
 
     def _leave(self, error: BaseException, step: int) -> None:
-        """Serve what the other ranks wait in, so that all of them leave this step, and the next one begins together."""
-        # First, since they ask for it as soon as they have been told.
+        """Join the collectives that other ranks wait in, so that all ranks leave this step and begin the next one."""
+        # First, since other ranks read the error as soon as they learn of the failure.
         self._world.publish_failure(refused_in_backward(error) or error, step)
-        # Where it is too late for that, they find it when they look around.
+        # If aborting fails, the other ranks find the published error while they wait.
         with suppress(AnyBatchError, RuntimeError):
             self._execute.abort(failed=True)
 
-    def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
-        """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""
+    def _attempt(
+        self, counted: CountedBatch, step: int, too_large: tuple[int, ...], first: FirstSteps | None
+    ) -> SummedBatch | OutOfMemory:
+        """Sum gradients over micro-batches and ranks, and divide; return `OutOfMemory` if that does not fit."""
         phase: PhaseName = "forward_backward"
-        loss, device = self._context.loss, self._world.device
+        notifier, noise, strategy, plan = self._notifier, self._noise, self._context.strategy, counted.planned.plan
+        is_observed = bool(notifier.observers)
         try:
-            self._notifier.begin_step(step, counted)
+            if is_observed:
+                notifier.begin_step(step, counted)
             with self._context.randomness:
-                self._context.strategy.place_gradients()
-                counts = _as_tensor(counted.divisors, widest_dtype(device))
-                late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
-                plan = counted.planned.plan
-                watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch()
-                measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
-                with watched, pooled, measured, self._notifier.phase(phase):
+                strategy.place_gradients()
+                counts = _as_tensor(counted.divisors, self._dtype)
+                late = self._late_division(counted.divisors[0]) if self._brings_count else None
+                with (
+                    first.watched(plan) if first is not None else _NOTHING,
+                    self._buffers.effective_batch() if self._buffers is not None else _NOTHING,
+                    noise.effective_batch(step, plan) if noise is not None else _NOTHING,
+                    notifier.phase(phase) if is_observed else _NOTHING,
+                ):
                     sums = self._execute(counted)
             phase = "reduce"
-            with self._world.collective(), self._notifier.phase(phase):
-                gradients, totals = self._context.strategy.finish_gradients(self._numbers(sums))
-                self._notifier.reduced()
-        # Another rank ran out of memory and has told all of them through the last message of the step.
+            with (
+                self._world.collective() if self._world.roll_call is not None else _NOTHING,
+                notifier.phase(phase) if is_observed else _NOTHING,
+            ):
+                totals = sums.totals(self._context.loss, self._world.device)
+                if noise is not None:
+                    totals = torch.cat([totals, noise.numbers(sums, is_late=self._brings_count)])
+                gradients, totals = strategy.finish_gradients(totals)
+                if is_observed:
+                    notifier.reduced()
+        # Another rank ran out of memory, and reported it in the last message of the step.
         except StepAbortedError as error:
             release_frames(error)
             return OutOfMemory()
         except torch.OutOfMemoryError as error:
             failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
-            return failed  # outside of this function the failed frames, and all their tensors, are freed
+            return failed  # after the return, the failed frames and their tensors are freed
         if self._world.roll_call is None and all(gradient is None for gradient in gradients):
-            raise without_graph()  # every micro-batch has returned a constant zero
+            raise without_graph()  # every loss was a constant zero
+        found = None
+        if late is not None or noise is not None or counted.left_out is not None:
+            totals, counts, found = self._divided(counted, gradients, totals, counts, late)
+        return SummedBatch(counted.planned, gradients, totals, counts, too_large, found)
+
+    def _divided(
+        self,
+        counted: CountedBatch,
+        gradients: Sequence[torch.Tensor | None],
+        totals: Float[Tensor, " numbers"],
+        counts: Float[Tensor, " terms"],
+        late: LateDivision | None,
+    ) -> tuple[Float[Tensor, " terms"], Float[Tensor, " terms"], NoiseOfStep | None]:
+        """Return contributions, counts and noise; divide by the counts if they come with the losses."""
         if self._masked.looks_left and counted.left_out is not None:
             self._masked.look(counted.left_out, gradients)
-        totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
-        # The count was known only once all losses had been computed: gradients were divided by a guess so far.
+        noise = self._noise
+        totals, further = (totals, None) if noise is None else totals.tensor_split([-noise.num_numbers])
+        # The count is known only now, after all losses: so far gradients are divided by a guess.
         if late is not None:
             totals, counts = late.divide([gradient for gradient in gradients if gradient is not None], totals)
-        noise = None
-        if self._noise is not None and further is not None:
-            guess = counted.divisors[0] if loss.kind.brings_count else None
-            noise = self._noise.finish(gradients, further, counts, plan, guess=guess)
-        return SummedBatch(
-            planned=counted.planned,
-            gradients=gradients,
-            contributions=totals,
-            counts=counts,
-            too_large=too_large,
-            noise=noise,
-        )
-
-    def _numbers(self, sums: Sums) -> Float[Tensor, " numbers"]:
-        """Return what ranks have to sum beside the gradients."""
-        loss = self._context.loss
-        totals = sums.totals(loss, self._world.device)
-        if self._noise is None:
-            return totals
-        return torch.cat([totals, self._noise.numbers(sums, is_late=loss.kind.brings_count)])
+        if noise is None or further is None:
+            return totals, counts, None
+        guess = counted.divisors[0] if self._brings_count else None
+        return totals, counts, noise.finish(gradients, further, counts, counted.planned.plan, guess=guess)
 
     def _late_division(self, guess: float) -> LateDivision:
         parameter = next(iter(self._context.prepared.parameters.values()))
         dtype = accumulation_dtype(parameter)
-        # Real, so that it also divides real gradients next to complex ones.
+        # Real, so that it divides both real and complex gradients.
         return LateDivision(guess, self._world.device, dtype.to_real())
 
 
 def _as_tensor(numbers: tuple[float, ...], dtype: torch.dtype) -> Float[Tensor, " terms"]:
-    if len(numbers) == 1:  # asks torch for a fifth of the time of a tensor of any numbers
+    if len(numbers) == 1:  # `full` is five times as fast as `tensor`
         return torch.full((1,), numbers[0], dtype=dtype)
     return torch.tensor(numbers, dtype=dtype)
 
 
 def _place_of(error: BaseException) -> str:
-    """Return where in the user's code an error was raised, ` (in model.py, line 12, in forward)`; empty if nowhere.
+    """Return the place in the user's code that raised, ` (in model.py, line 12, in forward)`; empty without one.
 
-    The frames themselves cannot be kept: their tensors are what has to be freed.
+    A text, because frames would keep their tensors alive.
     """
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

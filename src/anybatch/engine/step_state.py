@@ -8,7 +8,7 @@ from anybatch.core.buffers import BufferKeeper
 
 
 class StepState:
-    """Buffers and generators as they were before the current step.
+    """A copy of buffers and generators from before the current step.
 
     Every way of leaving an unfinished step restores them: a retry after out of memory, an exception, a loss that is not
     finite, another rank's failure, Ctrl-C. Gradients are cleared elsewhere; parameters and optimizer do not change
@@ -29,7 +29,7 @@ class StepState:
 
     def keep(self) -> None:
         """Copy the state at the beginning of a step, into the memory of the last copy."""
-        self._is_kept = False  # until the copy is complete
+        self._is_kept = False  # while the copy is incomplete
         self._buffers.keep()
         self._states = [generator.get_state() for generator in self._generators]
         self._is_kept = True
@@ -53,5 +53,5 @@ class StepState:
             self._is_kept = False
 
     def release(self) -> None:
-        """End the step: from now on there is nothing to restore."""
+        """End the step and discard the copy."""
         self._is_kept = False

@@ -1,7 +1,7 @@
-"""Which strategy "auto" is: replicas as long as they fit into the device, and shards where they do not.
+"""The choice of "auto": replicas if they fit into the device, otherwise shards.
 
-The rule is arithmetic, and takes no trace: a replica cannot do without its weights, gradients, optimizer state and
-what the optimizer's step takes for a while, whatever its micro-batches are.
+The rule is arithmetic and needs no trace: any replica needs its weights, gradients, optimizer state and the temporary
+memory of the optimizer's step, with any micro-batch size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,24 +22,24 @@ from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.device_memory import limit_of
 from anybatch.parallel.gradient_buckets import gradient_bytes
-from anybatch.parallel.model_groups import comes_sharded
+from anybatch.parallel.model_groups import already_sharded
 from anybatch.parallel.registry import choose_strategy
 from anybatch.parallel.strategy import Capabilities, Strategy, trainable
 from anybatch.parallel.world import World
 
 _ORDER = ("all_reduce", "zero1", "fsdp", "")
-"""From the least traffic to the least memory; the last is none of them."""
-_BESIDE: Mapping[Bf16Weights, int] = {"copied": 4, "split": 2, "stochastic": 0}
-"""Bytes beside each weight in bf16."""
+"""From the least traffic to the least memory; empty if no strategy fits."""
+_EXTRA_BYTES: Mapping[Bf16Weights, int] = {"copied": 4, "split": 2, "stochastic": 0}
+"""Additional bytes per bf16 weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A strategy, and why it was chosen.
+    """A strategy and the reason for it.
 
     Attributes:
         strategy: the strategy.
-        reason: a clause, with the strategy's name; empty for one that the user has named.
+        reason: a clause that starts with the strategy's name; empty if the user chose it.
     """
 
     strategy: Strategy
@@ -48,13 +48,13 @@ class StrategyChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaBytes:
-    """Memory that every step of a replica holds at once, in its update: a lower bound of the step's peak.
+    """Memory that a replica needs during its update: a lower bound of the step's peak.
 
     Attributes:
-        weights: of the model with its buffers, and float32 copies of bf16 and fp16 parameters that are updated.
+        weights: the model with its buffers, and float32 copies of the trained bf16 and fp16 parameters.
         gradients: one copy.
-        update: the optimizer's state, and what its step takes for a while.
-        can_share: each parameter is known to be updated by itself, so that ranks may share the update out.
+        update: the optimizer's state, and the temporary memory of its step.
+        can_share: parameters are updated independently, so ranks can share the update.
     """
 
     weights: int
@@ -64,19 +64,19 @@ class ReplicaBytes:
 
     @property
     def least(self) -> int:
-        """Bytes that no sharing of the update makes fewer."""
+        """Bytes that sharing the update does not reduce."""
         return self.weights + self.gradients
 
     def on_each(self, num_shares: int) -> int:
-        """Return the bytes on each rank, where the update is shared out over so many."""
+        """Return the bytes per rank if `num_shares` ranks share the update."""
         return self.least + ceil_div(self.update.state + self.update.temporary, num_shares)
 
 
 def with_device_bytes(world: World) -> World:
-    """Return the world that knows what its smallest device has; a collective where there are several ranks.
+    """Return the world with the memory of its smallest device; a collective if there are several ranks.
 
     Args:
-        world: one that knows the memory of this rank's device already is believed, so that one can be rehearsed.
+        world: the ranks; if it already has a value for this rank, this is used, so other devices can be simulated.
     """
     own = limit_of(world.device) if world.device_bytes is None else world.device_bytes
     if own is None:
@@ -93,35 +93,35 @@ def choose(
     *,
     bf16_weights: Bf16Weights = "copied",
 ) -> StrategyChoice:
-    """Return the strategy that was named, or what "auto" is; the same on all ranks.
+    """Return the strategy that the user chose, or the choice of "auto"; the same on all ranks.
 
     Args:
-        strategy: as of `Hardware`.
-        optimizer: as of `TrainSpec`. A function is called once more, with parameters without data, where replicas may
-            not fit.
-        modules: everything that trains.
+        strategy: as in `Hardware`.
+        optimizer: as in `TrainSpec`. If replicas may not fit, a function is called once more, with parameters on the
+            meta device.
+        modules: all trained modules.
         world: the ranks, see `with_device_bytes`.
-        composes: function (capabilities) -> whether a strategy can do what is asked for.
-        bf16_weights: as of `TrainSpec`.
+        composes: function (capabilities) -> whether a strategy supports the other arguments.
+        bf16_weights: as in `TrainSpec`.
 
     Raises:
         UserError: an unknown name.
-        DoesNotFitError: no strategy that this optimizer leaves can fit, on all ranks.
+        DoesNotFitError: no strategy that is possible with this optimizer fits; raised on all ranks.
     """
     if strategy != "auto":
         return StrategyChoice(choose_strategy(strategy, world))
-    comes = comes_sharded(modules)
-    usual = choose_strategy("auto", world, comes_sharded=comes)
+    comes = already_sharded(modules)
+    usual = choose_strategy("auto", world, already_sharded=comes)
     ranks = "is 1 rank" if world.size == 1 else f"are {world.size} ranks"
-    reason = "the model came sharded, by fully_shard" if comes else f"there {ranks}"
+    reason = "the model is sharded already (fully_shard)" if comes else f"there {ranks}"
     limit = world.device_bytes
-    # Under tensor parallelism how a model is shared out is the user's own affair.
+    # Under tensor parallelism the user decides how the model is sharded.
     if comes or limit is None or world.size == 1 or world.has_model_groups:
         return StrategyChoice(usual, f"{usual.capabilities.name}, because {reason}")
     needed = replica_bytes(optimizer, modules, bf16_weights, most=int(limit * (1.0 - HEADROOM)))
     possible = _possible(needed, optimizer, world, composes)
     name = _first_that_fits(needed, possible, limit, world.size)
-    # Ranks that count otherwise, because their libraries differ, go by the one that counts most.
+    # Ranks with different library versions may differ: take the strategy with the least memory.
     name = _ORDER[max(_ORDER.index(one) for one in world.gather_objects(name))]
     if not name:
         raise DoesNotFitError(_refusal(needed, optimizer, limit), rank=world.process, phase="setup")
@@ -131,16 +131,16 @@ def choose(
 def replica_bytes(
     optimizer: Optimizer | OptimizerFunction, modules: nn.Module, bf16_weights: Bf16Weights = "copied", *, most: int
 ) -> ReplicaBytes:
-    """Return what a replica holds in its update.
+    """Return the memory that a replica needs during its update.
 
-    An optimizer that is yet to be made is taken for AdamW with `foreach`, three copies of what it updates. Only where
-    these are more than `most` is it made over parameters without data, and looked at.
+    An optimizer given as a function counts as AdamW with `foreach`: three copies of the updated weights. If this is
+    more than `most`, the optimizer is created over parameters on the meta device and measured.
 
     Args:
-        optimizer: as of `TrainSpec`.
-        modules: everything that trains.
-        bf16_weights: as of `TrainSpec`.
-        most: bytes there are.
+        optimizer: as in `TrainSpec`.
+        modules: all trained modules.
+        bf16_weights: as in `TrainSpec`.
+        most: available bytes.
     """
     own = trainable(modules)
     # A function gets low-precision parameters in float32; an instance holds the parameters themselves.
@@ -148,7 +148,7 @@ def replica_bytes(
     low = sum(parameter.numel() for parameter in masters)
     updated = 4 * low + sum(_num_bytes(p) for p in own.values() if not (masters and is_low_precision(p)))
     found = ReplicaBytes(
-        weights=_BESIDE[bf16_weights] * low + sum(map(_num_bytes, (*modules.parameters(), *modules.buffers()))),
+        weights=_EXTRA_BYTES[bf16_weights] * low + sum(map(_num_bytes, (*modules.parameters(), *modules.buffers()))),
         gradients=gradient_bytes(own.values()),
         update=UpdateBytes(state=2 * updated, temporary=updated),
         can_share=False,
@@ -161,9 +161,9 @@ def replica_bytes(
     with outside_modes():
         update = update_bytes(made)
     if bf16_weights == "stochastic":
-        # State in float32 is kept in bf16; of weights in float32 beside them it is counted too small.
+        # The state of bf16 weights is kept in bf16; this underestimates the state of float32 weights.
         update = replace(update, state=update.state // 2)
-    # torch's own update each parameter by itself; of others that is not known, and some go by all of them at once.
+    # torch's optimizers update each parameter independently; others may not.
     return replace(found, update=update, can_share=type(made).__module__.startswith("torch.optim"))
 
 
@@ -181,7 +181,7 @@ def _made_without_data(optimizer: OptimizerFunction, parameters: dict[str, nn.Pa
         ]
         try:
             made = optimizer(twins)
-        except Exception:  # noqa: BLE001 (whatever it is, the function is called again, and raises its own then)
+        except Exception:  # noqa: BLE001 (the function is called again later, and raises its error then)
             return None
     return made if isinstance(made, Optimizer) else None
 
@@ -192,55 +192,55 @@ def _possible(
     world: World,
     composes: Callable[[Capabilities], bool],
 ) -> list[str]:
-    """Return the strategies that come into question, in order."""
+    """Return the possible strategies, in order."""
     found = ["all_reduce"]
     if needed.can_share and composes(choose_strategy("zero1", world).capabilities):
         found.append("zero1")
-    # Not with an optimizer that is made already, whose parameters sharding would replace.
+    # Sharding replaces parameters, so an existing optimizer would keep the old ones.
     if not isinstance(optimizer, Optimizer) and composes(choose_strategy("fsdp", world).capabilities):
         found.append("fsdp")
     return found
 
 
 def _first_that_fits(needed: ReplicaBytes, possible: Sequence[str], limit: int, world_size: int) -> str:
-    """Return the name of the strategy to take, or of none if it is certain that none fits."""
+    """Return the name of the strategy; empty if it is certain that no strategy fits."""
     most = int(limit * (1.0 - HEADROOM))
     shares = {"all_reduce": 1, "zero1": world_size}
     for name in possible:
         if name == "fsdp" or needed.on_each(shares[name]) <= most:
             return name
-    # The rule keeps headroom free and takes the update for what it usually is, so a step may fit all the same.
+    # With headroom and the usual size of an update the rule is pessimistic, so a step may still fit.
     return possible[-1] if needed.least <= limit else ""
 
 
 def _why(name: str, needed: ReplicaBytes, limit: int, world: World) -> str:
-    """Return, as a clause, what was compared with what."""
+    """Return the comparison as a clause."""
     most = int(limit * (1.0 - HEADROOM))
     whole = f"a replica's {in_bytes(needed.on_each(1))} of weights, gradients and update"
     room = f"{in_bytes(most)} ({in_bytes(limit)} with {HEADROOM:.0%} left free)"
     if needed.on_each(1) <= most:
         return f"there are {world.size} ranks, and {whole} fit into {room}"
-    said, shared = f"{whole} do not fit into {room}", needed.on_each(world.size)
+    reason, shared = f"{whole} do not fit into {room}", needed.on_each(world.size)
     if name == "zero1":
-        part = f"{in_bytes(shared)} with the update shared out over {world.size} ranks"
-        said += f", and {part} do" if shared <= most else f", and neither do {part}"
-    # Named again as the best there is, for a step may fit all the same.
+        part = f"{in_bytes(shared)} with the update shared by {world.size} ranks"
+        reason += f", but {part} do" if shared <= most else f", nor do {part}"
+    # The best of the possible strategies, since a step may still fit.
     if name == "all_reduce" or (name == "zero1" and shared > most):
-        said += "; 'fsdp' would need the optimizer as a function of named parameters, and nothing that it refuses"
-    return said
+        reason += "; 'fsdp' needs the optimizer as a function of named parameters, and compatible arguments"
+    return reason
 
 
 def _refusal(needed: ReplicaBytes, optimizer: Optimizer | OptimizerFunction, limit: int) -> str:
-    cure = "Name strategy='fsdp' and leave out what does not compose with it, or train a smaller model."
+    cure = "Use strategy='fsdp' without the arguments that do not compose with it, or train a smaller model."
     if isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         cure = (
-            f"strategy='fsdp' shards them over ranks, and needs the optimizer as a function, since it makes new "
-            f"parameters: optimizer=lambda named: torch.optim.{kind}(named, lr=...)."
+            f"Use strategy='fsdp', which shards them. It creates new parameters, so pass the optimizer as a function: "
+            f"optimizer=lambda named: torch.optim.{kind}(named, lr=...)."
         )
     return (
-        f"weights and gradients take {in_bytes(needed.least)} on each rank, and the smallest device has "
-        f"{in_bytes(limit)}: not one sample can be trained on. {cure}"
+        f"weights and gradients take {in_bytes(needed.least)} on each rank, but the smallest device has "
+        f"{in_bytes(limit)}. {cure}"
     )
 
 

@@ -1,7 +1,7 @@
-"""A run's log as a trace for https://ui.perfetto.dev, in the Trace Event Format, which chrome://tracing reads as well.
+"""A run's log as a trace for https://ui.perfetto.dev or chrome://tracing, in the Trace Event Format.
 
-Each rank is a process with a track for phases, one for micro-batches and one for reductions, which may be under way
-together and are asynchronous slices; peak memory, loss and samples are counters, diagnoses and checkpoints instants.
+Each rank is a process with one track each for phases, micro-batches and reductions. The latter two may overlap, so they
+are asynchronous slices. Peak memory, loss and samples are counters; diagnoses and checkpoints are instants.
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format, Google).
 """
 
@@ -27,15 +27,7 @@ _BLOCK_BYTES: Final = 4 * MOST_LINE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What was written.
-
-    Attributes:
-        num_ranks: ranks whose logs were found.
-        num_steps: steps that the lead rank has made in it.
-        num_events: of the trace.
-        num_skipped: lines that were none.
-        shifted: ranks whose clock is not the lead rank's, so that their place is only about right.
-    """
+    """The contents of a trace; `shifted` are ranks whose clock had to be aligned, so their position is approximate."""
 
     num_ranks: int
     num_steps: int
@@ -45,14 +37,7 @@ class TraceReport:
 
 
 def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the logs of a run, the lead rank's first.
-
-    Args:
-        path: `events.jsonl`, or the folder of a run.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the logs of a run, the lead rank's first."""
     found = Path(path)
     first = found / "events.jsonl" if found.is_dir() else found
     if not first.is_file():
@@ -69,28 +54,17 @@ def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
 def write_chrome_trace(
     logs: Iterable[Path], target: Path, *, first_step: int = 0, last_step: int | None = None
 ) -> TraceReport:
-    """Write the trace of a run, and return what is in it.
-
-    Args:
-        logs: of its ranks, the lead rank's first.
-        target: the file; one that is there is replaced.
-        first_step: the first step that is wanted.
-        last_step: the last one; None for all that there are.
-
-    Raises:
-        UserError: no step of them was wanted.
-        OSError: a file cannot be read or written.
-    """
+    """Write the trace of a run (logs with the lead rank's first), and return a summary; replaces an existing file."""
     wanted = range(first_step, 2**63 if last_step is None else last_step + 1)
     sources = [_Source(path, rank, wanted) for rank, path in enumerate(logs)]
     ends = [source.step_ends() for source in sources]
     if not ends[0]:
-        message = f"{sources[0].path} holds no finished step from {first_step} on. Name other steps, or another run."
+        message = f"{sources[0].path} has no finished step from {first_step} on. Choose other steps, or another run."
         raise UserError(message)
     shifts = clock_shifts(ends)
     begin = min(source.first_seconds + shift for source, shift in zip(sources, shifts, strict=True))
     num_events = 0
-    # Only a regular file is replaced: a device or a pipe is written to.
+    # Only a regular file is replaced; a device or pipe is written directly.
     replaces = target.is_file() or not target.exists()
     unfinished = target.with_name(f"{target.name}.writing") if replaces else target
     with unfinished.open("w", encoding="utf-8", newline="\n") as file:
@@ -120,12 +94,12 @@ def _write_events(file: TextIO, events: Iterable[Event], *, is_first: bool) -> i
 def _json(event: Event) -> str:
     try:
         return json.dumps(event, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # a log that is no log of ours: numbers beyond what JSON has
+    except ValueError:  # not one of our logs: numbers that JSON cannot express
         return json.dumps({**event, "args": {"unreadable": repr(event.get("args"))[:200]}}, separators=(",", ":"))
 
 
 class _Source:
-    """The log of a rank, read twice: for the ends of its steps, and for what happened in them."""
+    """The log of a rank, read twice: for the ends of its steps, and for its events."""
 
     def __init__(self, path: Path, rank: int, wanted: range) -> None:
         self.path = path
@@ -135,7 +109,7 @@ class _Source:
         self._wanted = wanted
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield the good lines that there are; after a start on a clock that stands further back, time goes on."""
+        """Yield the valid lines; after a restart with an earlier clock, time continues."""
         self.num_skipped = 0
         shift = last = 0.0
         tail = LogTail(self.path)
@@ -156,7 +130,7 @@ class _Source:
                 return
 
     def step_ends(self) -> dict[int, float]:
-        """Return the times at which the wanted steps were over; of a step that was made again, the last one."""
+        """Return when the wanted steps ended; for a repeated step, its last end."""
         ends: dict[int, float] = {}
         for line in self.lines():
             step, now = line.get("step"), float(line["time_seconds"])
@@ -167,7 +141,7 @@ class _Source:
         return ends
 
     def events(self, shift_seconds: float) -> Iterator[Event]:
-        """Yield the events of this rank, the names of its tracks first."""
+        """Yield the events of this rank, starting with the names of its tracks."""
         yield _meta("process_name", self.rank, 0, name=f"rank {self.rank}")
         yield _meta("process_sort_index", self.rank, 0, sort_index=self.rank)
         for track, name in _TRACKS.items():

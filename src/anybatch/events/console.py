@@ -1,4 +1,4 @@
-"""A run as a person watches it: a progress bar on a terminal, plain lines everywhere else."""
+"""Shows a run to a person: a progress bar on a terminal, plain lines elsewhere."""
 
 import sys
 import threading
@@ -38,20 +38,20 @@ _LABEL_WIDTH = CELL_WIDTH - len(" -1.23e-100")
 class Console:
     """An observer that shows a run to a person.
 
-    On a terminal it keeps a progress bar and the newest numbers at the bottom, and writes above them what happens:
-    evaluations, checkpoints, diagnoses, skipped steps, out-of-memory events. Anywhere else (a pipe, a file, CI) it
-    writes plain lines: the first and the last step, one every few seconds between them, and what happens.
+    On a terminal it keeps a progress bar and the newest numbers at the bottom, and prints events above them:
+    evaluations, checkpoints, diagnoses, skipped steps, out of memory. Elsewhere (a pipe, a file, CI) it prints plain
+    lines: the first and the last step, one every few seconds between them, and events.
 
-    Rank 0 speaks; the records of other ranks are not looked at. Numbers are read from their device only when they are
-    shown, four times a second at most, so the loop does not wait for the device in each step. There is no thread
-    behind it: the picture changes when a record arrives. A terminal that goes away does not end the run.
+    Only rank 0 is shown. Numbers are read from their device only when they are shown, at most four times a second, so
+    the loop does not wait for the device in each step. It has no thread: the display changes when a record arrives. A
+    closed terminal does not end the run.
 
-    Use it in a `with`, or let the run end (`Engine.close`), and the terminal is as it was.
+    Use it in a `with`, or let the run end (`Engine.close`), to restore the terminal.
 
     Args:
-        total_steps: steps of the whole run, those before a resume included; None if that is not known.
-        stream: where to; None for the standard error, which leaves the standard output to results.
-        screen: how to show it; None for the terminal's or the plain one, whichever suits the stream.
+        total_steps: steps of the whole run, including those before a resume; None if unknown.
+        stream: output; None: standard error, which keeps standard output for results.
+        screen: how to draw; None: by the stream, a terminal's or the plain one.
         clock: monotonic time in seconds.
     """
 
@@ -66,7 +66,7 @@ class Console:
         self._total_steps = total_steps
         self._screen = _screen_for(sys.stderr if stream is None else stream) if screen is None else screen
         self._clock = clock
-        self._lock = threading.Lock()  # a record may come from the thread of a backward hook
+        self._lock = threading.Lock()  # backward hooks send records from other threads
         self._pace = Throughput()
         self._num_steps = 0
         self._step: StepRecord | None = None
@@ -77,15 +77,15 @@ class Console:
         self._shown_steps: int | None = None
 
     def observe(self, record: Record, /) -> None:
-        """Take a record, and show what has become due."""
-        # Every rank has the same loss, so the others would only repeat it; reductions and phases are for the log.
+        """Process a record, and update the display if it is due."""
+        # Every rank has the same loss, so one is enough; reductions and phases are for the log.
         if record.rank != 0 or isinstance(record, ReductionRecord | PhaseRecord):
             return
         with self._lock:
             self._take(record, self._clock())
 
     def close(self) -> None:
-        """Leave the terminal as it was. Closing twice is allowed."""
+        """Restore the terminal. Closing twice is allowed."""
         with self._lock:
             self._screen.close()
 
@@ -119,16 +119,16 @@ class Console:
             case EvaluateRecord() | CheckpointRecord():
                 self._pace.aside(now)
                 self._say(record)
-            # The search for a size reports it, and the decisions of the start repeat it: once is enough on a screen.
+            # The size search reports it, and the decisions at the start repeat it; show it once.
             case DiagnosisRecord(code="micro_batch_size"):
-                return  # the start, which comes next, says it among the decisions
+                return  # the next start record has it among its decisions
             case DiagnosisRecord() | OutOfMemoryRecord():
                 self._say(record)
-            case _:  # a kind that is not known yet
+            case _:  # an unknown kind
                 return
 
     def _start(self, record: StartRecord, now: float) -> None:
-        """Begin a session: how it is cut and what was decided, and the bar at its first step."""
+        """Begin a session: print the split and the decisions, and draw the bar at its first step."""
         for line in lines_of_start(record):
             self._screen.say(line, "plain")
         self._pace, self._num_steps = Throughput(), record.first_step
@@ -142,7 +142,7 @@ class Console:
         self._pace.step(now, record.num_samples)
         is_first = self._step is None
         self._step, self._micro_batch, self._num_steps = record, None, record.step + 1
-        # On an accelerator the flag is a tensor that is not there yet, so it is kept and read when numbers are shown.
+        # On an accelerator the flag is a tensor that may not be computed yet; it is read when numbers are shown.
         if record.skipped is not False:
             self._flags.append((record.step + 1, record.skipped))
         if is_first or self._num_steps == self._total_steps:
@@ -151,7 +151,7 @@ class Console:
             self._show_if_due(now, self._screen.seconds_per_step)
 
     def _end(self, record: EndRecord, now: float) -> None:
-        # The last step is often not due yet when the run ends, and is the one that people look for.
+        # The last step is often not due when the run ends, but users look for it.
         if self._shown_steps != self._num_steps and self._step is not None:
             self._show(now)
         self._screen.close()
@@ -166,13 +166,13 @@ class Console:
             self._show(now)
 
     def _show(self, now: float) -> None:
-        """Read what there is to read, and show it."""
+        """Read the pending numbers, and show them."""
         flags, self._flags = self._flags, []
         skipped = [number for number, flag in flags if read_number(flag)]
         if skipped:
             self._screen.say(skipped_line(skipped, self._total_steps), "warning")
         self._screen.show(self._moment(now))
-        # The clock is read again here: counted from before, a slow device would make every record due at once.
+        # The clock is read again: otherwise a slow device would make every record due immediately.
         self._shown_seconds, self._shown_steps = self._clock(), self._num_steps  # reading may have waited
 
     def _moment(self, now: float) -> ScreenContents:
@@ -193,7 +193,7 @@ class Console:
         )
 
     def _micro_batches(self) -> tuple[int, int]:
-        """Return how many micro-batches of this step, or of the last one, are over, and how many it has."""
+        """Return how many micro-batches of this (or the last) step are done, and their total."""
         if self._micro_batch is not None:
             return self._micro_batch.position + (self._micro_batch.event == "end"), self._micro_batch.num_micro_batches
         return (0, 0) if self._step is None else (self._step.num_micro_batches, self._step.num_micro_batches)
@@ -220,7 +220,7 @@ def _cells_of_step(record: StepRecord) -> list[ScreenCell]:
         ]
     if record.gradient_norm is not None:
         cells.append(ScreenCell("gradient norm", three_digits(read_number(record.gradient_norm))))
-    # Parameter groups mostly share a rate; where they do not, the range says more than a list that does not fit.
+    # Parameter groups usually share a rate; otherwise a range is shown, because a list would not fit.
     rates = [read_number(rate) for rate in record.learning_rates]
     if len(set(rates)) == 1:
         cells.append(ScreenCell("learning rate", three_digits(rates[0])))

@@ -1,4 +1,4 @@
-"""The curves in a log: one value per step, with everything left out that a resume has undone."""
+"""The curves of a log: one value per step, without steps that a resume has undone."""
 
 import math
 import os
@@ -12,18 +12,12 @@ from jaxtyping import Float
 from anybatch.events.jsonl import JsonLine, read_jsonl
 
 _REACH = 4
-"""Standard deviations after which a bell is as good as zero."""
+"""Standard deviations after which the Gaussian is practically zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSession:
-    """A part of a run between two starts.
-
-    Attributes:
-        first_step: steps that had been made before it.
-        geometry: how an effective batch was cut, in one line.
-        circumstances: device, precision and strategy, in one line.
-    """
+    """A part of a run between two starts."""
 
     first_step: int
     geometry: str
@@ -32,17 +26,15 @@ class LogSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curves:
-    """A run by steps. A step is called by the number of steps that have been made with it, from 1 on.
+    """The curves of a run. Steps are numbered by the steps made, from 1.
 
     Attributes:
-        sessions: the parts of the run; empty if the log does not have its beginning.
-        steps: the steps, in order.
-        losses: tensor (steps,): the loss of each over its effective batch; NaN where that was not a number.
-        learning_rates: of each parameter group, tensor (steps,); groups that are equal throughout come once.
-        metrics: metric to its values, by the number of steps made before each evaluation.
-        loss_names: terms of the loss, and `loss` itself: metrics of these names are of the same kind as the loss.
-        skipped: steps whose update was left out.
-        resumed: steps after which the run was gone on with.
+        sessions: the parts of the run; empty if the log lacks its beginning.
+        losses: loss of each step over its effective batch; NaN if it was not a number.
+        learning_rates: one tensor per parameter group; identical groups appear once.
+        metrics: metric to its values, by the number of steps before each evaluation.
+        loss_names: terms of the loss, and `loss` itself; metrics of these names are losses too.
+        resumed: steps after which the run was resumed.
         out_of_memory: steps that ran out of memory and were repeated.
     """
 
@@ -58,11 +50,7 @@ class Curves:
 
 
 def read_curves(path: str | os.PathLike[str]) -> Curves:
-    """Read the curves of a run from its log.
-
-    Raises:
-        OSError: the log cannot be opened.
-    """
+    """Read the curves of a run from its log."""
     notes = _CurveCollector()
     take: Mapping[str, Callable[[JsonLine], None]] = {
         "start": notes.start,
@@ -77,20 +65,16 @@ def read_curves(path: str | os.PathLike[str]) -> Curves:
 
 
 def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[torch.Tensor, " step"]:
-    """Return the mean of each value's neighbourhood, weighted by a bell; a value that is not finite has none.
+    """Return Gaussian-weighted means of neighbouring values (deviation in steps); non-finite values have weight zero.
 
-    `smooth[i] = sum_j w(i - j) v[j] / sum_j w(i - j)` over the finite `v[j]`, with `w(d) = exp(-d^2 / 2 s^2)`. A bell
-    looks both ways, so a curve is not shifted to the right as it is by a running mean.
-
-    Args:
-        values: one per step.
-        num_steps: standard deviation `s` of the bell, in steps.
+    `smooth[i] = sum_j w(i - j) v[j] / sum_j w(i - j)` over the finite `v[j]`, with `w(d) = exp(-d^2 / 2 s^2)`. Unlike a
+    running mean, the symmetric window does not shift the curve to the right.
     """
     reach = max(1, math.ceil(_REACH * num_steps))
     distances = torch.arange(-reach, reach + 1, dtype=torch.float64)
     bell = torch.exp(-0.5 * (distances / num_steps) ** 2)[None, None]
     finite = torch.isfinite(values)
-    # Values and their weights are convolved side by side, so that a gap, or an edge, has no weight at all.
+    # Values and their weights are convolved together, so that gaps and edges have no weight.
     known = torch.stack([torch.where(finite, values.double(), 0.0), finite.double()])[:, None]
     sums, weights = F.conv1d(known, bell, padding=reach)[:, 0]
     return torch.where(finite, sums / weights, torch.nan)
@@ -98,7 +82,7 @@ def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[to
 
 @dataclass(slots=True)
 class _CurveCollector:
-    """The part of a log that has been read so far."""
+    """The part of a log that was read so far."""
 
     sessions: list[LogSession] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
@@ -109,9 +93,9 @@ class _CurveCollector:
     out_of_memory_at: set[int] = field(default_factory=set)
 
     def start(self, line: JsonLine) -> None:
-        """Begin a session: what was noted of later steps was undone."""
+        """Begin a session: drop later steps, which were undone."""
         first = int(line["first_step"])
-        # A resumed run goes back to its checkpoint: the steps behind it were made twice, and the second time counts.
+        # A resumed run repeats the steps after its checkpoint, and the second time counts.
         self.losses = {number: loss for number, loss in self.losses.items() if number <= first}
         self.rates = {number: rates for number, rates in self.rates.items() if number <= first}
         self.metrics = {
@@ -120,13 +104,13 @@ class _CurveCollector:
         }
         self.skipped = {number for number in self.skipped if number <= first}
         self.out_of_memory_at = {number for number in self.out_of_memory_at if number <= first}
-        # A session that began where this one begins has left no step.
+        # A session without steps is replaced by the next one at the same step.
         self.sessions = [session for session in self.sessions if session.first_step < first]
         circumstances = ", ".join(str(line[name]) for name in ("device", "precision", "strategy"))
         self.sessions.append(LogSession(first_step=first, geometry=str(line["geometry"]), circumstances=circumstances))
 
     def step(self, line: JsonLine) -> None:
-        """Note a step."""
+        """Add a step."""
         number = int(line["step"]) + 1
         self.losses[number] = _number(line["loss"])
         self.rates[number] = [_number(rate) for rate in line["learning_rates"]]
@@ -135,19 +119,19 @@ class _CurveCollector:
             self.skipped.add(number)
 
     def evaluate(self, line: JsonLine) -> None:
-        """Note an evaluation; one that was repeated after a resume replaces the first."""
+        """Add an evaluation; one repeated after a resume replaces the first."""
         for name, value in line["metrics"].items():
             self.metrics.setdefault(name, {})[int(line["step"])] = _number(value)
 
     def out_of_memory(self, line: JsonLine) -> None:
-        """Note that a step ran out of memory."""
+        """Add a step that ran out of memory."""
         self.out_of_memory_at.add(int(line["step"]) + 1)
 
     def curves(self) -> Curves:
         """Return the curves collected so far."""
         steps = sorted(self.losses)
         num_groups = max((len(rates) for rates in self.rates.values()), default=0)
-        # A resumed run may have more or fewer parameter groups than before; where one is missing there is a gap.
+        # A resumed run may have more or fewer parameter groups; a missing one leaves a gap.
         groups = [[(self.rates[number][group:] or [math.nan])[0] for number in steps] for group in range(num_groups)]
         return Curves(
             sessions=tuple(self.sessions),
@@ -165,5 +149,5 @@ class _CurveCollector:
 
 
 def _number(value: float | str | None) -> float:
-    """Return a number of a line, where NaN and the infinities are text, and one that was lost is null."""
+    """Return a number of a line, in which NaN and the infinities are text, and an unreadable number is null."""
     return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""Curves as a figure of matplotlib, which is imported here and nowhere else."""
+"""Curves as a matplotlib figure; the only module that imports matplotlib for them."""
 
 import itertools
 import math
@@ -25,18 +25,18 @@ SMOOTHED_SHARE = 0.01
 """Standard deviation of the smoothing, as a share of the run."""
 LEAST_SMOOTHED_STEPS = 50
 FEW_POINTS = 60
-"""Up to so many values, each gets a dot."""
+"""Up to this number of values, each is drawn as a dot."""
 LOSS_LOG_RATIO, METRIC_LOG_RATIO = 30.0, 1_000.0
-"""From this ratio between the largest and the smallest value on, an axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 WIDE_RATIO = 300.0
-"""From this ratio on, only powers of ten are written at a logarithmic axis."""
+"""From this ratio on, a logarithmic axis labels only powers of ten."""
 LEAST_PLAIN, MOST_PLAIN = 1e-4, 1e6
-"""Numbers between these are written at an axis without exponent."""
+"""Numbers in this range are labelled without an exponent."""
 TITLE_WIDTH = 84
 SHAPES = "osD^"
 ROUND_STEPS = (1, 2, 5, 10)
 RESUMED = (0, (4, 3))
-"""Dashes of the lines at which a run was resumed."""
+"""Dash pattern of the lines at which a run was resumed."""
 
 _SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
@@ -66,8 +66,8 @@ _UNDATED: Mapping[str, Mapping[str, None]] = MappingProxyType(
 
 
 def draw(curves: Curves, paths: Sequence[Path]) -> None:
-    """Draw a run into files, whatever settings of matplotlib the user has; they stay as they are."""
-    # The user's settings, a style sheet of a notebook say, would change what the colours and sizes here rely on.
+    """Draw a run into files, independent of the user's matplotlib settings, which are restored."""
+    # The user's settings, for example a style sheet, would change colours and sizes.
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(cast("Any", _SETTINGS))
@@ -103,7 +103,7 @@ def make_figure(curves: Curves) -> Figure:
 
 
 def title(curves: Curves) -> tuple[str, str]:
-    """Return how the effective batch was cut, one line for each way, and the device."""
+    """Return how the effective batch was split, one line for each split, and the device."""
     geometries = list(dict.fromkeys(session.geometry for session in curves.sessions))
     geometries[1:] = [f"then {geometry}" for geometry in geometries[1:]]
     circumstances = "; then ".join(dict.fromkeys(session.circumstances for session in curves.sessions))
@@ -132,7 +132,7 @@ def _draw_title(panel: Axes, curves: Curves) -> None:
 
 def _draw_loss(panel: Axes, curves: Curves) -> None:
     """Draw the loss, raw and smoothed, with those metrics that are losses too."""
-    # An infinite loss would stretch the axis until nothing else is seen; it is marked at the edge instead.
+    # An infinite loss would stretch the axis; it is marked at the edge instead.
     losses = torch.where(torch.isfinite(curves.losses), curves.losses, torch.nan)
     is_long = len(curves.steps) >= LEAST_SMOOTHED_STEPS
     colour, width, marker = (RAW, 0.7, "None") if is_long else (SMOOTH, 1.4, "o")
@@ -159,7 +159,7 @@ def _draw_loss(panel: Axes, curves: Curves) -> None:
 
 
 def _draw_evaluations(panel: Axes, values: Mapping[int, float], name: str) -> None:
-    """Draw a metric, and write down its last value."""
+    """Draw a metric, and label its last value."""
     _set_values(panel, _draw_points(panel, values), log_ratio=METRIC_LOG_RATIO, num_ticks=4)
     panel.margins(y=0.18)
     panel.set_ylabel(textwrap.fill(name.replace("_", " "), 18))
@@ -168,7 +168,7 @@ def _draw_evaluations(panel: Axes, values: Mapping[int, float], name: str) -> No
 def _draw_points(
     panel: Axes, values: Mapping[int, float], *, shape: str = "o", label: str | None = None
 ) -> list[float]:
-    """Draw evaluations as points with a thin line through them; return those that are finite."""
+    """Draw evaluations as points with a thin line through them; return the finite values."""
     finite = {number: value for number, value in values.items() if math.isfinite(value)}
     marks: dict[str, Any] = {"marker": shape, "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
     if len(finite) > FEW_POINTS:
@@ -204,7 +204,7 @@ def _draw_learning_rates(panel: Axes, curves: Curves) -> None:
 
 
 def _draw_marks(panel: Axes, curves: Curves) -> None:
-    """Mark what happened at the edges of the panel, by shapes that need no colour, and count it in the legend."""
+    """Mark events at the edges of the panel, by shapes that work without colour, and count them in the legend."""
     lost = [step for step, loss in zip(curves.steps, curves.losses.tolist(), strict=True) if not math.isfinite(loss)]
     gaps = _stretches(lost)
     panel.broken_barh(
@@ -249,7 +249,7 @@ def _set_steps(panel: Axes, curves: Curves) -> None:
 
 
 def _set_values(panel: Axes, shown: Sequence[float], *, log_ratio: float, num_ticks: int) -> None:
-    """Choose the axis of values: logarithmic if they are positive and the ratio between them is so large."""
+    """Choose the axis of values: logarithmic if they are positive and their ratio exceeds `log_ratio`."""
     if not shown:
         panel.text(0.5, 0.5, "no finite value", transform=panel.transAxes, ha="center", va="center", color=FAINT)
         panel.set_yticks([])
@@ -269,7 +269,7 @@ def _plain_number(value: float, _position: int | None = None) -> str:
 
 
 def _values_without_line(steps: Sequence[int], values: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Return the points that stand between two that are none: no line goes there."""
+    """Return the values between two missing ones, through which no line can be drawn."""
     around = torch.nn.functional.pad(values.isnan(), (1, 1), value=True)
     lonely = ~values.isnan() & around[:-2] & around[2:]
     return torch.tensor(steps)[lonely].tolist(), values[lonely].tolist()

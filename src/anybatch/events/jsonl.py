@@ -1,8 +1,8 @@
-"""A run's records as a file: one JSON object per line (https://jsonlines.org), in the shape `schema.json` gives.
+"""A run's records as a file: one JSON object per line (https://jsonlines.org), with the schema in `schema.json`.
 
-A log is appended to and never rewritten. Killed at any moment, it holds every line up to the last flush, and at most
-one unfinished line after them, which the next run removes. NaN and the infinities, which JSON lacks, are written as the
-strings "NaN", "Infinity" and "-Infinity"; a number that its device no longer gives is null.
+A log is appended to and never rewritten. A killed run leaves every line up to the last flush and at most one unfinished
+line, which the next run removes. JSON lacks NaN and infinities, so they are the strings "NaN", "Infinity" and
+"-Infinity"; a number that its device could not return is null.
 """
 
 import contextlib
@@ -44,23 +44,23 @@ _BLOCK_BYTES = 1 << 16
 class JsonlLog:
     """An observer that writes each record as one line of a file. Use it in a `with`, or call `close`.
 
-    Lines of micro-batches, reductions, phases, memory and noise are kept until a record of another kind comes, and are
-    then written together. Only then are numbers read from their devices, so a run with a log waits for its device once
-    per step, and with `num_steps_per_flush=N` once in N steps. The end of a run is brought to the disk itself (fsync).
+    Lines of micro-batches, reductions, phases, memory and noise are buffered until a record of another kind arrives.
+    Numbers are read from their devices only then, so a run with a log waits for its device once per step, or once in N
+    steps with `num_steps_per_flush=N`. At the end of a run the file is synced to the disk (fsync).
 
-    A log belongs to one rank: give every rank its own path. If writing fails (a full disk), the error goes to the
-    caller, the lines it concerns are lost, which shows as a gap in `sequence`, and the file stays whole.
+    Each rank needs its own path. If writing fails (a full disk), the caller gets the error, the affected lines are
+    lost, which leaves a gap in `sequence`, and the file stays valid.
 
     Args:
-        path: the file; its directory is made if it is missing. An existing log is continued: an unfinished last line
-            is removed, and `sequence` goes on.
-        clock: monotonic time in seconds; stamped on every record when it arrives. Ranks of one machine that use
-            the default can be compared.
+        path: the file; its directory is created. An existing log is continued: an unfinished last line is removed, and
+            `sequence` continues.
+        clock: monotonic time in seconds, for the time of every record. Ranks of one machine with the default clock are
+            comparable.
         num_steps_per_flush: steps whose lines are written together.
 
     Raises:
         UserError: `path` is a directory, or a file that is not a log.
-        OSError: the file cannot be opened, or later not be written; `filename` is the path.
+        OSError: the file cannot be opened or written; `filename` is the path.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class JsonlLog:
         clock: Callable[[], float] = time.monotonic,
         num_steps_per_flush: int = 1,
     ) -> None:
-        """Open the file and find where to go on."""
+        """Open the file and find the next sequence number."""
         checked_int("num_steps_per_flush", num_steps_per_flush)
         refuse_unless(isinstance(path, (str, os.PathLike)), "path", path, "the path of a file")
         self._path = Path(path)
@@ -78,7 +78,7 @@ class JsonlLog:
         self._num_steps_per_flush = num_steps_per_flush
         self._num_steps_pending = 0
         self._pending: list[JsonLine] = []
-        self._lock = threading.Lock()  # records of reductions come from the threads of backward hooks
+        self._lock = threading.Lock()  # backward hooks send records of reductions from other threads
         self._file = _open(self._path)
         try:
             self._sequence = _resume(self._file, self._path)
@@ -87,7 +87,7 @@ class JsonlLog:
             raise
 
     def observe(self, record: Record, /) -> None:
-        """Stamp a record with its sequence and time, and write it now or with the next flush."""
+        """Add the sequence and time to a record, and write it now or with the next flush."""
         with self._lock:
             self._pending.append(_line(record, self._sequence, self._clock()))
             self._sequence += 1
@@ -97,7 +97,7 @@ class JsonlLog:
                 self._sync()
 
     def close(self) -> None:
-        """Write buffered lines, bring them to the disk, and close the file. Closing twice is allowed."""
+        """Write buffered lines, sync them to the disk, and close the file. Closing twice is allowed."""
         with self._lock:
             if self._file.closed:
                 return
@@ -130,16 +130,16 @@ class JsonlLog:
 
     def _write_pending(self) -> None:
         lines, self._pending, self._num_steps_pending = self._pending, [], 0
-        # Encoding reads the tensors, so this line is where a run with a log waits for its device.
+        # Encoding reads the tensors, so a run with a log waits for its device here.
         unwritten = memoryview(b"".join(map(_encoded, lines)))
         with _errors_name(self._path):
             end = self._file.seek(0, os.SEEK_END)
             try:
-                while unwritten:  # an unbuffered write may take only a part
+                while unwritten:  # an unbuffered write may be partial
                     unwritten = unwritten[self._file.write(unwritten) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    self._file.truncate(end)  # what comes later must not continue half a line
+                    self._file.truncate(end)  # a partial line must not be continued later
                 raise
 
     def _sync(self) -> None:
@@ -147,30 +147,29 @@ class JsonlLog:
             with _errors_name(self._path):
                 os.fsync(self._file.fileno())
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which says that there is no disk behind it, as with /dev/null
+            if error.errno != errno.EINVAL:  # there is no disk, as with /dev/null
                 raise
 
 
 class JsonlLines:
-    """The lines of a log, as dicts, read again in every pass. Made by `read_jsonl`.
+    """The lines of a log as dicts, read again in every pass; `num_skipped` counts the unreadable ones of the last pass.
 
-    Attributes:
-        num_skipped: lines that the latest pass left out, being of an unknown version or no lines of a log at all.
+    Returned by `read_jsonl`.
     """
 
     __slots__ = ("_path", "num_skipped")
 
     def __init__(self, path: Path) -> None:
-        """Keep the path; the file is opened by each pass."""
+        """Store the path; each pass opens the file."""
         self._path = path
         self.num_skipped = 0
 
     def __iter__(self) -> Iterator[JsonLine]:
-        """Yield line after line; an unfinished last line, which is still being written, is not looked at."""
+        """Yield the lines, without an unfinished last line."""
         self.num_skipped = 0
         with self._path.open("rb") as file:
             for text in file:
-                # A run may be writing this very line; the next pass will find it finished.
+                # A run may be writing this line; the next pass finds it complete.
                 if not text.endswith(b"\n"):
                     return
                 line = decoded_line(text)
@@ -181,13 +180,12 @@ class JsonlLines:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
-    """Return the lines of a log, to be iterated over; `num_skipped` counts what had to be left out.
+    """Return an iterable over the lines of a log; `num_skipped` counts the unreadable ones.
 
-    Lines come as they were written: numbers that are NaN or infinite as strings that `float` reads. Lines of unknown
-    kinds and unknown fields come too; ignore them.
+    NaN and infinite numbers are strings that `float` reads. Ignore unknown kinds and unknown fields.
 
     Args:
-        path: of a `JsonlLog`'s file, finished or still being written.
+        path: the file of a `JsonlLog`, finished or still being written.
 
     Raises:
         OSError: the file cannot be opened; raised by the iteration.
@@ -196,19 +194,13 @@ def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
 
 
 def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:
-    """Return the line of a record as a log would give it back; waits for the devices that its numbers are on.
-
-    Args:
-        record: as an observer receives it.
-        sequence: number of the line in its log, from 0 on.
-        time_seconds: since the log was opened.
-    """
+    """Return the line of a record as in a log; waits for the devices of its numbers."""
     line: JsonLine = json.loads(_encoded(_line(record, sequence, time_seconds)))
     return line
 
 
 def _line(record: Record, sequence: int, time_seconds: float) -> JsonLine:
-    """Return the line of a record; numbers that are on a device stay there."""
+    """Return the line of a record, without reading numbers from their device."""
     body = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
     head = {"version": SCHEMA_VERSION, "sequence": sequence, "time_seconds": round(time_seconds, 6)}
     return {**head, "kind": record.kind, **body}
@@ -219,13 +211,13 @@ def _open(path: Path) -> BinaryIO:
         message = f"the log's path {path} is a directory. Name a file in it, such as {path / 'events.jsonl'}."
         raise UserError(message)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # unbuffered: forked loader workers must not inherit, and write again, the lines in a buffer
+    # unbuffered: forked loader workers must not inherit buffered lines and write them again
     return path.open("a+b", buffering=0)
 
 
 @contextlib.contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """Give errors of an open file the path they lack."""
+    """Add the path to errors of an open file."""
     try:
         yield
     except OSError as error:
@@ -234,16 +226,16 @@ def _errors_name(path: Path) -> Iterator[None]:
 
 
 def _resume(file: BinaryIO, path: Path) -> int:
-    """Remove an unfinished last line, and return the sequence of the next one."""
+    """Remove an unfinished last line, and return the next sequence number."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(len(_LINE_START)) if end else b""
-    # An empty file, and one that was killed within its first line, begin like a log as far as they go.
+    # An empty file, and one killed within its first line, also count as logs.
     if not _LINE_START.startswith(head):
         message = f"{path} exists and is not a log of anybatch. Move it away, or choose another path."
         raise UserError(message)
     tail, start = b"", end
-    # A log may be many gigabytes, and only its last full line is wanted: it is read in blocks from the end.
+    # A log may have many gigabytes; the last full line is found by reading blocks from the end.
     while start and tail.count(b"\n") < 2:  # noqa: PLR2004 (one ends the last full line, one the line before it)
         size = min(start, _BLOCK_BYTES)
         start -= size
@@ -262,8 +254,8 @@ def _resume(file: BinaryIO, path: Path) -> int:
 
 
 def _plain(value: object) -> object:
-    """Return `value` as something JSON has; a tensor stays, without its graph, until it is written."""
-    # bool stands before the numbers below because JSON has a literal of its own for it.
+    """Return `value` as JSON data; a tensor stays, detached, until it is written."""
+    # bool comes before numbers, because JSON has a separate literal for it.
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, torch.Tensor):
@@ -285,7 +277,7 @@ def _finite(value: float) -> float | str:
 
 
 def _read(tensor: torch.Tensor) -> float | str | None:
-    """Return a tensor's one number, waiting for its device; None if the device failed or the tensor has no data."""
+    """Return the number in a tensor, waiting for its device; None if the device failed or the tensor has no data."""
     assert tensor.numel() == 1, f"a record holds a tensor of shape {tuple(tensor.shape)}, not one number"
     try:
         value = tensor.item()

@@ -1,7 +1,7 @@
-"""The lines of a log as bytes: what one is, and those that come while a run writes. Without torch, which takes seconds.
+"""The lines of a log as bytes, also while a run writes them. Does not import torch, which takes seconds.
 
-Whoever writes a log may have been killed, may still be writing, or may have meant harm: a line is data until it is
-known to be a line, and an unfinished one waits.
+The writer may have been killed, may still be writing, or may be malicious: every line is validated, and an unfinished
+one waits.
 """
 
 import json
@@ -11,47 +11,43 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 MOST_LINE_BYTES = 1 << 20
-"""Longer lines are left out by `LogTail`: no record is so long, and whoever reads must not hold it."""
+"""`LogTail` skips longer lines, so that a reader need not hold them in memory; no record is this long."""
 
 JsonLine = dict[str, Any]
 _HEAD_BYTES = 1 << 12
 
 
 def decoded_line(text: bytes) -> JsonLine | None:
-    """Return a line of a version that is known; None for anything else."""
+    """Return a line of a known version, else None."""
     line = decoded_object(text)
     return line if line is not None and line.get("version") == SCHEMA_VERSION else None
 
 
 def decoded_object(text: bytes) -> JsonLine | None:
-    """Return the JSON object that a text is; None if it is none."""
+    """Return the JSON object in a text, else None."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, not even text, or made to hurt
+    except (ValueError, RecursionError):  # not JSON, not text, or malicious
         return None
     return value if isinstance(value, dict) else None
 
 
 class LogTail:
-    """The lines of a log, each once, as they come. A file that is not there yet, or is no file, has none.
+    """New lines of a log, each once. A missing file, or a path that is not a file, has none.
 
-    A log only grows, so what was read is not read again, until another file stands in its place: one that is shorter,
-    or begins otherwise. Then it is read from its beginning, and `generation` says so.
-
-    Args:
-        path: of the log.
+    A log only grows, so only new bytes are read. If another file replaces it (shorter, or with another beginning), it
+    is read from the start, and `generation` increases.
 
     Attributes:
-        path: of the log.
-        offset: bytes that were read, up to the end of a line.
-        size: bytes of the file, when it was last looked at.
-        written_seconds: when it was last written, in seconds since 1970.
-        generation: how often it was read from its beginning.
-        num_too_long: lines that were left out.
+        offset: bytes read, up to the end of a line.
+        size: size of the file at the last read, in bytes.
+        written_seconds: last modification, in seconds since 1970.
+        generation: how often the file was read from its start.
+        num_too_long: number of skipped lines.
     """
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is opened."""
+        """Store the path without opening it."""
         self.path = path
         self.offset = self.size = self.generation = self.num_too_long = 0
         self.written_seconds = 0.0
@@ -59,21 +55,14 @@ class LogTail:
         self._inside_too_long = False
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the file was longer, when it was last looked at, than what was read."""
+    def has_unread_bytes(self) -> bool:
+        """Whether the file had unread bytes at the last read."""
         return self.offset < self.size
 
     def read(self, most_bytes: int) -> list[bytes]:
-        """Return the whole lines that have come, without their ends.
-
-        Args:
-            most_bytes: to read at once, at least `MOST_LINE_BYTES`.
-
-        Raises:
-            OSError: it is there, and cannot be read.
-        """
+        """Return new complete lines without their ends, from at most `most_bytes` (at least `MOST_LINE_BYTES`)."""
         assert most_bytes >= MOST_LINE_BYTES, "a line that is allowed has to fit"
-        if not self.path.is_file():  # opening a pipe would wait for somebody to write
+        if not self.path.is_file():  # opening a pipe would block
             return []
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -82,7 +71,7 @@ class LogTail:
             self._begin_again_if_replaced(head)
             file.seek(self.offset)
             lines = self._whole_lines(file.read(most_bytes))
-        # Only what was read stays as it is: an unfinished last line is removed by the run that goes on.
+        # An unfinished last line may be removed by a resumed run, so it is not counted as read.
         self._head = head[: self.offset]
         return lines
 

@@ -1,4 +1,4 @@
-"""What a rank did when, as spans: the begins and ends of a log put together. Times are of the host, from the log."""
+"""Spans of a rank's work, from the begin and end lines of a log. Times are host times."""
 
 import itertools
 import statistics
@@ -14,16 +14,7 @@ _MOST_OPEN: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on a rank.
-
-    Attributes:
-        kind: phase, micro_batch or reduction.
-        name: of the phase, the micro-batch or the collective.
-        step: that it belongs to.
-        begin_seconds: on the clock of the log.
-        end_seconds: on the same clock.
-        details: what else the log says of it, as it stands there.
-    """
+    """An interval of a rank: a phase, micro-batch or reduction, in seconds on the clock of the log."""
 
     kind: str
     name: str
@@ -34,15 +25,15 @@ class Span:
 
 
 def spans_of(lines: Iterable[JsonLine]) -> Iterator[Span]:
-    """Yield the spans of the lines of one rank, each at its end; a begin without an end has none.
+    """Yield the spans of one rank's lines, each at its end; a begin without an end is dropped.
 
-    What a line lacks or has of another type leaves it out: a log is data that anybody may have written.
+    Lines with missing or wrong fields are skipped, because a log is untrusted data.
     """
     begun: dict[tuple[str, object, object], float] = {}
     for line in lines:
         kind, now, step = line.get("kind"), line.get("time_seconds"), line.get("step")
         if kind in _BEFORE_A_STEP:
-            begun.clear()  # what had begun was undone, or is of a process whose clock has gone
+            begun.clear()  # undone by a resume, or of a process with another clock
         named = _named(line)
         if named is None or type(step) is not int or not isinstance(now, int | float):
             continue
@@ -54,14 +45,10 @@ def spans_of(lines: Iterable[JsonLine]) -> Iterator[Span]:
 
 
 def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
-    """Return what to add to the clock of each rank, so that the ranks of several machines stand side by side.
+    """Return an offset for the clock of each rank that aligns ranks of several machines.
 
-    A clock's zero means nothing, and is the same on one machine only. A step ends on all ranks at about the same time,
-    since they wait for one another: ranks whose ends differ by more than the steps take have other clocks, and are
-    shifted by the median difference to the first rank.
-
-    Args:
-        ends: of each rank, step to the time at which it was over.
+    Clocks share their zero on one machine only. A step ends at about the same time on all ranks, because they wait for
+    each other. A rank whose ends differ by more than a step is shifted by the median difference to the first rank.
     """
     shifts = [0.0]
     for other in ends[1:]:
@@ -75,7 +62,7 @@ def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def _named(line: JsonLine) -> tuple[str, object, dict[str, object]] | None:
-    """Return the name of what a line begins or ends, what tells it from others of that name, and its details."""
+    """Return the name of a begin or end line, a key that distinguishes lines of the same name, and its details."""
     kind = line.get("kind")
     keys = {
         "phase": ("name", "position"),

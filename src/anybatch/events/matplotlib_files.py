@@ -1,4 +1,4 @@
-"""The one place that asks whether matplotlib is there, and whether it writes such a file."""
+"""Checks that matplotlib is installed and can write a file."""
 
 import importlib
 from collections.abc import Iterable
@@ -11,15 +11,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def import_drawing(module: str, paths: Iterable[Path]) -> Any:  # noqa: ANN401 (a module)
-    """Import a module that draws by matplotlib, which is no dependency of anybatch but an extra.
-
-    Args:
-        module: its full name; it imports matplotlib at its top, or is a part of matplotlib.
-        paths: the files to be drawn.
-
-    Raises:
-        UserError: matplotlib is not installed, or a picture has another ending than .png, .svg or .pdf.
-    """
+    """Import a module that uses matplotlib, an optional dependency; raise if it cannot write one of the paths."""
     for path in paths:
         if path.suffix.lower() not in FORMATS:
             message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
@@ -28,7 +20,7 @@ def import_drawing(module: str, paths: Iterable[Path]) -> Any:  # noqa: ANN401 (
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         message = (
-            f"a picture is drawn by matplotlib, and there is no module {error.name!r}. "
+            f"drawing needs matplotlib, which is not installed (module {error.name!r}). "
             "Install it: pip install 'anybatch[plot]'"
         )
         raise UserError(message) from None

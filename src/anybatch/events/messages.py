@@ -1,4 +1,4 @@
-"""Each record as a sentence."""
+"""Records as sentences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -24,7 +24,7 @@ _NUM_NAMED_STEPS = 5
 
 
 def lines_of_start(record: StartRecord) -> Iterator[str]:
-    """Yield what a run is and what was decided for it, line by line."""
+    """Yield the facts and the decisions of a run, line by line."""
     yield record.geometry
     software = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     yield (
@@ -34,19 +34,13 @@ def lines_of_start(record: StartRecord) -> Iterator[str]:
     if software:
         yield software
     for name, decision in record.decisions.items():
-        yield f"decided: {name.replace('_', ' ')}: {_in_one_line(decision)}"
+        yield f"{name.replace('_', ' ')}: {_in_one_line(decision)}"
     if record.first_step:
-        yield f"going on after step {record.first_step:,}"
+        yield f"resuming after step {record.first_step:,}"
 
 
 def message_of(record: Record, total_steps: int | None, *, seconds: float | None = None) -> Sentence:
-    """Return a record as a sentence, and how much it matters.
-
-    Args:
-        record: an evaluation, a checkpoint, a diagnosis, an out-of-memory event or the end.
-        total_steps: steps of the whole run; None if that is not known.
-        seconds: how long the session has taken; for the end.
-    """
+    """Return a record as a sentence with its level; `seconds` is the duration of the session, for its end."""
     match record:
         case EvaluateRecord():
             samples = f"{record.num_samples:,} sample{'s' * (record.num_samples != 1)}"
@@ -64,12 +58,12 @@ def message_of(record: Record, total_steps: int | None, *, seconds: float | None
         case EndRecord():
             return _about_end(record, seconds)
         case _:
-            message = f"nothing is said about a record of kind {record.kind}"
+            message = f"no sentence for a record of kind {record.kind}"
             raise AssertionError(message)
 
 
 def skipped_line(numbers: Sequence[int], total_steps: int | None) -> str:
-    """Return the sentence about steps whose update was left out."""
+    """Return the sentence about steps with a skipped update."""
     start = f"{step_of(numbers[-1], total_steps)}   warning: update skipped, because the gradient was not finite"
     if len(numbers) == 1:
         return start
@@ -82,7 +76,7 @@ def _about_checkpoint(record: CheckpointRecord, total_steps: int | None) -> Sent
     where = step_of(record.step, total_steps)
     if record.event == "fell_back":
         reason = "it cannot be read" if record.message is None else _in_one_line(record.message)
-        return f"{where}   warning: passed over checkpoint {record.path}: {reason}", "warning"
+        return f"{where}   warning: skipped checkpoint {record.path}: {reason}", "warning"
     size = "" if record.num_bytes is None else f" ({in_bytes(record.num_bytes)})"
     return f"{where}   checkpoint {record.event}: {record.path}{size}", "plain"
 
@@ -104,14 +98,14 @@ def _about_out_of_memory(record: OutOfMemoryRecord, total_steps: int | None) -> 
     if after is None:
         text = f"error: out of memory {phase} at {before:,} samples per micro-batch, and no smaller size can help"
         return f"{where}   {text}", "error"
-    text = f"warning: out of memory {phase}: micro-batch {before:,} -> {after:,} samples, and the step is repeated"
+    text = f"warning: out of memory {phase}: micro-batch {before:,} -> {after:,} samples, repeating the step"
     return f"{where}   {text}", "warning"
 
 
 def _about_end(record: EndRecord, seconds: float | None) -> Sentence:
     steps = f"{record.num_steps:,} step{'s' * (record.num_steps != 1)}"
     took = "" if seconds is None else f" after {duration(seconds)}"
-    # Only the first line, since this is one sentence.
+    # Only the first line, because this is one sentence.
     reason = "" if record.message is None else f": {record.message.strip().partition(chr(10))[0]}"
     level: Level = "error" if record.status == "failed" else "result"
     return f"{record.status}{took}, {steps} made{reason}", level

@@ -1,4 +1,4 @@
-"""A run in plain lines, for pipes, files and CI: nothing moves, every line can be searched for."""
+"""A run in plain lines, for pipes, files and CI."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,7 @@ from anybatch.events.screen import Level, ScreenCell, ScreenContents
 
 
 class PlainScreen:
-    """Writes lines, one for each moment and one for each thing that happens.
-
-    Args:
-        stream: where to.
-        seconds_per_step: least time between two lines about steps.
-        seconds_per_micro_batch: least time between two lines within a step.
-    """
+    """Prints lines, for progress (with a minimum interval in seconds) and for events."""
 
     shows_beginning = False
 
@@ -25,13 +19,13 @@ class PlainScreen:
         self._stream = stream
 
     def say(self, line: str, level: Level, /) -> None:  # noqa: ARG002 (the line itself says "warning" or "error")
-        """Write a line."""
+        """Print a line."""
         self._stream.write(f"{line}\n")
-        # Line by line, so that a reader of the file or pipe sees it at once.
+        # Flushed per line, so that a reader of the file or pipe sees it immediately.
         self._stream.flush()
 
     def show(self, moment: ScreenContents, /) -> None:
-        """Write how far the run is, in columns."""
+        """Print the progress of the run, in columns."""
         left = [] if moment.time_left is None else [ScreenCell("left", moment.time_left, 11)]
         if moment.is_within_step and moment.underway is not None:
             cells = [moment.underway, *left]
@@ -40,7 +34,7 @@ class PlainScreen:
         self.say("   ".join([moment.heading, *_columns(cells)]).rstrip(), "plain")
 
     def close(self) -> None:
-        """Do nothing: every line has been written."""
+        """Do nothing, because every line is written."""
 
 
 def _columns(cells: Iterable[ScreenCell]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Numbers of records, brought from their device to the host."""
+"""Reads numbers of records from their device."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from anybatch.core.records import Flag, Scalar
 
 
 def read_number(value: Scalar | Flag) -> float | None:
-    """Return a number, waiting for its device; None if the device failed, whose error is reported elsewhere."""
+    """Return a number, waiting for its device; None if the device failed (the error is reported elsewhere)."""
     with contextlib.suppress(RuntimeError):
         return float(value.item() if isinstance(value, torch.Tensor) else value)
     return None

@@ -1,17 +1,13 @@
-"""A stream that a run survives: what cannot be written is lost, and nothing is raised."""
+"""A stream that never raises: unwritable text is dropped."""
 
 import io
 from typing import TextIO
 
 
 class SafeStream(io.TextIOBase):
-    """A text stream in front of another one, for text that no result depends on.
+    """Wraps a text stream for output that no result depends on.
 
-    A terminal that was closed, a pipe that is no longer read and a full disk make it fall silent. Characters that
-    the encoding lacks are written as their codes.
-
-    Args:
-        stream: where to write.
+    Output to a closed terminal, a broken pipe or a full disk is dropped. Characters outside the encoding are escaped.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -24,19 +20,19 @@ class SafeStream(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, /) -> int:
-        """Write a text, or lose it."""
+        """Write a text, or drop it."""
         if not self._is_lost:
-            # A name with a character that the terminal lacks must not end a run, and is readable as an escape.
+            # A name with a character outside the encoding is escaped instead of ending the run.
             writable = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
             try:
                 self._stream.write(writable)
-            except (OSError, ValueError):  # ValueError is what a closed file raises
+            except (OSError, ValueError):  # a closed file raises ValueError
                 self._is_lost = True
-        # Also where the text is lost, which the caller must not notice.
+        # The caller must not notice dropped text.
         return len(text)
 
     def flush(self) -> None:
-        """Bring everything to its reader."""
+        """Flush the stream."""
         if not self._is_lost:
             try:
                 self._stream.flush()

@@ -1,11 +1,10 @@
-"""The shape of one line of a log, made from the record classes, so that it is written down once.
+"""The schema of a log line, generated from the record classes.
 
-`schema.json` beside this file is `schema_text()`, for readers in other languages; a test holds the two together.
+`schema.json` next to this file is `schema_text()`, for readers in other languages; a test compares the two.
 After a change of a record: `python -c "from anybatch.events.schema import write_schema; write_schema()"`.
 
-**Readers ignore what they do not know.** Within a version, kinds and fields may be added, so a line of an unknown
-kind, or with unknown fields, is a good line. A change of what a known field means is a new version, and a reader skips
-lines of a version it does not know.
+**Readers ignore unknown content.** Within a version, kinds and fields may be added, so a line with an unknown kind or
+unknown fields is valid. A changed meaning of a field needs a new version, and readers skip lines of unknown versions.
 """
 
 import dataclasses
@@ -106,7 +105,7 @@ def _record_schema(record: type[Record]) -> Schema:
         for field in dataclasses.fields(record)
     }
     properties = {**_envelope(), "kind": {"const": record.kind}, **fields}
-    # A log always writes every field, so a reader need not ask for it.
+    # A log always writes every field, so readers need not check for it.
     return {"type": "object", "description": summary, "properties": properties, "required": list(properties)}
 
 
@@ -114,7 +113,7 @@ def _described(record: type[Record]) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a record's docstring, and the description of each of its attributes."""
     summary, _, attributes = (inspect.getdoc(record) or "").partition("\n\nAttributes:\n")
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
-    # The schema is for readers in other languages, who know null.
+    # The schema is for readers in other languages, which use null.
     return summary, {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in entries}
 
 
@@ -137,7 +136,7 @@ def _type_schema(hint: object) -> Schema:
 
 
 def _union_schema(members: tuple[object, ...]) -> Schema:
-    """Return the schema of a union; a tensor in it stands for the number or truth value beside it."""
+    """Return the schema of a union; a tensor in it means the number or truth value next to it."""
     if torch.Tensor not in members:
         return {"anyOf": [_type_schema(member) for member in members]}
     scalar = "flag" if bool in members else "number"

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: the numbers of each step over the steps made, and what happened, as text beside them."""
+"""A run in TensorBoard: the numbers of each step, and events as text."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ Point = tuple[str, Scalar | Flag]
 
 
 class Writer(Protocol):
-    """The methods of torch's `SummaryWriter` that are used."""
+    """The used methods of torch's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
         """Write a number."""
@@ -42,7 +42,7 @@ class Writer(Protocol):
         ...
 
     def flush(self) -> None:
-        """Bring everything to the disk."""
+        """Flush to the disk."""
         ...
 
     def close(self) -> None:
@@ -58,20 +58,20 @@ class TensorBoardLog:
     tensorboard --logdir runs
     ```
 
-    Charts: `loss` and, where there are several, each of `loss_terms/...`; `gradient_norm`, `learning_rate` (one for
-    each parameter group), `samples_per_second`, `memory_gib/peak` and what else is known of the device's memory,
-    `update_skipped` once a step was skipped, `evaluation/...`. Texts: how the run is cut and what was decided (`run`),
-    and what happened (`happenings`). The horizontal axis is the number of
-    steps made, everywhere: a step stands at the number that was made with it. What a resume has undone is hidden.
+    Charts: `loss`, each of `loss_terms/...` if there are several, `gradient_norm`, `learning_rate` (one for each
+    parameter group), `samples_per_second`, `memory_gib/peak` and other numbers of the device's memory, `update_skipped`
+    once a step was skipped, `evaluation/...`. Texts: the split and the decisions (`run`), and events (`happenings`).
+    The horizontal axis is always the number of steps made, including the step itself. Steps undone by a resume are
+    hidden.
 
-    Rank 0 writes; the records of other ranks are not looked at. Steps are kept for some seconds and read from their
-    device together, so the loop does not wait for it in each step; a run that is killed loses so much of its charts.
+    Only rank 0 writes. Steps are buffered for some seconds and read from their device together, so the loop does not
+    wait for it in each step; a killed run loses the buffered part.
 
     Args:
-        folder: for TensorBoard's files; one run each. It is made if it is missing.
-        seconds_per_write: most time that a step is kept.
+        folder: folder of TensorBoard's files, one per run; created if it is missing.
+        seconds_per_write: maximum seconds that a step is buffered.
         clock: monotonic time in seconds.
-        wall_clock: seconds since 1970, stamped on every record when it arrives.
+        wall_clock: seconds since 1970, for the time of every record.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -86,12 +86,12 @@ class TensorBoardLog:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Find TensorBoard; the file is opened when the run starts."""
-        # Looked up now, so that a missing package is an error before the first step.
+        # Imported now, so that a missing package is an error before the first step.
         self._make_writer = _summary_writer()
         self._folder = Path(folder)
         self._seconds_per_write = seconds_per_write
         self._clock, self._wall_clock = clock, wall_clock
-        self._lock = threading.Lock()  # a record may come from the thread of a backward hook
+        self._lock = threading.Lock()  # backward hooks send records from other threads
         self._writer: Writer | None = None
         self._pace = Throughput()
         self._pending: list[tuple[float, Record, float | None]] = []
@@ -99,7 +99,7 @@ class TensorBoardLog:
         self._has_skipped = False
 
     def observe(self, record: Record, /) -> None:
-        """Keep a record, or write it and all that were kept."""
+        """Buffer a record, or write it with all buffered ones."""
         if record.rank != 0:
             return
         with self._lock:
@@ -127,7 +127,7 @@ class TensorBoardLog:
     def close(self) -> None:
         """Write buffered charts, and close the file. Closing twice is allowed."""
         with self._lock:
-            # Writing opens a file, which a run without any record should not leave behind.
+            # Writing opens a file, which a run without records should not leave.
             if self._pending:
                 self._write()
             if self._writer is not None:
@@ -149,11 +149,11 @@ class TensorBoardLog:
         self.close()
 
     def _start(self, record: StartRecord, now: float) -> None:
-        """Open a file whose head hides what earlier files of the folder say of the steps to come."""
+        """Open a file whose purge step hides the steps that a resume has undone in earlier files."""
         if self._writer is not None:
             self._write()
             self._writer.close()
-        # TensorBoard hides everything from the purge step on in older files: the steps that a resume has undone.
+        # In older files TensorBoard hides everything from the purge step on.
         self._writer = self._make_writer(str(self._folder), purge_step=record.first_step + 1)
         self._pace = Throughput()
         self._pace.begin(now)
@@ -164,19 +164,19 @@ class TensorBoardLog:
         self._pending.append((self._wall_clock(), record, samples_per_second))
 
     def _write(self) -> None:
-        """Write what was kept; only here are numbers read."""
+        """Write the buffered records; only here are numbers read."""
         writer = self._opened()
         kept, self._pending = self._pending, []
         for wall_seconds, record, samples_per_second in kept:
             if isinstance(record, StepRecord):
                 points = _points(record, samples_per_second)
-                # Most runs never skip, and a chart that is always 0 would only be in the way.
+                # Most runs never skip, so this chart appears only if needed.
                 self._has_skipped = self._has_skipped or read_number(record.skipped) == 1
                 if self._has_skipped:
                     points = [*points, ("update_skipped", record.skipped)]
                 _add_scalars(writer, points, record.step + 1, wall_seconds)
             elif isinstance(record, EvaluateRecord):
-                # An evaluation has the number of steps made; a step has its own number, from 0.
+                # Evaluations count the steps made; a step has its own number, from 0.
                 metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
                 _add_scalars(writer, metrics, record.step, wall_seconds)
             elif isinstance(record, MemoryRecord):
@@ -188,7 +188,7 @@ class TensorBoardLog:
         self._written_seconds = self._clock()
 
     def _opened(self) -> Writer:
-        """Return the writer, opening it for a run whose start was not observed."""
+        """Return the writer, opened here if the start of the run was not observed."""
         if self._writer is None:
             self._writer = self._make_writer(str(self._folder))
         return self._writer
@@ -230,7 +230,7 @@ def _add_scalars(writer: Writer, points: list[Point], step: int, wall_seconds: f
 
 
 def _steps_made(record: Record) -> int:
-    """Return the number of steps that a happening belongs to."""
+    """Return the number of steps at an event."""
     match record:
         case CheckpointRecord():
             return record.step
@@ -251,7 +251,7 @@ def _summary_writer() -> Callable[..., Writer]:
         module: Any = importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:
         message = (
-            f"writing for TensorBoard needs the package tensorboard, which is not there ({error}). "
+            f"TensorBoard output needs the package tensorboard, which is not installed ({error}). "
             "Install it: pip install 'anybatch[tensorboard]'"
         )
         raise UserError(message) from None

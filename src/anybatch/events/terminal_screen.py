@@ -1,4 +1,4 @@
-"""A run on a terminal: a bar and the newest numbers stay at the bottom, what happens scrolls by above them."""
+"""A run on a terminal: a bar and the newest numbers at the bottom, events above them."""
 
 import sys
 import textwrap
@@ -25,13 +25,9 @@ _STYLES: Mapping[Level, str] = MappingProxyType(
 
 
 class TerminalScreen:
-    """Draws on a terminal by rich, which knows its colours and width, and NO_COLOR.
+    """Draws on a terminal with rich, which handles colours, width and NO_COLOR.
 
-    While it draws, what others print to the standard output and error appears above the bar, where these are
-    terminals; `close` ends that, and so does the end of the program.
-
-    Args:
-        terminal: where to draw.
+    While it draws, other output to a terminal appears above the bar, until `close` or the end of the program.
     """
 
     seconds_per_step = 0.25
@@ -48,7 +44,7 @@ class TerminalScreen:
         width = max(_LEAST_LINE_WIDTH, self._terminal.width)
         lines = textwrap.wrap(
             line, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
-        )  # a path stays whole, so that it can be copied
+        )  # paths are not wrapped, so that they can be copied
         self._terminal.print(Text("\n".join(lines), style=_STYLES[level]), soft_wrap=True)
 
     def show(self, moment: ScreenContents, /) -> None:
@@ -58,7 +54,7 @@ class TerminalScreen:
         self._live.update(Frame(moment), refresh=True)
 
     def close(self) -> None:
-        """Leave the last bar where it is, and give the terminal back."""
+        """Keep the last bar, and restore the terminal."""
         if self._restore is not None:
             self._restore()
         self._live = self._restore = None
@@ -67,28 +63,24 @@ class TerminalScreen:
         live = Live(
             console=self._terminal,
             auto_refresh=False,
-            # rich would draw a redirected print above the bar, so text that belongs into a file has to pass by it.
-            redirect_stdout=sys.stdout.isatty(),  # what goes into a file or a pipe is none of the terminal's
+            # rich would print redirected output above the bar, but it belongs into its file.
+            redirect_stdout=sys.stdout.isatty(),  # a file or a pipe is not redirected
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="crop",
         )
         live.start()
-        self._restore = weakref.finalize(self, live.stop)  # a program that ends in an error still wants its cursor
+        self._restore = weakref.finalize(self, live.stop)  # also restores the cursor after an error
         return live
 
 
 class Frame:
-    """A moment as rich draws it: the bar on one line, the numbers in columns below, as many as the width has room for.
-
-    Args:
-        moment: what to draw.
-    """
+    """A moment as rich draws it: the bar on one line, and below it the numbers, in columns that fit."""
 
     def __init__(self, moment: ScreenContents) -> None:
         self._moment = moment
 
     def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines for the width at hand."""
+        """Yield the lines for the current width."""
         yield from self._bar_line(console, options)
         underway = [] if self._moment.underway is None else [self._moment.underway]
         yield from _rows([*self._moment.cells, *underway], options.max_width)
@@ -101,7 +93,7 @@ class Frame:
             return
         percent = f"{100 * share:>5.1f} %"
         left = f"{moment.time_left or '-':>11} left"
-        # On a narrow terminal the percentage goes first, then the time, and at last the bar.
+        # On a narrow terminal the percentage is dropped first, then the time, and last the bar.
         ends = next(
             (end for end in (f"{percent}{_GAP}{left}", left) if _room(heading, end, options) >= _LEAST_BAR_WIDTH), ""
         )
@@ -117,7 +109,7 @@ class Frame:
 
 
 def is_capable(stream: SafeStream) -> bool:
-    """Return whether something can be drawn there: a terminal that can move its cursor."""
+    """Return whether a stream is a terminal that can move its cursor."""
     return stream.isatty() and not _terminal(stream).is_dumb_terminal
 
 
@@ -131,13 +123,13 @@ def _terminal(stream: SafeStream) -> Terminal:
 
 
 def _room(heading: Text, end: str, options: ConsoleOptions) -> int:
-    """Return the characters that are left for the bar."""
+    """Return the characters available for the bar."""
     gaps = len(_GAP) * (2 if end else 1)
     return options.max_width - heading.cell_len - len(end) - gaps
 
 
 def _drawn(bar: ProgressBar, console: Terminal, options: ConsoleOptions) -> Sequence[tuple[str, str]]:
-    """Return a bar as pieces of text, so that it can stand within a line."""
+    """Return a bar as pieces of text, so that it fits into a line."""
     pieces = [(segment.text, str(segment.style or "")) for segment in console.render(bar, options)]
     drawn = sum(len(text) for text, _ in pieces)
     assert bar.width is not None
@@ -145,11 +137,11 @@ def _drawn(bar: ProgressBar, console: Terminal, options: ConsoleOptions) -> Sequ
 
 
 def _rows(cells: Sequence[ScreenCell], width: int) -> Sequence[Text]:
-    """Return cells in columns, in rows that are about equally full."""
-    # The last column needs no gap behind it, hence the gap on both sides of the division.
+    """Return cells in columns, in rows of about equal length."""
+    # The last column needs no gap after it, hence the gap on both sides of the division.
     fitting = max(1, (width + len(_GAP)) // (CELL_WIDTH + len(_GAP)))
     num_rows = -(-len(cells) // fitting)
-    # As few rows as possible, and then evenly: seven cells in two rows are 4 and 3, not 6 and 1.
+    # As few rows as possible, evenly filled: seven cells in two rows are 4 and 3, not 6 and 1.
     num_columns = -(-len(cells) // max(1, num_rows))
     rows = [cells[start : start + num_columns] for start in range(0, len(cells), max(1, num_columns))]
     return [

@@ -1,4 +1,4 @@
-"""What a figure of memory counts: a term and what it means, the same in all that is printed and in docs/memory.md."""
+"""The ways of counting memory, and their meanings, the same in all output and in docs/memory.md."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,10 +19,6 @@ MEANINGS: Final[Mapping[Counted, str]] = MappingProxyType(
 _BEGINS = "counted: "
 
 
-def what_is_counted(*ways: Counted) -> str:
-    """Return the lines below figures that are counted in these ways, one for each: `counted: in tensors, ...`.
-
-    Args:
-        ways: those that are printed.
-    """
+def counting_text(*ways: Counted) -> str:
+    """Return the lines that explain some ways of counting, one for each: `counted: in tensors, ...`."""
     return "\n".join(f"{_BEGINS if way is ways[0] else '':{len(_BEGINS)}}{way}, {MEANINGS[way]}" for way in ways)

@@ -1,4 +1,4 @@
-"""How much memory this process has of a device, asked without waiting for the device. The one place that asks."""
+"""This process's memory on a device, read without waiting for the device. The only module that reads it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ class MemoryInUse:
     """Memory in use.
 
     Attributes:
-        allocated_bytes: on a CUDA device that of tensors, on a CPU the resident memory of the process, code included.
-        peak_bytes: most of it at once: on a CUDA device since `begin_peak`, on a CPU since the process began.
+        allocated_bytes: on a CUDA device memory of tensors, on a CPU the resident memory of the process, code included.
+        peak_bytes: its peak: on a CUDA device since `begin_peak`, on a CPU since the process began.
         reserved_bytes: memory that the allocator has reserved on the device; None on a CPU.
-        limit_bytes: memory that the process may allocate; None where there is no limit.
-        num_retries: how often the allocator has emptied its cache to find room, since it began.
+        limit_bytes: memory that the process may allocate; None for no limit.
+        num_retries: number of times the allocator has emptied its cache to find room, since it began.
     """
 
     allocated_bytes: int
@@ -29,12 +29,9 @@ class MemoryInUse:
 
 
 def memory_in_use(device: torch.device) -> MemoryInUse | None:
-    """Return the memory in use on a CUDA device, or by this process; None where the system does not report it.
+    """Return the memory in use on a CUDA device, or by this process on a CPU; None if the system does not report it.
 
-    A CUDA device is not asked, and not waited for: torch's allocator keeps its own counters on the host.
-
-    Args:
-        device: a CUDA device or a CPU; None is returned for others.
+    A CUDA device is not queried, and not waited for: torch's allocator keeps its own counters on the host.
     """
     if device.type == "cuda":
         return _of_cuda(device)
@@ -42,22 +39,14 @@ def memory_in_use(device: torch.device) -> MemoryInUse | None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does. On a CPU nothing happens.
-
-    Args:
-        device: whose peak is reset.
-    """
-    # Before CUDA is initialised there is no allocator whose peak could be reset.
+    """Reset the peak, like `torch.cuda.reset_peak_memory_stats`. Does nothing on a CPU."""
+    # Before CUDA is initialised no allocator exists to be reset.
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def limit_of(device: torch.device) -> int | None:
-    """Return the bytes that this process may allocate on a CUDA device; None elsewhere.
-
-    Args:
-        device: any.
-    """
+    """Return the bytes that this process may allocate on a CUDA device; None on other devices."""
     if device.type != "cuda":
         return None
     total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -65,7 +54,7 @@ def limit_of(device: torch.device) -> int | None:
 
 
 def driver_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device in use by its driver, as nvidia-smi shows them; None on other devices."""
+    """Return the bytes of a CUDA device in use by its driver's count, as in nvidia-smi; None on other devices."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -83,7 +72,7 @@ def outside_bytes(device: torch.device) -> int | None:
 
 def _of_cuda(device: torch.device) -> MemoryInUse | None:
     counters: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
-    if not counters:  # CUDA has not been begun
+    if not counters:  # CUDA is not initialised
         return None
     return MemoryInUse(
         allocated_bytes=counters["allocated_bytes"]["all"]["current"],
@@ -95,7 +84,7 @@ def _of_cuda(device: torch.device) -> MemoryInUse | None:
 
 
 def _of_process() -> MemoryInUse | None:
-    """Return the kernel's counts; `ru_maxrss` would include the program that has started this one."""
+    """Return the kernel's counts; `ru_maxrss` would include the parent program."""
     try:
         text = _PROCESS.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -103,12 +92,12 @@ def _of_process() -> MemoryInUse | None:
     found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
     try:
         resident, peak = _in_bytes(found["VmRSS"]), _in_bytes(found["VmHWM"])
-    except KeyError:  # a kernel that keeps it to itself, as some sandboxes' do
+    except KeyError:  # hidden by the kernel, as in some sandboxes
         return None
     # The kernel's two counts differ by some pages.
     return MemoryInUse(allocated_bytes=resident, peak_bytes=max(resident, peak))
 
 
 def _in_bytes(text: str) -> int:
-    """Return the bytes that `   1234 kB` says."""
+    """Return the bytes of a text such as `   1234 kB`."""
     return int(text.split(maxsplit=1)[0]) * 1024

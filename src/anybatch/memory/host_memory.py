@@ -1,4 +1,4 @@
-"""This machine's name, and the memory that a process may still take, as far as the system reports them."""
+"""This machine's name, and the memory that a process may still allocate, as far as the system reports them."""
 
 import platform
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class HostReading:
     Attributes:
         available_bytes: memory that can still be allocated without swapping.
         resident_bytes: resident memory of this process.
-        peak_bytes: its largest value since the process began.
+        peak_bytes: its peak since the process began.
     """
 
     available_bytes: int
@@ -27,10 +27,9 @@ class HostReading:
 
 
 def read_host(root: Path = Path("/")) -> HostReading | None:
-    """Return Linux's counts of the host's memory, within the limit of a container; None where there are none.
+    """Return Linux's counts of the host's memory, within the limit of a container; None if unavailable.
 
-    Args:
-        root: the root of the file system, for tests.
+    `root` is the root of the file system, for tests.
     """
     try:
         machine, process = _kilobytes(root / "proc/meminfo"), _kilobytes(root / "proc/self/status")
@@ -38,16 +37,14 @@ def read_host(root: Path = Path("/")) -> HostReading | None:
         resident, peak = process["VmRSS"], process["VmHWM"]
     except (OSError, KeyError, ValueError):
         return None
-    # A container's limit may be far below what the machine has free.
+    # A container's limit may be far below the machine's free memory.
     return HostReading(min([available, *_left_in_groups(root)]), resident, peak)
 
 
 class HostRoom:
-    """Watches what a process takes from now on, roughly: the system counts pages, and keeps only the highest mark.
+    """Watches a process's memory use from now on, roughly: the system counts pages, and only keeps the peak.
 
-    Args:
-        read: reads the host's memory.
-        num_sharing: processes that take as much at the same time.
+    `num_sharing` is the number of processes that use the same amount at the same time.
     """
 
     def __init__(self, read: Callable[[], HostReading | None] = read_host, *, num_sharing: int = 1) -> None:
@@ -57,13 +54,13 @@ class HostRoom:
 
     @property
     def available_bytes(self) -> int | None:
-        """Memory that one process could take at the beginning; None where it is not known."""
+        """Memory available to one process at the beginning; None if unknown."""
         return None if self._start is None else self._start.available_bytes // self._num_sharing
 
     def may_double(self) -> bool:
-        """Return whether twice of what has been taken at most since the beginning would still have fitted then.
+        """Return whether twice the peak use since the beginning would have fitted.
 
-        True where nothing is known, and while this process has used more memory before than since.
+        True if nothing is known, and while this process's peak is from before the beginning.
         """
         now, start = self._read(), self._start
         if now is None or start is None or now.peak_bytes <= start.peak_bytes:
@@ -73,11 +70,7 @@ class HostRoom:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name; of a CPU model, instruction set and number of threads, which decide its speed.
-
-    Args:
-        device: of this machine.
-    """
+    """Return a device's name; for a CPU its model, instruction set and number of threads, which determine its speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -103,10 +96,10 @@ def _kilobytes(path: Path) -> dict[str, int]:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes that each memory limit of this process's control groups leaves.
+    """Yield the free bytes under each memory limit of this process's control groups.
 
-    A limit holds for all groups below it. A container may see its own group as the root, where the path that the kernel
-    reports does not exist.
+    A limit covers all groups below it. In a container its own group may appear as the root, and the path that the
+    kernel reports does not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,7 @@
-"""A ledger of tensor memory: every storage is recorded when it is made and when it is freed.
+"""A ledger of tensor memory: records every storage when it is allocated and when it is freed.
 
 It sees the results of operations, on any device and on fake tensors alike. It does not see workspaces, which a kernel
-frees before it returns, unless `kernels` reports them (`planner/trace/cpu_workspaces.py`).
+frees before it returns.
 """
 
 import weakref
@@ -27,31 +27,24 @@ AllocationObserver = Callable[[int, int, str], None]
 OperationObserver = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
 """Called with (operation, arguments, keyword arguments, result, phase) after each operation."""
 
-KernelWorkspaces = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterable[int]]
-"""Called with (operation, arguments, keyword arguments, result); returns the bytes that its kernel has allocated at
-each moment that can be its peak, results included."""
-
 PoolSelector = Callable[[], int]
-"""Returns the number of the allocator's pool that the next allocation comes from."""
+"""Returns the number of the allocator's pool for the next allocation."""
 
 DEVICE = torch.ops.prim.device.default
 """The operation that returns the device of a tensor without data."""
-INSIDE = "the kernel of "
-"""Prefix of the operation's name for workspaces, which its kernel frees before it returns."""
 
 
 class MemoryLedger(TorchDispatchMode):
     """Records tensor memory while it is entered.
 
     Memory from before is recorded by `hold`, and while the ledger is `paused` nothing else is. Frees are recorded after
-    the block, too, so `held_bytes` stays right for as long as the ledger lives.
+    the block, too, so `held_bytes` stays correct for as long as the ledger lives.
 
     Args:
-        watcher: called after each allocation is recorded. An error it raises comes out of the operation.
+        watcher: called after each allocation is recorded. Its errors are raised from the operation.
         on_operation: called after each operation.
         device_type: record tensors on devices of this type only; None for all of them.
-        pool: returns the number of the allocator's pool that memory comes from; None: all from pool 0.
-        kernels: returns the memory of an operation's kernel while it runs; None records results only.
+        pool: returns the number of the allocator's pool of an allocation; None: all from pool 0.
     """
 
     def __init__(
@@ -61,7 +54,6 @@ class MemoryLedger(TorchDispatchMode):
         on_operation: OperationObserver | None = None,
         device_type: str | None = None,
         pool: PoolSelector | None = None,
-        kernels: KernelWorkspaces | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
@@ -73,7 +65,6 @@ class MemoryLedger(TorchDispatchMode):
         self._on_operation = on_operation
         self._device_type = device_type
         self._pool = pool
-        self._kernels = kernels
         self._pools: list[int] = []
         self._sizes: list[int] = []
         self._phases: list[Phase] = []
@@ -81,7 +72,8 @@ class MemoryLedger(TorchDispatchMode):
         self._categories: dict[int, Category] = {}
         self._events: list[int] = []
         self._marks: list[tuple[int, str]] = []
-        # The address of a storage is its name for as long as it lives: (number, what strikes it off).
+        # A storage is identified by its address for as long as it lives: (number, weak reference whose callback records
+        # the free).
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def __enter__(self) -> Self:
@@ -94,12 +86,12 @@ class MemoryLedger(TorchDispatchMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the operation returns)
+    ) -> Any:  # noqa: ANN401 (the operation's result)
         """Run an operation, and record its results."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two thirds of all calls while nothing is computed, and the slowest answer
+            return args[0].fake_device  # two thirds of all calls on fake tensors, and the slowest path
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # a tensor made of others says it is as large as the whole; its parts come next
+            return NotImplemented  # a wrapper tensor reports the size of the whole; its parts follow
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._see(func, args, kwargs, result)
@@ -107,7 +99,7 @@ class MemoryLedger(TorchDispatchMode):
 
     @property
     def current_phase(self) -> Phase:
-        """The phase that was set, or else forward or backward, as autograd reports."""
+        """The phase that was set, or else forward or backward, from autograd."""
         if self.phase is not None:
             return self.phase
         if not is_in_backward():
@@ -116,12 +108,7 @@ class MemoryLedger(TorchDispatchMode):
         return "backward"
 
     def hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        """Record tensors as belonging to `category`, also those from before the block.
-
-        Args:
-            category: the purpose of their memory.
-            tensors: any; several views of one storage count once.
-        """
+        """Record tensors as belonging to `category`, also older ones; several views of one storage count once."""
         if category == "inputs":  # of the next micro-batch
             self._is_after_backward = False
         for tensor in tensors:
@@ -130,32 +117,19 @@ class MemoryLedger(TorchDispatchMode):
                 self._categories[number] = category
 
     def resized(self, category: Category, storage: torch.UntypedStorage) -> None:
-        """Record that a storage was resized, which is no operation and so is not seen.
-
-        Args:
-            category: the purpose of its memory.
-            storage: after it was resized.
-        """
+        """Record that a storage was resized, which is not an operation and so not seen; call it afterwards."""
         number = self._book_storage(storage, "resize_")
         if number is not None:
             self._categories[number] = category
 
     def mark(self, name: str) -> None:
-        """Mark the place between the last event and the next one with a name.
-
-        Args:
-            name: as reports and pictures print it.
-        """
+        """Set a named mark, for reports and plots, between the last event and the next one."""
         self._marks.append((len(self._events), name))
         if name.startswith("micro-batch"):
             self._is_in_micro_batch, self._is_after_backward = not name.endswith("ends"), False
 
     def hold_rest(self, category: Category) -> None:
-        """Record all memory that is in use now and has no category as belonging to `category`.
-
-        Args:
-            category: the purpose of that memory.
-        """
+        """Record all memory in use without a category as belonging to `category`."""
         for number, _ in self._live.values():
             self._categories.setdefault(number, category)
 
@@ -165,14 +139,9 @@ class MemoryLedger(TorchDispatchMode):
         return len(self._events)
 
     def trace(self, start: int = 0, stop: int | None = None) -> MemoryTrace:
-        """Return the recorded trace.
-
-        Args:
-            start: number of events to leave out; memory in use after these is in the trace from its beginning.
-            stop: number of events after which to end; None for all there are.
-        """
-        # Memory that is in use at `start` opens the trace, so that its running sum is the true one from there on.
-        there = sorted(_held_after(self._events[:start]))
+        """Return the recorded trace between two numbers of events; memory in use at `start` opens the trace."""
+        # Memory in use at `start` opens the trace, so that its running sum is correct from there on.
+        there = sorted(_live_after(self._events[:start]))
         rest = self._events[start:stop]
         taken = [event for event in rest if event > 0]
         renumbered = {old: new for new, old in enumerate((*there, *taken), start=1)}
@@ -185,7 +154,7 @@ class MemoryLedger(TorchDispatchMode):
         )
 
     def forget(self) -> None:
-        """Stop following tensors that still exist: their frees are not recorded any more."""
+        """Stop tracking tensors that still exist, without recording their frees."""
         self._live.clear()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
@@ -195,16 +164,13 @@ class MemoryLedger(TorchDispatchMode):
             self._on_operation(func, args, kwargs, result, self.current_phase)
         if self.paused:
             return
-        # Workspaces come before the results: the kernel frees them while it runs, and its results outlive it.
-        if self._kernels is not None:
-            self._pass_through(self._kernels(func, args, kwargs, result), f"{INSIDE}{func}")
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not (_only_views(func) and self._is_being_loaded(leaf)):
                 self._book(leaf, _name_of(func))
 
     def _is_being_loaded(self, view: torch.Tensor) -> bool:
-        """Return whether a view, before anything is computed, is a part of memory that was there and was not held."""
-        # What a data set holds is no part of a step, even where a sample is a piece of it.
+        """Return whether a view, before any computation, is a part of older memory that was not held."""
+        # A data set's memory is not part of a step, even if a sample is a view of it.
         if self.phase != "setup":
             return False
         try:
@@ -215,35 +181,35 @@ class MemoryLedger(TorchDispatchMode):
 
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]
-        # The phase and operation of memory from before belong to a part that was left out.
+        # The phase and operation of older memory belong to a part that was left out.
         if before:
             phase, operation = "setup", ""
         return Allocation(self._sizes[number], self._category(number), phase, operation, self._pools[number])
 
     def _category(self, number: int) -> Category:
-        """Return the category given to an allocation, or else activations in a forward and temporaries elsewhere."""
+        """Return the category of an allocation, by default activations in a forward and temporaries elsewhere."""
         default: Category = "activations" if self._phases[number] == "forward" else "temporaries"
         return self._categories.get(number, default)
 
     def _book(self, tensor: torch.Tensor, operation: str) -> int | None:
-        """Record the storage of a tensor, if that is new; return its number, None if it takes no memory."""
+        """Record the storage of a tensor, if it is new; return its number, None if it takes no memory."""
         if self._device_type is not None and tensor.device.type != self._device_type:
             return None
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own
+        except (NotImplementedError, RuntimeError):  # sparse tensors, and wrappers without a storage
             return None
         return self._book_storage(storage, operation)
 
     def _book_storage(self, storage: torch.UntypedStorage, operation: str) -> int | None:
-        """Record a storage, if that is new; return its number, None if it takes no memory."""
+        """Record a storage, if it is new; return its number, None if it takes no memory."""
         address, num_bytes = storage_key(storage), storage.nbytes()
-        # A storage is recorded once, however many tensors view it.
+        # A storage is recorded once for all tensors that view it.
         known = self._live.get(address)
         if known is not None:
             if self._sizes[known[0]] == num_bytes:
                 return known[0]
-            self._strike(address, known[0])  # it was resized
+            self._strike(address, known[0])  # resized
         if not num_bytes:
             return None
         number = self._take(num_bytes, operation)
@@ -253,19 +219,12 @@ class MemoryLedger(TorchDispatchMode):
             self._watcher(self.held_bytes, num_bytes, operation)
         return number
 
-    def _pass_through(self, moments: Iterable[int], operation: str) -> None:
-        """Record the workspaces of a kernel: each is allocated and freed at once."""
-        for num_bytes in moments:
-            number = self._take(num_bytes, operation)
-            self._categories[number] = "temporaries"
-            self._give_back(number)
-
     def _take(self, num_bytes: int, operation: str) -> int:
-        """Record an allocation of so many bytes; return its number."""
+        """Record an allocation; return its number."""
         number = len(self._sizes)
         self._sizes.append(num_bytes)
         phase = self.current_phase
-        # What is copied after a backward, in its micro-batch, are first gradients: see parallel/owned_gradients.py.
+        # Copies after a backward, in its micro-batch, are first gradients: see parallel/owned_gradients.py.
         is_copy = phase == "forward" and self._is_after_backward and operation == "aten.clone.default"
         self._phases.append("backward" if is_copy else phase)
         self._operations.append(operation)
@@ -275,17 +234,17 @@ class MemoryLedger(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return number
 
-    def _give_back(self, number: int) -> None:
+    def _record_free(self, number: int) -> None:
         """Record that an allocation is freed."""
         self._events.append(-(number + 1))
         self.held_bytes -= self._sizes[number]
 
     def _strike(self, address: int, number: int) -> None:
-        """Record the free of a storage, unless that has been done already."""
-        # An address may have been reused by a younger storage by the time the callback of the older one runs.
+        """Record the free of a storage, unless it is recorded already."""
+        # The address may have been reused by a newer storage before this callback runs.
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
-            self._give_back(number)
+            self._record_free(number)
 
 
 @cache
@@ -298,7 +257,7 @@ def _name_of(func: Any) -> str:  # noqa: ANN401 (torch's type has no name in pub
     return str(func)
 
 
-def _held_after(events: Iterable[int]) -> set[int]:
+def _live_after(events: Iterable[int]) -> set[int]:
     """Return the numbers, from 1, of the allocations that are not yet freed after some events."""
     held: set[int] = set()
     for event in events:

@@ -1,4 +1,4 @@
-"""Memory over the course of a step, by category: a trace, added up."""
+"""Memory over the course of a step, by category: the running sum of a trace."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from torch import Tensor
 from anybatch.memory.trace import Category, MemoryTrace, Phase
 
 ORDER: tuple[Category, ...] = ("weights", "buffers", "optimizer", "gradients", "inputs", "activations", "temporaries")
-"""Categories as they are stacked: what stays from step to step first, what comes and goes last."""
+"""Categories in stacking order: persistent ones first, temporary ones last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTimeline:
-    """Memory at each moment, by category. A moment is after one allocation or free.
+    """Memory at each moment, by category. A moment follows one allocation or free.
 
     Attributes:
-        categories: in the order of the columns; those without any memory are left out.
+        categories: in the order of the columns, without empty ones.
         held_bytes: bytes at each moment.
         phases: of the step, at each moment.
         operations: the operation that allocated; empty at moments of a free.
-        marks: (number of moments before it, name) of what happened between two moments.
+        marks: (number of moments before it, name) of an event between two moments.
     """
 
     categories: tuple[str, ...]
@@ -39,42 +39,28 @@ class MemoryTimeline:
 
     @property
     def peak_moment(self) -> int:
-        """The first moment at which most memory was in use."""
+        """The first moment of the peak."""
         return int(self.totals.argmax())
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that was in use at once."""
+        """The peak of memory in use."""
         return int(self.totals.max())
 
     def at(self, moment: int) -> Mapping[str, int]:
-        """Return the bytes at a moment, by category.
-
-        Args:
-            moment: index of an event, from 0.
-        """
+        """Return the bytes at a moment (from 0), by category."""
         return dict(zip(self.categories, self.held_bytes[moment].tolist(), strict=True))
 
     def mark_before(self, moment: int) -> str | None:
-        """Return the name of the last mark before a moment; None if there is none.
-
-        Args:
-            moment: index of an event, from 0.
-        """
+        """Return the name of the last mark before a moment (from 0); None without one."""
         return next((name for place, name in reversed(self.marks) if place <= moment), None)
 
 
 def timeline(trace: MemoryTrace) -> MemoryTimeline:
-    """Sum up a trace: the running total of allocations less frees, category by category.
+    """Return the running total of allocations minus frees, category by category.
 
-    Equal to walking over the events with one counter for each category. What was there before the first operation
-    counts as there at the first moment. A release belongs to the phase of the last piece that was taken.
-
-    Args:
-        trace: sizes in bytes, at one micro-batch size.
-
-    Raises:
-        ValueError: the trace is empty.
+    Equal to walking over the events with one counter for each category. Memory from before the first operation counts
+    at the first moment. A free belongs to the phase of the allocation before it.
     """
     if not trace.events:
         message = "the trace holds no events."
@@ -88,8 +74,8 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     changes = torch.zeros(len(events), len(get_args(Category)), dtype=torch.int64)
     changes[torch.arange(len(events)), codes[numbers]] = torch.where(events > 0, sizes[numbers], -sizes[numbers])
     held = changes.cumsum(0)
-    # All that was there before stands at one moment, after the last of these events.
-    first = _num_there_before(trace) - 1
+    # All older memory counts at one moment, after the last of these events.
+    first = _num_older_allocations(trace) - 1
     kept = [name for name in ORDER if held[:, get_args(Category).index(name)].any()]
     phases, operations = _course(trace)
     return MemoryTimeline(
@@ -101,8 +87,8 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     )
 
 
-def _num_there_before(trace: MemoryTrace) -> int:
-    """Return the number of leading events that record memory from before, at least one."""
+def _num_older_allocations(trace: MemoryTrace) -> int:
+    """Return the number of leading events that record older memory, at least one."""
     for number, event in enumerate(trace.events):
         if event < 0 or trace.allocations[event - 1].operation:
             return max(1, number)
@@ -113,7 +99,7 @@ def _course(trace: MemoryTrace) -> tuple[list[Phase], list[str]]:
     """Return the phase and the operation of each event."""
     phases: list[Phase] = []
     operations: list[str] = []
-    # A free has no phase: it is shown in that of the allocation before it.
+    # A free has no phase: it gets the phase of the allocation before it.
     phase = trace.allocations[0].phase
     for event in trace.events:
         piece = trace.allocations[abs(event) - 1]

@@ -1,8 +1,8 @@
-"""Private interfaces of torch for watching memory; the planner and others above use them too.
+"""Private interfaces of torch for watching memory, also used by the planner and other packages above.
 
-All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`. There is nothing in public that sees
-each operation, so where one of these names is missing, this module raises `UnsupportedTorchError` when it is imported.
-Training needs it too: how much memory an optimizer takes for its first step is seen in this way.
+All names were verified on the versions in `anybatch.core.torch_internals.SEEN`. No public interface sees each
+operation, so if one of these names is missing, this module raises `UnsupportedTorchError` on import. Training needs it
+too, to measure the memory of an optimizer's first step.
 """
 
 from typing import Any
@@ -12,8 +12,7 @@ import torch
 from anybatch.core.torch_internals import needed_for
 
 with needed_for("Watching memory"):
-    # Modes that see each operation, and tensors that are made of others, which such a mode must let pass.
-    # Tensors without data.
+    # Modes that see each operation, wrapper tensors, which such a mode must let pass, and fake tensors.
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
@@ -22,15 +21,11 @@ with needed_for("Watching memory"):
 
 
 def is_view(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
-    """Return whether an operation returns a view of an argument and writes nothing: `OpOverload._schema`.
-
-    Raises:
-        UnsupportedTorchError: it has no description, so that what it allocates is not known.
-    """
+    """Return whether an operation returns a view of an argument and writes nothing: `OpOverload._schema`."""
     with needed_for("Watching memory"):
         schema = func._schema
     aliases = [result.alias_info for result in schema.returns]
-    # `lift_fresh` is how memory that no operation has made is announced.
+    # `lift_fresh` announces memory that no operation has made.
     is_announcement = func is torch.ops.aten.lift_fresh.default
     return not is_announcement and any(one is not None and not one.is_write for one in aliases)
 

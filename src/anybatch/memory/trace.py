@@ -6,7 +6,7 @@ the memory in use after event `t` is a line too, `A_t + B_t m`. The peak is thei
     peak(m) = max over t of (A_t + B_t m)
 
 which is exact, and is not a line: at small `m` the optimizer step is the highest moment, at large `m` the loss or a
-layer's backward. A line through two peaks therefore misses by up to 91%. What a loss over all pairs of samples holds
+layer's backward. A line through two peaks therefore misses by up to 91%. The memory of a loss over all pairs of samples
 is quadratic, `a + b m + c m (m - 1) / 2`, and takes a third trace.
 """
 
@@ -23,7 +23,7 @@ Category = Literal["weights", "buffers", "inputs", "gradients", "optimizer", "ac
 """Purpose of memory. Activations are made in a forward and kept for its backward; temporaries are the rest."""
 
 Phase = Literal["setup", "forward", "backward", "reduce", "clip", "update"]
-"""When memory was taken."""
+"""Phase of an allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Allocation:
     Attributes:
         num_bytes: its size.
         category: its purpose.
-        phase: when it was taken.
-        operation: what took it, such as `aten.addmm.default`; empty for what was there before.
-        pool: number of the stream whose pool it comes from: 0 is where the model computes. Memory that is freed in one
-            pool is not used again in another.
+        phase: phase of its allocation.
+        operation: the operation that allocated it, such as `aten.addmm.default`; empty for older memory.
+        pool: number of the stream whose pool it comes from: the model computes in 0. Memory that is freed in one pool
+            is not reused in another.
     """
 
     num_bytes: int
@@ -51,9 +51,9 @@ class MemoryTrace:
     """All allocations and frees of one run of a program, in order.
 
     Attributes:
-        allocations: every piece, in the order they were taken.
-        events: `n` where allocation number `n - 1` is taken, `-n` where it is freed.
-        marks: (number of events before it, name) of what happened between two events, in order.
+        allocations: every piece, in allocation order.
+        events: `n` when allocation number `n - 1` is made, `-n` when it is freed.
+        marks: (number of events before it, name) of a mark between two events, in order.
     """
 
     allocations: tuple[Allocation, ...]
@@ -67,8 +67,8 @@ class MemoryTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most memory that was in use at once."""
-        # Frees carry no size of their own: each subtracts that of the allocation it names.
+        """Return the peak of memory in use."""
+        # A free has no size: it subtracts the size of its allocation.
         held = peak = 0
         for event in self.events:
             num_bytes = self.allocations[abs(event) - 1].num_bytes
@@ -79,14 +79,14 @@ class MemoryTrace:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which most memory is in use.
+    """The moment of the peak.
 
     Attributes:
-        num_bytes: bytes in use then.
-        by_category: the same by category; every category is there.
-        phase: when the last piece was taken.
-        operation: what took it.
-        event_index: which event that was.
+        num_bytes: bytes in use.
+        by_category: the same by category, with all categories.
+        phase: phase of the last allocation.
+        operation: its operation.
+        event_index: index of its event.
         mark: the last mark before it; empty before the first.
     """
 
@@ -102,7 +102,7 @@ class Peak:
 class Polynomials:
     """Many functions `constant + slope m + curvature m (m - 1) / 2`, one per entry.
 
-    In this basis every polynomial with whole values has whole coefficients, so that nothing is ever rounded.
+    In this basis every polynomial with integer values has integer coefficients, so that nothing is ever rounded.
     """
 
     constant: Int64[torch.Tensor, " entry"]
@@ -110,22 +110,16 @@ class Polynomials:
     curvature: Int64[torch.Tensor, " entry"]
 
     def at(self, m: int) -> Int64[torch.Tensor, " entry"]:
-        """Return every function's value.
-
-        Args:
-            m: where they are evaluated.
-        """
+        """Return every function's value at `m`."""
         # m (m - 1) is even, so the division is exact.
         return self.constant + self.slope * m + self.curvature * (m * (m - 1) // 2)
 
     def running_sums(self, signs: Int64[torch.Tensor, " event"], which: Int64[torch.Tensor, " event"]) -> "Polynomials":
-        """Return, after each event, the sum of the functions that have come (sign 1) and not gone (sign -1).
+        """Return, after each event, the sum of the functions added (sign 1) and removed (sign -1) so far.
 
-        Args:
-            signs: 1 or -1 for each event.
-            which: the number of the function of each event.
+        `which` is the index of each event's function.
         """
-        # A sum of polynomials is the sum of their coefficients, so one pass serves every micro-batch size.
+        # Polynomials are added by their coefficients, so one pass covers every micro-batch size.
         parts = (self.constant, self.slope, self.curvature)
         return Polynomials(*((signs * part[which]).cumsum(0) for part in parts))
 
@@ -138,7 +132,7 @@ class MemoryEnvelope:
         trace: the first trace; only its sizes belong to one micro-batch size.
         allocated: the size of each allocation.
         held: bytes in use after each event.
-        traced: the micro-batch sizes it was made from.
+        traced: the micro-batch sizes of its traces.
     """
 
     trace: MemoryTrace
@@ -156,34 +150,23 @@ class MemoryEnvelope:
         return tuple(self.allocated.at(m).tolist())
 
     def with_sizes(self, sizes: Polynomials) -> "MemoryEnvelope":
-        """Return the envelope of the same events with other sizes: what a change would make of it.
-
-        Args:
-            sizes: bytes of each allocation.
-        """
+        """Return the envelope of the same events with other allocation sizes, to predict the effect of a change."""
         return _envelope(self.trace, sizes, self.traced)
 
     def peak_bytes(self, m: int) -> int:
-        """Return the most memory that is in use at once at micro-batch size `m`: the maximum over all moments.
-
-        Args:
-            m: samples of a micro-batch.
-        """
+        """Return the peak of memory in use at micro-batch size `m`: the maximum over all moments."""
         held = self.held.at(m)
         return max(0, int(held.max())) if len(held) else 0
 
     def largest(self, budget_bytes: int) -> int | None:
-        """Return the largest micro-batch size up to which every size holds at most `budget_bytes`.
+        """Return the largest micro-batch size up to which every size needs at most `budget_bytes` for tensors.
 
         0 if not even one sample fits, None if memory does not grow with the micro-batch size. Each moment is a convex
-        function of `m`, so the sizes that fit are an interval: it is doubled until one does not fit, then halved.
-
-        Args:
-            budget_bytes: memory for tensors.
+        function of `m`, so the sizes that fit are an interval: the search doubles until one does not fit, then bisects.
         """
         if self.peak_bytes(1) > budget_bytes:
             return 0
-        # Frees cancel allocations in the running sums, so it is these, and not single sizes, that have to grow.
+        # Frees cancel allocations in the running sums, so these have to grow, not single sizes.
         if not bool(((self.held.slope > 0) | (self.held.curvature > 0)).any()):
             return None
         fits, too_large = 1, 2
@@ -198,16 +181,12 @@ class MemoryEnvelope:
         return fits
 
     def at_peak(self, m: int) -> Peak:
-        """Return the first moment of the peak at micro-batch size `m`, and the memory in use then.
-
-        Args:
-            m: samples of a micro-batch.
-        """
+        """Return the first moment of the peak at micro-batch size `m`, and the memory in use then."""
         if not self.trace.events:
             message = "the trace is empty: nothing was allocated while the ledger was entered."
             raise PlanError(message)
         held = self.held.at(m)
-        # argmax takes the first of several equal moments, so the answer does not depend on how a trace ends.
+        # argmax returns the first of several equal moments, so the answer does not depend on the end of the trace.
         index = int(held.argmax())
         last = self.trace.allocations[abs(self.trace.events[index]) - 1]
         sizes = self.sizes(m)
@@ -220,46 +199,32 @@ class MemoryEnvelope:
         return Peak(int(held[index]), by_category, last.phase, last.operation, index, mark)
 
     def at(self, m: int) -> MemoryTrace:
-        """Return the trace as it is at micro-batch size `m`."""
+        """Return the trace for micro-batch size `m`."""
         rows = zip(self.trace.allocations, self.sizes(m), strict=True)
         resized = tuple(replace(one, num_bytes=size) for one, size in rows)
         return MemoryTrace(resized, self.trace.events, self.trace.marks)
 
 
 def fit(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> MemoryEnvelope:
-    """Return the envelope through two traces of the same program, at micro-batch sizes `m_a` and `m_b`.
+    """Return the envelope through two traces of the same program, at micro-batch sizes `m_a` and `m_b`, at least 1.
 
-    Size 1 is better avoided: programs treat a single sample differently (squeezed axes, broadcasting).
-
-    Args:
-        trace_a: a step at micro-batch size `m_a`.
-        m_a: samples of a micro-batch in it, at least 1.
-        trace_b: the same step at `m_b`.
-        m_b: another number of samples.
-
-    Raises:
-        PlanError: the two did not do the same, or a size does not grow by whole bytes.
+    Avoid size 1: programs treat a single sample differently (squeezed axes, broadcasting). Raises a `PlanError` if the
+    traces have different operations, or a size does not grow by whole bytes.
     """
     _check_different((m_a, m_b))
     first, second = in_order(trace_a), in_order(trace_b)
     check_same_structure(first, m_a, second, m_b)
     s_a, s_b = _sizes(first), _sizes(second)
-    # Whole slopes keep predictions exact; a remainder means that a size is rounded or depends on the data.
+    # Integer slopes keep predictions exact; a remainder means that a size is rounded or depends on the data.
     slope = _divided(s_b - s_a, m_b - m_a, first, (m_a, m_b))
     sizes = Polynomials(s_a - slope * m_a, slope, torch.zeros_like(slope))
     return _envelope(first, sizes, (m_a, m_b))
 
 
 def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
-    """Return the envelope through three traces, each given with its micro-batch size: sizes may be quadratic.
+    """Return the envelope through three pairs (trace, micro-batch size): sizes may be quadratic.
 
-    Three points always lie on a quadratic: only a fourth trace can tell whether it is the right one.
-
-    Args:
-        traces: three pairs (trace, samples of a micro-batch in it).
-
-    Raises:
-        PlanError: the three did not do the same, or memory is no growing quadratic of the size.
+    Any three points fit a quadratic: only a fourth trace can show whether it is correct.
     """
     sizes_m = tuple(m for _, m in traces)
     _check_different(sizes_m)
@@ -267,7 +232,7 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
     check_same_structure(first, m_a, second, m_b)
     check_same_structure(first, m_a, third, m_c)
     s_a, s_b, s_c = _sizes(first), _sizes(second), _sizes(third)
-    # The second divided difference, times two: the curvature in the basis 1, m, m (m - 1) / 2.
+    # Twice the second divided difference: the curvature in the basis 1, m, m (m - 1) / 2.
     rise = (s_c - s_b) * (m_b - m_a) - (s_b - s_a) * (m_c - m_b)
     curvature = _divided(2 * rise, (m_c - m_b) * (m_b - m_a) * (m_c - m_a), first, sizes_m)
     pairs_a, pairs_b = (m * (m - 1) // 2 for m in (m_a, m_b))
@@ -277,7 +242,7 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
     if bool((found.held.curvature < 0).any()):
         message = (
             f"memory grows ever more slowly with the micro-batch size (traced at {_listed(sizes_m)}): "
-            "no polynomial says what it is at others. Let the sizes be tried instead of planned."
+            "no polynomial gives its size at others. Let the sizes be tried instead of planned."
         )
         raise PlanError(message)
     return found
@@ -290,7 +255,7 @@ class EnvelopeCheck:
     Attributes:
         verdict: "exact" if every size was as predicted; "quadratic" if sizes had to be fitted again, as quadratics.
         envelope: the envelope to use from now on.
-        predicted_bytes: the peak the envelope had predicted.
+        predicted_bytes: the peak that the envelope predicted.
         found_bytes: the peak of the trace.
     """
 
@@ -301,17 +266,12 @@ class EnvelopeCheck:
 
 
 def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck:
-    """Compare an envelope with a trace at a micro-batch size it was not made from.
+    """Compare an envelope with another trace of the same step at a new micro-batch size `m`.
 
-    Where sizes differ from an affine envelope, a quadratic is put through all three; check that one again, elsewhere.
-
-    Args:
-        envelope: made from other traces.
-        trace: one more of the same step.
-        m: samples of a micro-batch in it.
+    If sizes differ from an affine envelope, a quadratic is fitted through all three; check it with a fourth size.
 
     Raises:
-        PlanError: the trace did something else, or its sizes are not those of the quadratic either.
+        PlanError: the trace ran different operations, or its sizes do not fit the quadratic either.
     """
     found = in_order(trace)
     predicted = envelope.peak_bytes(m)
@@ -320,15 +280,15 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck
     differing = [number for number, one in enumerate(found.allocations) if one.num_bytes != sizes[number]]
     if not differing:
         return EnvelopeCheck("exact", envelope, predicted, found.peak_bytes)
-    if len(envelope.traced) > 2:  # noqa: PLR2004 (it is a quadratic already)
+    if len(envelope.traced) > 2:  # noqa: PLR2004 (already a quadratic)
         one = found.allocations[differing[0]]
         message = (
-            f"{len(differing)} of {len(sizes)} sizes at micro-batch size {m} are no quadratics in it, first that of "
-            f"{one.operation or 'what was there before'} ({one.phase}): {sizes[differing[0]]:,} bytes were expected, "
+            f"{len(differing)} of {len(sizes)} sizes at micro-batch size {m} do not follow the quadratic, first "
+            f"{one.operation or 'memory from before'} ({one.phase}): {sizes[differing[0]]:,} bytes were expected, "
             f"it took {one.num_bytes:,}. Let the sizes be tried instead of planned."
         )
         raise PlanError(message)
-    # The envelope reproduces its own traces exactly, so these need not be kept beside it.
+    # The envelope reproduces its own traces exactly, so they need not be stored.
     earlier = [(envelope.at(traced), traced) for traced in envelope.traced]
     return EnvelopeCheck("quadratic", fit_quadratic([*earlier, (trace, m)]), predicted, found.peak_bytes)
 
@@ -343,7 +303,7 @@ def in_order(trace: MemoryTrace) -> MemoryTrace:
     freed: list[int] = []
     for position, event in enumerate(trace.events):
         if event > 0 or position in ends:
-            # Descending numbers of frees, which are negative: the earliest allocation first.
+            # Descending, because frees are negative: the earliest allocation first.
             events += sorted(freed, reverse=True)
             freed = []
         (events if event > 0 else freed).append(event)
@@ -351,18 +311,8 @@ def in_order(trace: MemoryTrace) -> MemoryTrace:
 
 
 def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> None:
-    """Refuse two traces that differ in more than sizes.
-
-    Args:
-        trace_a: a step at micro-batch size `m_a`.
-        m_a: named in the error.
-        trace_b: a step at micro-batch size `m_b`.
-        m_b: named in the error.
-
-    Raises:
-        PlanError: an operation is another, or memory is freed at another time.
-    """
-    # The first difference names the cause; lengths are compared afterwards, since they differ as its consequence.
+    """Raise a `PlanError` for two traces (at micro-batch sizes `m_a` and `m_b`) that differ in more than sizes."""
+    # The first difference shows the cause; compare lengths afterwards, since they differ as its consequence.
     for position, (event_a, event_b) in enumerate(zip(trace_a.events, trace_b.events, strict=False)):
         what_a, what_b = _description(trace_a, event_a), _description(trace_b, event_b)
         if event_a != event_b or what_a != what_b:
@@ -385,7 +335,7 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
 
 def _description(trace: MemoryTrace, event: int) -> str:
     one = trace.allocations[abs(event) - 1]
-    what = one.operation or f"what was there before ({one.category})"
+    what = one.operation or f"memory from before ({one.category})"
     return f"{what} in {one.phase}" if event > 0 else f"the end of what {what} took in {one.phase}"
 
 
@@ -408,12 +358,12 @@ def _sizes(trace: MemoryTrace) -> Int64[torch.Tensor, " allocation"]:
 def _divided(
     numerators: Int64[torch.Tensor, " allocation"], denominator: int, trace: MemoryTrace, traced: Sequence[int]
 ) -> Int64[torch.Tensor, " allocation"]:
-    """Return the quotients, which have to be whole."""
+    """Return the quotients, which have to be integers."""
     remainders = numerators % denominator
     if bool(remainders.any()):
         one = trace.allocations[int(remainders.ne(0).nonzero()[0])]
         message = (
-            f"the size of {one.operation or 'what was there before'} ({one.phase}) does not grow by whole bytes "
+            f"the size of {one.operation or 'memory from before'} ({one.phase}) does not grow by whole bytes "
             f"with the micro-batch size (traced at {_listed(traced)}), so it is rounded up somewhere, or depends on "
             "the data. Let the sizes be tried instead of planned."
         )

@@ -1,4 +1,4 @@
-"""Replaces `F.batch_norm` inside BatchNorm layers while they run; the layers themselves are not changed."""
+"""Replace `F.batch_norm` inside BatchNorm layers while they run; the layers themselves are not changed."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,11 @@ from anybatch.core.torch_internals import BatchNormBase
 
 @dataclass(frozen=True, slots=True)
 class BatchNormCall:
-    """One call of `F.batch_norm` that normalises by the statistics of what it is given.
+    """One call of `F.batch_norm` that normalises by the statistics of its input.
 
     Attributes:
         values: (samples, channels, ...).
-        running_mean: which layer it is, by its buffer; None where nothing is tracked.
+        running_mean: identifies the layer, by its buffer; None for a layer without running statistics.
         weight: per channel, or None.
         bias: per channel, or None.
         eps: added to the variance.
@@ -39,12 +39,9 @@ Normalise = Callable[[BatchNormCall], Tensor]
 class Interceptor:
     """Lets another function normalise in BatchNorm layers in train mode, while one is set.
 
-    Everything else in a layer's forward, a fused activation, say, runs as before. Hooks enter the context around each
-    layer alone: so it is active in any thread that runs the layer, also in a backward that runs a checkpointed block
-    again, and costs nothing elsewhere. Compiled layers are not intercepted.
-
-    Args:
-        layers: the layers to intercept; empty for none.
+    The rest of a layer's forward, a fused activation, say, runs as before. Hooks enter the context around each layer
+    alone: so it is active in any thread that runs the layer, also in a backward that runs a checkpointed block again,
+    and costs nothing elsewhere. Compiled layers are not intercepted.
     """
 
     def __init__(self, layers: Iterable[BatchNormBase]) -> None:
@@ -55,7 +52,7 @@ class Interceptor:
             for layer in layers
             for handle in (
                 layer.register_forward_pre_hook(self._enter),
-                # Always: after an error in the layer the mode would stay on, and catch what later layers call.
+                # Always: after an error in the layer the mode would stay active, and intercept calls of later layers.
                 layer.register_forward_hook(self._leave, always_call=True),
             )
         ]
@@ -76,7 +73,7 @@ class Interceptor:
 
     @contextmanager
     def in_this_thread(self, normalise: Normalise) -> Iterator[None]:
-        """Use a function in this thread alone."""
+        """Use a function in this thread only."""
         self._thread.normalise = normalise
         try:
             yield
@@ -89,7 +86,7 @@ class Interceptor:
         if normalise is None or not layer.training:
             return
         self._thread.mode = _InsteadOfBatchNorm(normalise)
-        # By hand, because no `with` reaches from one hook to another.
+        # Manually, because a `with` block cannot span two hooks.
         self._thread.mode.__enter__()
 
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -101,7 +98,7 @@ class Interceptor:
 
 
 class _InsteadOfBatchNorm(TorchFunctionMode):
-    """The context in which `F.batch_norm` is a function of ours."""
+    """A context that replaces `F.batch_norm`."""
 
     def __init__(self, normalise: Normalise) -> None:
         super().__init__()
@@ -113,8 +110,8 @@ class _InsteadOfBatchNorm(TorchFunctionMode):
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever torch's function returns)
-        """Run a function of torch, or ours in the place of `F.batch_norm`."""
+    ) -> Any:  # noqa: ANN401 (the result of torch's function)
+        """Run a function of torch, or our replacement of `F.batch_norm`."""
         del types
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
@@ -122,7 +119,7 @@ class _InsteadOfBatchNorm(TorchFunctionMode):
 
     def _batch_norm(  # noqa: PLR0917 (torch's signature)
         self,
-        input: Tensor,  # noqa: A002 (torch's name for it)
+        input: Tensor,  # noqa: A002 (torch's name)
         running_mean: Tensor | None,
         running_var: Tensor | None,
         weight: Tensor | None = None,
@@ -132,8 +129,8 @@ class _InsteadOfBatchNorm(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if not training:
-            # This does not come back here: a mode is off while it handles a function.
+            # No recursion: a mode is off while it handles a function.
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        # As torch's own kernel, which autocast leaves in the type of its input.
+        # Like torch's kernel, whose input autocast does not convert.
         with torch.autocast(input.device.type, enabled=False):
             return self._normalise(BatchNormCall(input, running_mean, weight, bias, eps))

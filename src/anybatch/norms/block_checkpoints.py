@@ -13,20 +13,12 @@ from anybatch.norms.torch_internals import checkpointed_forward
 
 
 def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the blocks to checkpoint by name.
-
-    Args:
-        modules: the model.
-        names: the blocks; None takes the outermost modules, other than a whole model, with a BatchNorm layer as child.
-
-    Raises:
-        ParameterError: a name that the model does not have.
-    """
+    """Return the blocks to checkpoint by name; None selects the outermost non-root modules with a BatchNorm child."""
     named = dict(modules.named_modules())
     if names is not None:
         unknown = [name for name in names if name not in named]
         if unknown:
-            message = f"blocks={names!r} names {unknown[0]!r}, which is no module of the model. See named_modules()."
+            message = f"blocks={names!r} names {unknown[0]!r}, which is not a module of the model. See named_modules()."
             raise ParameterError(message)
         return {name: named[name] for name in names}
     models = {modules, *(modules.children() if isinstance(modules, nn.ModuleDict) else ())}
@@ -39,12 +31,9 @@ def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.M
 
 
 class BlockCheckpoint:
-    """Checkpoints one module with `torch.utils.checkpoint`'s own machinery for use_reentrant=False.
+    """Checkpoints one module in train mode with `torch.utils.checkpoint`'s own code for use_reentrant=False.
 
     The module is neither wrapped nor patched, so its name and its parameters' names stay.
-
-    Args:
-        module: checkpointed in train mode; in evaluation mode it runs as it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,7 +50,7 @@ class BlockCheckpoint:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The hooks run in the backward too, when the block is run again there: it must not be checkpointed twice.
+        # The hooks also run in the backward, when the block is run again: it must not be checkpointed twice.
         if self._recomputing or not module.training:
             return
         running = checkpointed_forward(module, self._contexts, args, kwargs)
@@ -73,7 +62,7 @@ class BlockCheckpoint:
 
     @contextmanager
     def _recomputation(self) -> Iterator[None]:
-        """Let the block run again in the backward without being checkpointed again."""
+        """Let the block run again in the backward without another checkpoint."""
         self._recomputing = True
         try:
             yield

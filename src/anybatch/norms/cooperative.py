@@ -8,22 +8,23 @@ from typing import Any, Generic, TypeVar
 
 from anybatch.errors import CompositionError
 
-C = TypeVar("C")  # what a task contributes to an exchange
-V = TypeVar("V")  # what all tasks get from it
-R = TypeVar("R")  # what a task returns
+C = TypeVar("C")  # a task's contribution to an exchange
+V = TypeVar("V")  # the combined value for all tasks
+R = TypeVar("R")  # a task's result
 Exchange = Callable[[str, C], V]
 """Called by a task with the name of the exchange and its contribution; blocks until all tasks have called it, and
 returns the combined value."""
 
 
 class CooperativeThreads(Generic[C, V, R]):
-    """Runs tasks in threads, exactly one at a time, switching only where a task waits for the others.
+    """Runs tasks in threads, exactly one at a time, and switches only when a task waits for the others.
 
     A task runs until it calls its exchange or returns; then the next task runs. Once all have contributed, their
     contributions are combined, and the tasks continue in the same order. So the order of execution is deterministic,
-    and nothing that the tasks share needs a lock.
+    and data shared by the tasks needs no lock.
 
-    Threads, not generators: a task is a forward through the user's model, which has to be suspended deep inside of it.
+    Threads, not generators: a task is a forward through the user's model, which has to be suspended inside nested
+    calls.
 
     Args:
         combine: makes one value of the exchange's name and all contributions, in the order of the tasks.
@@ -50,7 +51,7 @@ class CooperativeThreads(Generic[C, V, R]):
 
         Raises:
             CompositionError: tasks do not call the same exchanges in the same order.
-            BaseException: the exception of a task; all other tasks have been ended where they were.
+            BaseException: the exception of a task; all other tasks have been cancelled.
         """
         self._turns = [threading.Semaphore(0) for _ in tasks]
         threads = [
@@ -68,7 +69,7 @@ class CooperativeThreads(Generic[C, V, R]):
             self._turns[0].release()
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # an interrupt from the keyboard, say, while the threads run
+        except BaseException as error:  # a keyboard interrupt, say, while the threads run
             self._cancel(error)
             for thread in threads:
                 thread.join()
@@ -88,7 +89,7 @@ class CooperativeThreads(Generic[C, V, R]):
         # Another task has failed, and `run` raises its error.
         except _CancelledError:
             return
-        except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
+        except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
             self._cancel(error)
 
     def _exchange(self, number: int, name: str, contribution: C) -> V:
@@ -102,7 +103,7 @@ class CooperativeThreads(Generic[C, V, R]):
         return combined
 
     def _pass_turn(self) -> None:
-        """Let the next task run that has not contributed yet; after the last one combine, and start over."""
+        """Run the next task that has not contributed yet; after the last one combine, and start over."""
         remaining = [n for n in range(len(self._turns)) if n not in self._waiting and n not in self._finished]
         if remaining:
             self._turns[remaining[0]].release()
@@ -133,11 +134,11 @@ class CooperativeThreads(Generic[C, V, R]):
         raise CompositionError(message)
 
     def _cancel(self, error: BaseException) -> None:
-        # Every thread is woken, finds the error, and ends: none may be left waiting.
+        # Wake every thread, which sees the error and ends: none may be left waiting.
         self._error = self._error or error
         for turn in self._turns:
             turn.release()
 
 
 class _CancelledError(BaseException):
-    """Ends a task because another one has failed. Not an Exception: a model that catches those must not catch this."""
+    """Ends a task because another one has failed. Not an Exception, so that a model's `except Exception` misses it."""

@@ -10,21 +10,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.core.torch_internals import num_changes, storage_key
 
-_SMALL_BYTES = 1 << 14  # a copy of less takes longer than it is worth
+_SMALL_BYTES = 1 << 14  # copying less is not worth the time
 _Key = tuple[object, ...]
 
 
 class HostStore:
-    """Hooks for saved tensors that move them to the host, and back when the backward asks for them.
+    """Saved-tensor hooks that move tensors to the host, and back when the backward needs them.
 
-    A tensor that several operations save is copied once, as long as it is not changed in between; and it is brought
-    back once for all operations that need it while one of them still holds it.
+    A tensor that several operations save is copied once, unless it changes in between; and it is copied back once for
+    all operations that need it while one of them still holds it.
 
     Args:
         kept_on_device: tensors that stay on the device anyway, such as parameters; they and their views are not copied.
 
     Attributes:
-        num_bytes: bytes that were copied to the host so far.
+        num_bytes: bytes copied to the host so far.
     """
 
     def __init__(self, kept_on_device: Iterable[Tensor]) -> None:
@@ -33,13 +33,13 @@ class HostStore:
         self._copies: dict[_Key, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Return the context of a forward whose saved tensors are to go to the host."""
+        """Return the context of a forward whose saved tensors go to the host."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _HostCopy":
         storage = tensor.untyped_storage()
         num_bytes = tensor.numel() * tensor.itemsize
-        # An expanded tensor is smaller than it looks, and copies of it would not be.
+        # An expanded tensor occupies less memory than its copy would.
         owner = storage_key(storage)
         if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or owner in self._kept_on_device:
             return tensor
@@ -50,18 +50,18 @@ class HostStore:
         if copy is None:
             copy = _HostCopy(tensor)
             self.num_bytes += num_bytes
-            # The reference keeps the address from being given to another storage while the key is in use.
+            # The reference prevents reuse of the address by another storage while the key is in use.
             self._copies[key] = (StorageWeakRef(storage), weakref.ref(copy))
         return copy
 
 
 class _HostCopy:
-    """A tensor's values on the host, and a weak reference to the tensor they were last brought back to."""
+    """A tensor's values on the host, and a weak reference to its latest copy on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
         self._back: weakref.ref[Tensor] | None = None
-        # Pinned, so that the copy can run beside what the device computes.
+        # Pinned, so that the copy can overlap with computation on the device.
         self._values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         self._values.copy_(tensor, non_blocking=True)
 

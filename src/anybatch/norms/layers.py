@@ -1,4 +1,4 @@
-"""Finds a model's BatchNorm layers in all their forms, and InstanceNorm layers with running statistics."""
+"""Find a model's BatchNorm layers in all their forms, and InstanceNorm layers with running statistics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ ModelCall = Callable[[nn.Module, Any], object]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The collectives that normalisation over ranks needs. Without arguments: one rank.
+    """The collectives that normalisation over ranks needs. The default is one rank.
 
     Attributes:
         size: number of ranks.
         sum: replaces a small tensor on this rank's device by its sum over ranks, and returns it.
-        most: returns the largest of the integers that the ranks pass.
+        most: returns the largest of the ranks' integers.
     """
 
     size: int = 1
@@ -48,17 +48,12 @@ def tracking_layers(modules: nn.Module) -> dict[str, Tracking]:
 
 
 def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> None:
-    """Refuse layers that no policy can run as they are.
-
-    Args:
-        modules: the model.
-        num_ranks: ranks that train it.
-        frozen: BatchNorm layers use their running statistics, so that SyncBatchNorm does not synchronise.
+    """Refuse layers that no policy supports; with `frozen`, BatchNorm layers use their running statistics.
 
     Raises:
-        ParameterError: a lazy layer that has not seen a batch, so that it has no parameters yet.
-        CompositionError: torch's SyncBatchNorm on several ranks: it talks to the others in each forward, whether or
-            not they run as many micro-batches.
+        ParameterError: a lazy layer without parameters, because it has not seen a batch.
+        CompositionError: torch's SyncBatchNorm on several ranks, unless frozen: it communicates in each forward, even
+            if ranks run different numbers of micro-batches.
     """
     for name, module in batch_norms(modules).items():
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():

@@ -1,4 +1,4 @@
-"""Merges the statistics of several parts of a batch, differentiably, and normalises by them."""
+"""Merge the statistics of several parts of a batch, differentiably, and normalise by them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class MergedStatistics:
 
 
 def partial_statistics(values: Float[Tensor, "samples channels *rest"]) -> PartialStatistics:
-    """Return the statistics of some values; saves these for the backward, and nothing else of their size."""
+    """Return the statistics of some values; saves only the values for the backward."""
     mean, squares = _PartialStatistics.apply(values)  # type: ignore[no-untyped-call]
     return PartialStatistics(values.numel() // values.shape[1], mean, squares)
 
@@ -47,13 +47,13 @@ def merge_statistics(
     """Return the statistics of all parts of all ranks together, and the next token.
 
     Parts whose count is 0 add nothing, but stay in the graph, which has to be the same on all ranks. The token orders
-    the backward's sums over ranks: each waits for the one that came after it in the forward, so that all ranks run them
-    in the same order, whatever else they differ in.
+    the backward's sums over ranks: each waits for the sum of the next layer in forward order, so that all ranks run
+    them in the same order.
 
     Args:
         parts: the statistics of this rank's parts, at least one.
         ranks: the other ranks; all of them call this for the same layers in the same order.
-        token: a scalar that requires a gradient; the one that the layer before has returned.
+        token: a scalar that requires a gradient, returned by the previous layer.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979:
     mean = sum n_k mean_k / N, and N variance = sum (squares_k + n_k (mean_k - mean)^2).
@@ -61,14 +61,15 @@ def merge_statistics(
     like = parts[0].mean
     count = like.new_full((1,), float(sum(part.count for part in parts)))
     total = sum((part.mean * part.count for part in parts), start=torch.zeros_like(like))
-    # One message for both. The squares need another one, since they are taken around the mean of all ranks.
+    # One message for both. The squares need another one, since they are around the mean of all ranks.
     first, token = _sum(torch.cat([count, total]), ranks, token)
     count, total = first[:1].detach(), first[1:]
-    count = count.clamp(min=1)  # 0 if every rank runs along with weight 0: the result must be finite
+    count = count.clamp(min=1)  # 0 if every rank runs a filler with weight 0: the result must be finite
     mean = total / count
     squares = torch.zeros_like(like)
     for part in parts:
-        # With weight 0, times 0 and not left out: the graph, and so the backward's collectives, are then the same.
+        # Parts of weight 0 are multiplied by 0, not left out, so that the graph and the backward's collectives stay the
+        # same.
         own = part.squares + (part.mean - mean).square() * part.count
         squares = squares + (own if part.count else own * 0)
     squares, token = _sum(squares, ranks, token)
@@ -82,11 +83,11 @@ def normalise_with(
     bias: Float[Tensor, " channels"] | None,
     eps: float,
 ) -> Float[Tensor, "samples channels *rest"]:
-    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' type.
+    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' dtype.
 
     Args:
         values: (samples, channels, ...), of one micro-batch.
-        statistics: per channel, of all that is normalised together; differentiable.
+        statistics: per channel, of all values that are normalised together; differentiable.
         weight: per channel; None for 1.
         bias: per channel; None for 0.
         eps: added to the variance.
@@ -132,7 +133,7 @@ class _PartialStatistics(torch.autograd.Function):
 
 
 class _Normalise(torch.autograd.Function):
-    """`(values - mean) * scale + bias` per channel; keeps the values, which their statistics keep too, once."""
+    """`(values - mean) * scale + bias` per channel; saves the values, which are shared with their statistics."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Policies for BatchNorm in train mode: frozen values, named in the engine's decisions."""
+"""Policies for BatchNorm in train mode: frozen values, listed in the engine's decisions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,22 +17,17 @@ _REPLACEMENTS = ("group_norm", "layer_norm", "rms_norm")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Each micro-batch is normalised by its own statistics. Running statistics are those of the effective batch."""
+    """Each micro-batch is normalised by its own statistics. Running statistics cover the effective batch."""
 
     name = "keep"
     says = (
         "each micro-batch is normalised by its own statistics; running statistics are pooled over the effective batch "
         "and updated once"
     )
-    feature = None  # it is the rule, and has no row in the composition table
+    feature = None  # the default, without a row in the composition table
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut.
-
-        Args:
-            has_layers: whether the model has BatchNorm layers.
-            world_size: number of ranks.
-        """
+        """Return the policy's constraints on every cut."""
         del world_size
         return CutConstraints(
             least_samples=2 if has_layers else 1, largest_fitting=_OF_MICRO_BATCH if has_layers else ""
@@ -61,14 +56,14 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Layers normalise by their running statistics, which stay as they are; weight and bias still train."""
+    """Layers normalise by their running statistics, which do not change; weight and bias still train."""
 
     name = "freeze"
-    says = "layers normalise by their running statistics, which stay as they are; weight and bias still train"
+    says = "layers normalise by their running statistics, which do not change; weight and bias still train"
     feature = Feature.NORMS_FREEZE
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut: nothing; see `Keep.constraints`."""
+        """Return the policy's constraints on every cut: none; see `Keep.constraints`."""
         del has_layers, world_size
         return CutConstraints()
 
@@ -78,7 +73,7 @@ class Ghost:
     """Groups of consecutive samples are normalised, each by its own statistics, at any micro-batch and world size.
 
     Groups begin at multiples of `group_size` in the effective batch's order; the last one may be smaller. A single
-    sample that is left over joins the group before it, because one value has no variance.
+    remaining sample joins the group before it, because one value has no variance.
 
     Args:
         group_size: samples per group, at least 2. Micro-batches and rank shares hold whole groups.
@@ -119,9 +114,9 @@ class Exact:
 
     Args:
         method: "layerwise": micro-batches advance layer by layer, each waiting in every BatchNorm layer until all have
-            come to it; one backward goes through all of them. "checkpoint": the rank's whole share is one micro-batch,
-            whose blocks are run again in the backward instead of being kept.
-        offload: keep what the backward needs in the host's memory ("layerwise" only). None: on accelerators.
+            reached it; one backward covers all of them. "checkpoint": the rank's whole share is one micro-batch, whose
+            blocks are run again in the backward instead of being kept.
+        offload: keep tensors for the backward in host memory ("layerwise" only). None: on accelerators.
         blocks: names of the modules to checkpoint ("checkpoint" only). None: the outermost modules, other than the
             model itself, that have a BatchNorm layer as a child.
 
@@ -152,7 +147,7 @@ class Exact:
         over_ranks = has_layers and world_size > 1
         if self.method == "checkpoint":
             return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
-        # Filled up, so that a rank without samples has a unit with which it meets the others in every layer.
+        # Filled up, so that a rank without samples has a unit with which it joins the others in every layer.
         return CutConstraints(fills_up=over_ranks, joins_ranks=over_ranks, every_unit=has_layers)
 
     @property
@@ -173,10 +168,10 @@ Policy = Keep | Sync | Freeze | Ghost | Exact
 
 
 def policy_of(norms: "Policy | PolicyName | None") -> Policy:
-    """Return a policy from its name, or as it is; `Keep` for None.
+    """Return a policy by name, or a given policy; `Keep` for None.
 
     Raises:
-        UserError: an unknown name, or one of something that changes the model's parameters.
+        UserError: an unknown name, or the name of a replacement that changes the model's parameters.
     """
     if norms is None:
         return Keep()

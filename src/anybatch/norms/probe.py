@@ -1,4 +1,4 @@
-"""Finds layers through which a sample's output depends on other samples: known layers by type, others by trial."""
+"""Find layers through which a sample's output depends on other samples: known layers by type, others by trial."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +18,16 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = None) -> dict[str, str]:
-    """Return the layers whose output for a sample depends on other samples in train mode, each with how it shows.
+    """Return the layers whose output for a sample depends on other samples in train mode, each with the evidence.
 
-    Known by type: all of torch's BatchNorm layers, and InstanceNorm where it tracks running statistics (its output
-    depends on no other sample, its buffers do). All other modules are tried: the model runs once, and each module runs
-    again on what it got, with the same random numbers and then with the last sample changed. If the
-    output of another sample is not the same, the module couples them. Of modules within each other the innermost is
-    named. Parameters, buffers, modes and random numbers are as before afterwards.
+    Known by type: all of torch's BatchNorm layers, and InstanceNorm with running statistics (its output depends on no
+    other sample, its buffers do). All other modules are tried: the model runs once, and each module runs again on its
+    recorded inputs, with the same random numbers and then with the last sample changed. If the output of another sample
+    changes, the module couples them. Of nested modules only the innermost is returned. Parameters, buffers, modes and
+    random numbers are restored.
 
-    A module is tried only if the first axis of its inputs is the samples, alone or flattened with the axes after it.
-    So pass a batch whose size is no other length in the model, such as 7.
+    A module is tried only if the first axis of its inputs is the samples, alone or flattened with the axes after it. So
+    pass a batch whose size is no other length in the model, such as 7.
 
     Args:
         model: the model.
@@ -40,7 +40,7 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = 
     """
     refuse_unfit_layers(model, num_ranks=1, frozen=False)
     num_samples = count_samples(batch)
-    if num_samples < 2:  # noqa: PLR2004 (one to look at, and another to change)
+    if num_samples < 2:  # noqa: PLR2004 (one to observe, and another to change)
         message = f"the batch holds {num_samples} sample(s); to see whether one depends on another takes at least 2."
         raise DataError(message)
     found = _by_type(model)
@@ -57,17 +57,10 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = 
 
 
 def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: int) -> dict[str, float]:
-    """Return the innermost modules whose output for a sample moves with another sample, and how far, relatively.
+    """Return the innermost modules whose output for a sample changes with another sample, and by how much.
 
-    Modules are tried as they are: the caller sets their modes, and restores buffers and random numbers.
-
-    Args:
-        modules: all modules that may be called.
-        run: runs a forward over the whole batch.
-        num_samples: samples in that batch.
-
-    Returns:
-        By name, the largest change of another sample's output, divided by the largest output.
+    The values are the largest change of another sample's output, divided by the largest output. The caller sets the
+    modules' modes, and restores buffers and random numbers. `run` runs a forward over the whole batch.
     """
     with torch.no_grad():
         seen = _inputs_of_modules(modules, run)
@@ -80,7 +73,7 @@ def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: 
             module = modules.get_submodule(name)
             try:
                 change = _coupling(module, seen[module], num_samples)
-            except RuntimeError:  # seen inside of `torch.func.vmap`, outside of which its inputs cannot be used
+            except RuntimeError:  # recorded inside of `torch.func.vmap`, and unusable outside
                 continue
             if change:
                 found[name] = change
@@ -93,7 +86,7 @@ def _by_type(model: nn.Module) -> dict[str, str]:
         if isinstance(module, BatchNormBase):
             found[name] = f"{type(module).__name__}: normalises by the statistics of the micro-batch"
         elif isinstance(module, InstanceNormBase) and module.track_running_stats:
-            found[name] = f"{type(module).__name__}: its running statistics are those of micro-batches"
+            found[name] = f"{type(module).__name__}: its running statistics come from micro-batches"
     return found
 
 
@@ -103,7 +96,7 @@ def _is_inside(name: str, outer: str) -> bool:
 
 @contextmanager
 def _in_train_mode(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Run in train mode; modes, buffers and random numbers are as before afterwards."""
+    """Run in train mode; restores modes, buffers and random numbers."""
     buffers = BufferValues(model)
     modes = {module: module.training for module in model.modules()}
     devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch)) if tensor.device.type == "cuda"}
@@ -129,7 +122,7 @@ def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.M
         module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()
     ]
     try:
-        with torch.enable_grad():  # a loss may differentiate, as a gradient penalty does
+        with torch.enable_grad():  # a loss may differentiate, as for a gradient penalty
             run()
     finally:
         for handle in handles:
@@ -142,13 +135,13 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
-    """Return how far the output of other samples moves, relative to its size, if the last sample changes."""
+    """Return the largest relative change of other samples' outputs if the last sample changes."""
     changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
-    # No input has rows of samples that could be changed.
+    # No input has rows of samples to change.
     if all(torch.equal(one, other) for one, other in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
         return 0.0
     outputs = _outputs(module, (inputs, inputs, changed))
-    # Two equal calls that differ: the module keeps state between calls, such as a cache, and cannot be judged.
+    # Two equal calls differ: the module keeps state between calls, such as a cache, and cannot be tested.
     if not outputs or _moves(outputs[0], outputs[1], num_samples):
         return 0.0
     return _moves(outputs[0], outputs[2], num_samples)
@@ -163,7 +156,7 @@ def _outputs(module: nn.Module, calls: Sequence[_Inputs]) -> list[list[Tensor]]:
         buffers.restore()
         try:
             output = module(*map_tensors(args, torch.clone), **map_tensors(kwargs, torch.clone))
-        except Exception:  # noqa: BLE001 (a module that cannot be called again cannot be judged)
+        except Exception:  # noqa: BLE001 (a module that cannot be called again cannot be tested)
             return []
         outputs.append(list(tensors_of(_in_a_tree(output))))
     return outputs
@@ -178,16 +171,16 @@ def _in_a_tree(output: object) -> Batch:
 
 
 def _with_other_last_sample(tensor: Tensor, num_samples: int) -> Tensor:
-    """Return the tensor with the rows of the last sample turned into something else of the same kind."""
+    """Return the tensor with the rows of the last sample changed to other valid values."""
     if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.shape[0] % num_samples:
         return tensor
     rows = tensor.shape[0] // num_samples
     changed = tensor.clone()
     if tensor.is_floating_point():
-        # Another value even where all samples are equal, or zero.
+        # Another value even if all samples are equal, or zero.
         changed[-rows:] = tensor[:rows] * 3 + tensor.abs().mean() + 1
     else:
-        changed[-rows:] = tensor[:rows]  # token ids, say: only those of another sample are sure to be valid
+        changed[-rows:] = tensor[:rows]  # token ids, say: only another sample's ids are certain to be valid
     return changed
 
 

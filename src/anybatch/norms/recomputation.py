@@ -1,4 +1,4 @@
-"""Recomputes BatchNorm's running statistics after training, exactly, from all of the data."""
+"""Recompute BatchNorm's running statistics after training, exactly, from all of the data."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,24 +14,24 @@ from anybatch.errors import DataError
 from anybatch.norms.layers import ModelCall, Ranks, tracking_layers
 
 
-class _StopForward(BaseException):  # not an Exception: a model that catches those must not catch this
+class _StopForward(BaseException):  # not an Exception, which a model might catch
     """Ends a forward after the last call of the layer whose input is measured."""
 
 
 def recompute_statistics(
     model: nn.Module, batches: Iterable[Any], *, call: ModelCall | None = None, ranks: Ranks | None = None
 ) -> tuple[str, ...]:
-    """Replace the running statistics of all BatchNorm layers by those of the data, and return the layers' names.
+    """Replace the running statistics of all BatchNorm layers by exact ones of the data, and return the layers' names.
 
-    After it each layer's mean and unbiased variance are those of its inputs over all batches, with the layers before
-    it normalising by *their* new statistics: the inputs that evaluation will see. So the result does not depend on
-    how the data are cut, unlike one pass in train mode. Layers are done one after the other, which takes one pass over
-    the data each, up to that layer, and one to find their order.
+    Afterwards each layer's mean and unbiased variance are the statistics of its inputs over all batches, with the
+    layers before it normalising by *their* new statistics: the inputs in evaluation. So the result does not depend on
+    the cut of the data, unlike one pass in train mode. Layers are processed one after the other, each with one pass
+    over the data, up to that layer, and one pass finds their order.
 
     Args:
-        model: the trained model; its modes, its parameters and everything but the statistics stay.
-        batches: can be iterated over several times, such as a list or a loader without shuffling; on several ranks
-            each rank's own part.
+        model: the trained model; its modes, its parameters and everything but the statistics are unchanged.
+        batches: can be iterated over several times, such as a list or a loader without shuffling; on several ranks each
+            rank's own part.
         call: runs the model on a batch; None: `model(batch)`.
         ranks: the other ranks, see `anybatch.norms.layers.Ranks`; None for one rank.
 
@@ -41,7 +41,7 @@ def recompute_statistics(
     Raises:
         DataError: batches that can be iterated over only once, or none.
 
-    Source: Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3, for the use of it; theirs is one pass.
+    Source: Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3, for its use; their method is one pass.
     """
     ranks = ranks or Ranks()
     if isinstance(batches, Iterator):
@@ -75,7 +75,7 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _order(
     model: nn.Module, layers: dict[str, BatchNormBase], batches: Iterable[Any], run: ModelCall
 ) -> dict[str, int]:
-    """Return how often each layer is called in one forward, in the order of the first calls."""
+    """Return the number of calls of each layer in one forward, in the order of the first calls."""
     found: dict[str, int] = {}
 
     def counting(name: str) -> Callable[..., None]:
@@ -92,7 +92,7 @@ def _order(
     finally:
         for handle in handles:
             handle.remove()
-    message = "there were no batches to compute statistics of."
+    message = "statistics need at least one batch, and `batches` is empty."
     raise DataError(message)
 
 
@@ -119,7 +119,7 @@ def _statistics(
     handle = layer.register_forward_pre_hook(hook)
     try:
         for batch in batches:
-            # A forward that came to the layer less often than the first one has left its count behind.
+            # A forward that called the layer less often than the first one has left its count.
             calls = 0
             try:
                 run(model, batch)
@@ -127,7 +127,7 @@ def _statistics(
                 continue
     finally:
         handle.remove()
-    # Two messages: squares have to be taken around the mean of all ranks, which the first one gives.
+    # Two messages: squares are taken around the mean of all ranks, from the first one.
     total = ranks.sum(torch.cat([count, mean * count]))
     overall = total[1:] / total[:1]
     squares = ranks.sum(squares + (mean - overall).square() * count)
@@ -135,7 +135,7 @@ def _statistics(
 
 
 def _merge(into: tuple[Tensor, Tensor, Tensor], count: int, mean: Tensor, squares: Tensor) -> None:
-    """Merge the statistics of some values into those of others, in place.
+    """Merge the statistics of some values into others, in place.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """

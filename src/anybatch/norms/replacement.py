@@ -1,4 +1,4 @@
-"""Replaces BatchNorm by layers that normalise each sample by itself."""
+"""Replace BatchNorm by layers that normalise each sample separately."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ class Replaced:
     """A model without BatchNorm.
 
     Attributes:
-        model: a copy; the model that was given is as before.
-        layers: what each layer was and has become, by its name.
+        model: a copy; the original is unchanged.
+        layers: the old and the new layer, by name.
         retrain: a sentence: how many layers must be trained again, and why.
     """
 
@@ -34,15 +34,15 @@ class Replaced:
 
 
 class ChannelRMSNorm(nn.Module):
-    """Divides a sample by the root of the mean square of its values; then weight and bias per channel.
+    """Divides a sample by the root of the mean square of its values; then applies weight and bias per channel.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; here over channels and positions, as
-    GroupNorm with one group does it, and with the bias that BatchNorm has.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; here over channels and positions, like
+    GroupNorm with one group, and with the bias of BatchNorm.
 
     Args:
         num_channels: length of the second axis.
         eps: added to the mean square.
-        affine: whether there are weight and bias.
+        affine: whether the layer has weight and bias.
     """
 
     def __init__(self, num_channels: int, *, eps: float = 1e-5, affine: bool = True) -> None:
@@ -53,7 +53,7 @@ class ChannelRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
     def forward(self, values: Float[Tensor, "samples channels *rest"]) -> Float[Tensor, "samples channels *rest"]:
-        """Normalise each sample by itself."""
+        """Normalise each sample separately."""
         axes = list(range(1, values.dim()))
         wide = widened(values)
         output = (wide * (wide.square().mean(axes, keepdim=True) + self.eps).rsqrt()).to(values.dtype)
@@ -64,15 +64,15 @@ class ChannelRMSNorm(nn.Module):
 
 
 def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> Replaced:
-    """Return a copy of a model with other layers in the place of BatchNorm; call it before the optimizer is built.
+    """Return a copy of a model with other layers instead of BatchNorm; call it before the optimizer is built.
 
-    Each new layer takes over weight, bias and eps of the old one. Running statistics have no counterpart.
+    Each new layer copies weight, bias and eps of the old one. Running statistics have no counterpart.
 
     Args:
-        model: the model; stays as it is.
+        model: the model; it is not changed.
         kind: "group_norm", "layer_norm" (one group: over channels and positions), or "rms_norm" (the same without the
             mean).
-        num_groups: for "group_norm"; None takes the most groups up to 32 with 4 or more channels each.
+        num_groups: for "group_norm"; None uses the largest number up to 32 with 4 or more channels per group.
 
     Raises:
         UserError: an unknown kind, or a number of groups that does not divide a layer's channels.
@@ -92,7 +92,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
     refuse_unfit_layers(model, num_ranks=1, frozen=False)
     made = copy.deepcopy(model)
     replaced_by: dict[str, str] = {}
-    new_of: dict[nn.Module, nn.Module] = {}  # a layer that is used in two places stays one layer
+    new_of: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, old in batch_norms(made).items():
         if kind == "group_norm" and num_groups is not None and old.num_features % num_groups:
             message = f"{num_groups=} must divide the {old.num_features} channels of layer {name!r}; None chooses."
@@ -101,7 +101,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
         replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
     # Duplicates too: a layer under two names has to be replaced under both.
     for name, old_layer in list(made.named_modules(remove_duplicate=False)):
-        # The model itself stands in no other module; if it is a layer, it is exchanged below.
+        # The model itself is in no other module; if it is a layer, it is replaced below.
         if name and old_layer in new_of:
             outer, _, own_name = name.rpartition(".")
             setattr(made.get_submodule(outer), own_name, new_of[old_layer])
@@ -114,7 +114,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
 
 
 def default_groups(num_channels: int) -> int:
-    """Return the most groups up to 32 that divide the channels and leave 4 or more in each; 1 if there are none."""
+    """Return the largest number of groups up to 32 that divides the channels with 4 or more in each; otherwise 1."""
     fits = [g for g in range(1, _MOST_GROUPS + 1) if num_channels % g == 0 and num_channels // g >= _FEWEST_VALUES]
     return max(fits, default=1)
 
@@ -123,7 +123,7 @@ def _with_parameters_of(new: nn.Module, old: BatchNormBase) -> nn.Module:
     with torch.no_grad():
         for name, own in new.named_parameters():
             theirs = getattr(old, name)
-            if theirs is not None:  # BatchNorm(bias=False) has a weight alone
+            if theirs is not None:  # BatchNorm(bias=False) only has a weight
                 own.data = theirs.detach().clone()
                 own.requires_grad_(theirs.requires_grad)
     return new.train(old.training)

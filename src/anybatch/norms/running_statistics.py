@@ -1,6 +1,6 @@
 """Running statistics of the effective batch: summed over micro-batches and ranks, and updated once.
 
-Shapes stand in words here: torch.compile traces through what a layer's hook calls, and not through a checker of shapes.
+Shapes are in words here: torch.compile traces functions called by a layer's hook, but not a shape checker.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,26 +17,26 @@ from anybatch.norms.torch_internals import num_axes_unbatched
 
 
 class RunningStatistics:
-    """Adds the statistics of micro-batches up, and updates the layers' buffers once per effective batch.
+    """Adds up the statistics of micro-batches, and updates the layers' buffers once per effective batch.
 
     Equal to one forward over the whole effective batch: buffers move once, by the mean and the unbiased variance over
     all samples of all ranks, and `num_batches_tracked` counts effective batches. A layer that is called several times
     in a forward is updated as often, in that order.
 
-    Sums are taken around the running mean from before, in float64. So they may be added in any grouping, and over
-    ranks in one message; a mean that is d standard deviations away from it costs a factor d squared in precision.
+    Sums are taken around the previous running mean, in float64. So they may be added in any grouping, and over ranks in
+    one message; a mean that is d standard deviations away from it costs a factor d squared in precision.
 
-    Source: with c any constant, sum (x - mean)^2 = sum (x - c)^2 - n (mean - c)^2; the parts that are added are those
-    of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    Source: with c any constant, sum (x - mean)^2 = sum (x - c)^2 - n (mean - c)^2; parts are added by Chan, Golub and
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
 
     Args:
-        layers: by name, those with running statistics.
-        device: where their buffers are.
+        layers: by name, the layers with running statistics.
+        device: device of their buffers.
 
     Attributes:
-        recording: the forward under way counts.
-        centres: by layer, the running mean from before the effective batch, shape (channels,).
-        sums_by_call: the sums of all layers, by the number of the call within a forward.
+        recording: whether the current forward counts.
+        centres: by layer, the running mean before the effective batch, shape (channels,).
+        sums_by_call: the sums of all layers, by the index of the call within a forward.
     """
 
     def __init__(self, layers: Mapping[str, Tracking], device: torch.device) -> None:
@@ -81,10 +81,9 @@ class RunningStatistics:
 
     @contextmanager
     def forward(self, *, counts: bool) -> Iterator[None]:
-        """Record the statistics of this forward's inputs, if it counts; a forward within a backward is not recorded.
+        """Record the statistics of this forward's inputs, unless it is a filler.
 
-        Args:
-            counts: whether the micro-batch has weight, so is not one that only keeps ranks in step.
+        A forward within a backward is not recorded.
         """
         self.calls[:] = [0] * len(self.calls)
         self.recording = counts
@@ -94,7 +93,7 @@ class RunningStatistics:
             self.recording = False
 
     def next_call(self, number: int) -> int:
-        """Return which call of a layer within the forward this is, and count it; 0 for every one of InstanceNorm."""
+        """Return the index of this call of a layer within the forward, and count it; always 0 for InstanceNorm."""
         if self._single[number]:
             return 0
         call = self.calls[number]
@@ -105,11 +104,9 @@ class RunningStatistics:
 
     @torch.no_grad()
     def add_parts(self, running_mean: Tensor, parts: Sequence[PartialStatistics]) -> None:
-        """Add the statistics of one call of a layer, part by part.
+        """Add the statistics of one call of a layer, part by part, with counts in values per channel.
 
-        Args:
-            running_mean: the layer's own buffer, shape (channels,), by which it is known; one of those in `layers`.
-            parts: of this rank, those that count; each counts values per channel.
+        `running_mean` is the layer's own buffer, shape (channels,), which identifies it.
         """
         number = self._index[id(running_mean)]
         call = self.next_call(number)
@@ -124,11 +121,11 @@ class RunningStatistics:
         mean: Tensor,
         squares: Tensor,
     ) -> None:
-        """Add the statistics of some values that one call of a layer has seen.
+        """Add the statistics of some values of one call of a layer.
 
         Args:
-            number: which layer.
-            call: which of its calls within one forward.
+            number: index of the layer.
+            call: index of the call within one forward.
             count: values per channel; for InstanceNorm samples.
             mean: their mean per channel, shape (channels,).
             squares: sum of their squared differences from the mean, shape (channels,); for InstanceNorm the sum of the
@@ -147,7 +144,7 @@ class RunningStatistics:
         """Update the buffers once, from the sums of all ranks."""
         if not self.layers:
             return
-        # A rank may have called its layers less often, or have run nothing: the messages must be of one length.
+        # A rank may have called its layers less often, or have run nothing: pad the messages to one length.
         num_calls = ranks.most(len(self.sums_by_call)) if ranks.size > 1 else len(self.sums_by_call)
         self.sums_by_call += [self._new_sums() for _ in range(num_calls - len(self.sums_by_call))]
         # All sums of all layers travel in one message.
@@ -160,9 +157,9 @@ class RunningStatistics:
             layer_counts, shifts, squares = row.split([len(self.layers), len(means), len(means)])
             active = layer_counts > 0
             num_updates += active & ~self._is_single  # torch's InstanceNorm does not count
-            # A negative momentum stands for momentum=None: a cumulative mean over effective batches.
+            # A negative momentum means momentum=None: a cumulative mean over effective batches.
             rates = torch.where(momentum < 0, 1 / num_updates.clamp(min=1), momentum)[self._owner]
-            # The 1 avoids 0 / 0 for layers that saw nothing; a rate of 0 leaves these as they are.
+            # The 1 avoids 0 / 0 for layers without values; their rate is 0, so they do not change.
             counts = layer_counts[self._owner].clamp(min=1)
             shift = shifts / counts
             unbiased = (squares - shifts * shift) / (counts - 1).clamp(min=1)
@@ -176,7 +173,7 @@ class RunningStatistics:
         add_to_each(self._counting(), list(moved))
 
     def _momentum(self) -> Tensor:
-        """Return the layers' momentum, -1 for a cumulative mean; InstanceNorm has none, and stays as it is then."""
+        """Return the layers' momentum, -1 for a cumulative mean; 0 for an InstanceNorm layer without momentum."""
         replacing_none = [0.0 if single else -1.0 for single in self._single]
         found = [
             n if layer.momentum is None else layer.momentum
@@ -200,7 +197,7 @@ class RunningStatistics:
 class _CallSums:
     """The sums of every layer's first call within a forward, or of every layer's second one, and so on.
 
-    Each is a tensor of its own: compiled code loses what is written to several views of one tensor (torch 2.13).
+    Each is a separate tensor: compiled code loses writes to several views of one tensor (torch 2.13).
     """
 
     def __init__(self, sizes: list[int], like: Tensor) -> None:
@@ -215,7 +212,7 @@ class _CallSums:
 
 
 class BufferReader:
-    """A forward hook that reads a layer's statistics from its buffers, where a momentum of 1 has left them."""
+    """A forward hook that reads a layer's statistics from its buffers, written with a momentum of 1."""
 
     def __init__(self, statistics: RunningStatistics, number: int) -> None:
         self._statistics = statistics
@@ -225,7 +222,7 @@ class BufferReader:
         """Add the statistics of the layer's last input."""
         del output
         statistics = self._statistics
-        # Not recording: a checkpointed block is run again in the backward, and its inputs have been counted.
+        # Not recording: a checkpointed block runs again in the backward, and its inputs have been counted.
         if not statistics.recording or not layer.training:
             return
         values, mean, variance = args[0], layer.running_mean, layer.running_var
@@ -244,7 +241,7 @@ class BufferReader:
 
 @contextmanager
 def momentum_of_one(layers: list[Tracking]) -> Iterator[None]:
-    """Let layers write the statistics of each forward into their buffers, undiluted."""
+    """Let layers write the statistics of each forward into their buffers undiluted, with a momentum of 1."""
     before = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 1.0

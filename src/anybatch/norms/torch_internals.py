@@ -1,7 +1,7 @@
-"""Private interfaces of torch that norms use, each with its fallback or refusal; shared ones are in `core`.
+"""Private interfaces of torch for norms, each with its fallback or refusal; shared ones are in `core`.
 
-All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`.
-The last argument of a function is where the name is looked for, so that a test can pass something that lacks it.
+All names were verified on the versions in `anybatch.core.torch_internals.SEEN`. The last argument of a function is the
+module that is searched for the name, so that tests can pass one that lacks it.
 """
 
 from collections.abc import Callable, Generator
@@ -14,7 +14,7 @@ from torch import nn
 from anybatch.core.torch_internals import InstanceNormBase, lacking
 
 Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
-"""Makes the contexts in which a checkpointed block runs: in the forward, and again in the backward."""
+"""Makes the contexts of a checkpointed block: for the forward, and for the recomputation in the backward."""
 
 
 def checkpointed_forward(
@@ -27,17 +27,7 @@ def checkpointed_forward(
     """Return a generator around a checkpointed forward: advance it once, run the forward, and advance it to its end.
 
     `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, which `checkpoint(use_reentrant=False)` runs; with
-    the random state kept, and the other options as `checkpoint` has them by default.
-
-    Args:
-        module: what is run, and run again in the backward.
-        contexts: the contexts for both.
-        args: of the forward.
-        kwargs: of the forward.
-        of: has the function.
-
-    Raises:
-        UnsupportedTorchError: there is no such function, or it takes other arguments.
+    the random state preserved, and `checkpoint`'s defaults for the other options. `module` runs again in the backward.
     """
     # In torch's order: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
     options = (True, contexts, "default", False, True)
@@ -52,12 +42,9 @@ def checkpointed_forward(
 
 
 def num_axes_unbatched(layer: nn.Module) -> int:
-    """Return the axes of a single sample as an InstanceNorm layer takes it: channels and positions.
+    """Return the number of axes of a single sample for an InstanceNorm layer: channels and positions.
 
-    `InstanceNorm._get_no_batch_dim`; where missing, what the public classes say.
-
-    Raises:
-        UnsupportedTorchError: it is missing, and the layer is none of torch's own.
+    `InstanceNorm._get_no_batch_dim`; if missing, the values of the public classes, and an error for other classes.
     """
     try:
         assert isinstance(layer, InstanceNormBase)

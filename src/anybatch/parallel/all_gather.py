@@ -1,4 +1,4 @@
-"""Gathers rows of several tensors from all ranks in one collective."""
+"""Gather rows of several tensors from all ranks in one collective."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The shape of a tensor's rows, without its first axis, and their type."""
+    """The shape of a tensor's rows, without the first axis, and their dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,10 +26,10 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class GatherBuffers:
-    """The memory that a gather sends from and receives into, as bytes.
+    """The send and receive memory of a gather, as bytes.
 
     Attributes:
-        sent: by this rank, padded to the bytes of the rank with most rows.
+        sent: from this rank, padded to the bytes of the rank with the most rows.
         received: from all ranks, rank by rank.
     """
 
@@ -38,21 +38,13 @@ class GatherBuffers:
 
 
 def make_gather_buffers(layouts: Sequence[RowLayout], sizes: Sequence[int], world: World) -> GatherBuffers | None:
-    """Allocate what `gather_rows` needs; None on one rank.
+    """Allocate the buffers of `gather_rows` for the row layouts and each rank's number of rows; None on one rank.
 
-    Apart from the gather, since a rank that runs out of memory within it would leave the others waiting.
-
-    Args:
-        layouts: of each tensor's rows, the same on all ranks.
-        sizes: rows of each rank.
-        world: the ranks.
-
-    Raises:
-        torch.OutOfMemoryError: there is not so much.
+    Separate from the gather, because a rank that runs out of memory within the gather would leave the others waiting.
     """
     if world.size == 1:
         return None
-    # Every rank sends as many bytes as the one with most rows: an all-gather takes equal shares alone.
+    # Every rank sends the same number of bytes, the largest share: an all-gather needs equal shares.
     sent = torch.zeros(max(sizes) * sum(layout.num_bytes for layout in layouts), dtype=torch.uint8, device=world.device)
     return GatherBuffers(sent, sent.new_empty(world.size * len(sent)))
 
@@ -76,8 +68,8 @@ def gather_rows(
         layouts: of each tensor's rows, the same on all ranks.
         sizes: rows of each rank.
         world: the ranks.
-        notify: makes a context around the collective from the bytes that this rank sends.
-        buffers: made by `make_gather_buffers`.
+        notify: makes a context around the collective from the number of bytes that this rank sends.
+        buffers: from `make_gather_buffers`.
     """
     if buffers is None:
         return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
@@ -89,7 +81,7 @@ def gather_rows(
             _fill(own, [_as_bytes(piece[number]) for piece in pieces])
         start += most * layout.num_bytes
     with notify(len(sent)), world.collective():
-        # The chunks are views, so that every rank's bytes arrive where they belong, without a copy.
+        # The chunks are views, so every rank's bytes arrive in place, without a copy.
         dist.all_gather(list(received.chunk(world.size)), sent, group=world.group)
     found, start = [], 0
     by_rank = received.unflatten(0, (world.size, -1))
@@ -101,7 +93,7 @@ def gather_rows(
 
 
 def _fill(buffers: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Copy pieces into a flat tensor, one behind the other, without a tensor in between."""
+    """Copy pieces into a flat tensor, one after another, without an intermediate tensor."""
     start = 0
     for piece in pieces:
         buffers[start : start + len(piece)].copy_(piece)
@@ -110,5 +102,5 @@ def _fill(buffers: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements, row by row, as a flat tensor of bytes."""
-    # As bytes, so that tensors of different types can travel in one message.
+    # As bytes, so that tensors of different dtypes can travel in one message.
     return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -1,11 +1,11 @@
 """Data parallelism from scratch: replicas, buckets, one all-reduce per bucket and step. Written to be read.
 
 Every rank runs its share of the effective batch through its own replica. In the last micro-batch's backward, gradients
-become final one after the other, from the last layer to the first; as soon as a bucket of them is final its all-reduce
-starts and travels while the backward goes on. All buckets are waited for once, before the update.
+become final one after the other, from the last layer to the first. Once all gradients of a bucket are final, its
+all-reduce starts and overlaps with the rest of the backward. All buckets are waited for once, before the update.
 
-A rank that runs out of memory, or fails, serves the remaining buckets with zeros and says so in the last message, in
-which all ranks say which parameters they have used: so no rank waits for it in vain, and all leave the effective batch.
+A rank that runs out of memory, or fails, serves the remaining buckets with zeros and reports it in the last message, in
+which all ranks also report the parameters they used. So no rank waits in vain, and all leave the effective batch.
 """
 
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,14 +29,14 @@ _NOTHING = nullcontext()
 
 
 class AllReduce:
-    """Replicas whose gradients are summed by bucketed all-reduces, started from within the last backward.
+    """Replicas whose gradients are summed by bucketed all-reduces, started during the last backward.
 
     Args:
         bucket_bytes: gradient bytes per all-reduce.
-        overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce
-            after the last backward.
-        initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
-        compression: "bf16" halves what travels: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
+        overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
+            the last backward.
+        initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
+        compression: "bf16" halves the traffic: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
 
     Raises:
         UserError: an unknown compression.
@@ -67,11 +67,7 @@ class AllReduce:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Make the replicas equal and put every gradient into a bucket.
-
-        Raises:
-            CompositionError: there are float64 parameters, whose gradients are not compressed.
-        """
+        """Make the replicas equal and put every gradient into a bucket; refuse float64 gradients under compression."""
         parameters = trainable(modules)
         if self._compression:
             refuse_wide(parameters)
@@ -95,9 +91,9 @@ class AllReduce:
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Arm the hooks for the last micro-batch; gradients of the others only add up."""
+        """Arm the hooks for the last micro-batch; earlier gradients only accumulate."""
         if turn.last and self._overlap:
-            # Unused parameters never come: `finish_gradients` starts their buckets.
+            # Unused parameters never trigger their hook: `finish_gradients` starts their buckets.
             self._full = [False] * len(self._gradients.buckets)
             self._gradients.call_when_full(self._bucket_is_final)
         return _NOTHING
@@ -105,14 +101,14 @@ class AllReduce:
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
+        """Start the remaining buckets (unused parameters, a rank without samples), then wait for everything once."""
         buffers = self._gradients
         buffers.call_when_full(None)
         numbers, used = self._finish(StepAgreement(numbers, buffers.used, self._world))
         return buffers.gradients(used), numbers
 
     def place_gradients(self) -> None:
-        """Give every parameter its place in the buckets."""
+        """Make every `.grad` a view of the buckets."""
         self._gradients.place()
 
     def clear_gradients(self) -> None:
@@ -131,19 +127,20 @@ class AllReduce:
         self._gradients.close()
 
     def _finish(self, agreement: StepAgreement) -> tuple[Float[Tensor, " numbers"], list[bool]]:
-        """Start every bucket that is left and the last message, and wait for all of them."""
+        """Start the remaining buckets and the last message, and wait for all of them."""
         while len(self._started) < len(self._gradients.buckets):
             self._start_next()
-        # All is on its way before the first is waited for, which makes one round trip of it.
+        # Start everything before the first wait, for a single round trip.
         agreement.start()
         for work in self._started:
             self._world.wait(work)
         self._started.clear()
-        self._gather_compressed()
+        if self._compressed:
+            self._gather_compressed()
         return agreement.wait()
 
     def _gather_compressed(self) -> None:
-        """Send the sums that this rank owns to all. Behind all other collectives, in the same order on every rank."""
+        """Send the sums that this rank owns to all. After all other collectives, in the same order on every rank."""
         works = []
         for index, one in enumerate(self._compressed):
             with self._world.collective():
@@ -153,13 +150,13 @@ class AllReduce:
             one.finish()
 
     def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
-        """Return what a rank calls that cannot go on: buckets that have not been sent yet travel as zeros."""
+        """Return the function for a rank that cannot continue: it sends the remaining buckets as zeros."""
         agreement = StepAgreement(numbers, self._gradients.used, self._world, aborts=True)
 
         def abort(*, failed: bool) -> None:
             self._gradients.call_when_full(None)
             self._world.leave_together()
-            # Buckets that have started travel as they are: all ranks throw this step's gradients away.
+            # Started buckets are sent unchanged: all ranks discard this step's gradients.
             for bucket in self._gradients.buckets[len(self._started) :]:
                 bucket.flat.zero_()
             agreement.reset_to_abort(failed=failed)
@@ -175,7 +172,8 @@ class AllReduce:
 
     def _bucket_is_final(self, index: int) -> None:
         self._full[index] = True
-        # Collectives must start in the same order on every rank, whatever order gradients become final in.
+        # Collectives must start in the same order on every rank, regardless of the order in which gradients become
+        # final.
         while len(self._started) < len(self._full) and self._full[len(self._started)]:
             self._start_next()
 

@@ -1,9 +1,9 @@
 """One process and a replica of the model on each device: torch's legacy `nn.DataParallel`, for comparison.
 
-Every micro-batch is cut by samples, the model is replicated, each replica runs its part in a thread, outputs are joined
-on the first device, where the loss is computed, and gradients are added up there. Replicas are made anew in each call,
-threads wait for each other at Python's lock, and the first device holds outputs and loss besides: `ddp` and
-`all_reduce`, with a process for each device, are faster. It is here for those who still have it, and to be measured.
+Every micro-batch is cut by samples, the model is replicated, each replica runs its part in a thread, outputs are
+gathered on the first device, where the loss is computed, and gradients are summed there. New replicas are made in each
+call, threads compete for Python's lock, and the first device holds outputs and loss too: `ddp` and `all_reduce`, with a
+process for each device, are faster. It exists for users of `nn.DataParallel`, and to be measured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,22 +30,22 @@ from anybatch.parallel.torch_internals import drop_engine_hooks, without_hooks
 from anybatch.parallel.world import World
 
 _ON_CPU = 2
-"""Replicas on a CPU where none were named."""
+"""Default number of replicas on a CPU."""
 _SMALL_CALLS = 16
-"""Micro-batches that are too small to be cut, as those of trial runs are, before that is spoken of."""
+"""Number of micro-batches too small to be cut, as in trial runs, before a warning."""
 
 
 class DataParallel:
     """Replicas in threads of one process, for comparison: torch's `nn.DataParallel` on CUDA, its scheme on a CPU.
 
     The loss function is called once for each micro-batch, with a copy of the model that shares everything with it but
-    the call: `model(x)` runs in replicas, and the loss sees the outputs of the whole micro-batch. So the gradient is
-    that of a single device, whatever the loss is a mean over. `model.encode(x)` and other methods run on the first
-    replica, unless they call the model themselves; that is warned of where nothing else runs. `nn.DataParallel` does
-    the same with `wrapper.module.encode`.
+    the call: `model(x)` runs in replicas, and the loss sees the outputs of the whole micro-batch. So the gradient
+    equals a single device's for any loss. `model.encode(x)` and other methods run on the first replica, unless they
+    call the model themselves; if nothing else runs, a warning follows. `nn.DataParallel` does the same with
+    `wrapper.module.encode`.
 
     Args:
-        replicas: how many. None: the CUDA devices there are; 2 on a CPU.
+        replicas: number of replicas. None: all CUDA devices; 2 on a CPU.
 
     Raises:
         UserError: `replicas` is not a whole number of at least 1.
@@ -67,10 +67,10 @@ class DataParallel:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Take the parameters, and make what stands in for the model.
+        """Register the parameters, and build the stand-in for the model.
 
         Raises:
-            UserError: there are fewer devices than replicas, or devices of another kind.
+            UserError: more replicas than devices, or devices of another kind.
             ParameterError: a module cannot be replicated.
         """
         num_replicas = self._num_replicas(world.device)
@@ -85,7 +85,7 @@ class DataParallel:
         }
         where = "in threads on the CPU" if world.device.type == "cpu" else "by nn.DataParallel"
         said = (
-            f"{num_replicas}, {where}: for comparison. They are made anew in each call, and outputs, loss and update "
+            f"{num_replicas}, {where}: for comparison. New ones are made in each call, and outputs, loss and update "
             "are the first one's; strategy='ddp' under torchrun has a process for each device"
         )
         decisions = {"replicas": said}
@@ -97,45 +97,45 @@ class DataParallel:
         return replace(prepared, call=self._call, decisions=decisions)
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """As `Single` does: replicas have been added up in the backward."""
+        """Like `Single`: the backward has summed over replicas already."""
         return self._sums.micro_batch(turn)
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return what has added up in this process."""
+        """Return the gradients accumulated in this process."""
         gradients, numbers = self._sums.finish_gradients(numbers)
         schemes = [one.scheme for one in self._stand_ins.values() if isinstance(one.scheme, _OnDevices)]
         if not schemes:
             return gradients, numbers
         used = set().union(*(one.used for one in schemes))
         return [
-            # Zeros where no replica has used it: weight decay would move it, which a single device does not do.
+            # Torch gives unused parameters zeros, which weight decay would move; a single device gives None.
             None if g is not None and id(p) not in used and not dense_values(g).any() else g
             for p, g in zip(self._parameters, gradients, strict=True)
         ], numbers
 
     def place_gradients(self) -> None:
-        """As `Single` does; nothing has been used."""
+        """Like `Single`; nothing has been used."""
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in.scheme, _OnDevices):
                 stand_in.scheme.used.clear()
         self._sums.place_gradients()
 
     def clear_gradients(self) -> None:
-        """As `Single` does."""
+        """Like `Single`."""
         self._sums.clear_gradients()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """One process is its own sum."""
+        """Return the numbers: one process is its own sum."""
         return numbers
 
     def close(self) -> None:
-        """Drop what stands in for the model."""
+        """Drop the stand-in for the model."""
         self._sums.close()
         self._stand_ins = {}
 
-    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
         self._calls.begin(batch)
         made = {name: stand_in.make() for name, stand_in in self._stand_ins.items()}
         try:
@@ -145,10 +145,10 @@ class DataParallel:
                 stand_in.take_back(made[name])
             self._calls.owned = frozenset()
             if self._quiet_calls and self._calls.num_samples > 1:
-                self._look_for_idle_replicas()
+                self._warn_if_replicas_idle()
 
-    def _look_for_idle_replicas(self) -> None:
-        """Warn, once, if the first calls of the loss function have left all replicas but the first without work."""
+    def _warn_if_replicas_idle(self) -> None:
+        """Warn once if the first calls of the loss function leave all replicas but the first idle."""
         is_in_use = self._calls.num_cut or all(stand_in.scheme is None for stand_in in self._stand_ins.values())
         small = self._calls.num_samples < SURE and self._quiet_calls > 1
         self._quiet_calls = self._quiet_calls - 1 if small and not is_in_use else 0
@@ -173,16 +173,14 @@ class DataParallel:
             raise UserError(message)
         there = torch.cuda.device_count() - (device.index or 0)
         if (self._replicas or there) > there:
-            message = (
-                f"replicas={self._replicas} must be at most {there}: so many CUDA devices are there from {device} on."
-            )
+            message = f"replicas={self._replicas} must be at most {there}, the number of CUDA devices from {device} on."
             raise UserError(message)
         return self._replicas or there
 
 
 @dataclass(slots=True)
 class _Calls:
-    """What one call of the loss function has done with the model.
+    """The model calls within one call of the loss function.
 
     Attributes:
         num_samples: of the micro-batch; 0 if they cannot be counted.
@@ -197,17 +195,17 @@ class _Calls:
     why: str = ""
 
     def begin(self, batch: Batch) -> None:
-        """Look at a micro-batch."""
+        """Record a new micro-batch."""
         self.num_cut, self.why = 0, ""
         self.owned = frozenset(address(tensor) for tensor in tensors_of(batch) if tensor.layout is torch.strided)
         try:
             self.num_samples = count_samples(batch)
-        except DataError:  # such as the loss across samples, whose batch is not cut
+        except DataError:  # such as for a loss across samples, whose batch is not cut
             self.num_samples = 0
 
 
 class _StandIn:
-    """Makes what stands in for a module while the loss function runs: it differs in its call alone."""
+    """Builds the stand-in for a module while the loss function runs: only its call differs."""
 
     def __init__(
         self, module: nn.Module, scheme: Callable[[CutCall], Any] | None, num_replicas: int, calls: _Calls
@@ -218,7 +216,7 @@ class _StandIn:
         self._calls = calls
 
     def make(self) -> nn.Module:
-        """Return it as the module is now: of its class, with its parts, parameters and attributes."""
+        """Return the stand-in, with the module's class, parts, parameters and attributes."""
         if self.scheme is None:
             return self._module
         stand_in = without_hooks(self._module)
@@ -226,7 +224,7 @@ class _StandIn:
         return stand_in
 
     def take_back(self, stand_in: nn.Module) -> None:
-        """Give the module the attributes that the loss function has set."""
+        """Copy attributes that the loss function has set back to the module."""
         if stand_in is self._module:
             return
         own = vars(self._module)
@@ -251,7 +249,7 @@ class _StandIn:
 def _scheme(
     module: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, num_replicas: int
 ) -> Callable[[CutCall], Any] | None:
-    """Return what runs a call in parts; None for one replica."""
+    """Return the function that runs a call in parts; None for one replica."""
     if num_replicas == 1:
         return None
     if device.type == "cpu":
@@ -261,7 +259,7 @@ def _scheme(
 
 
 class _OnDevices(nn.DataParallel[nn.Module]):
-    """Torch's own, which cuts and joins as replicas on a CPU do: by samples, and nothing that has none."""
+    """Torch's `nn.DataParallel`, which here cuts by samples and joins like the replicas on a CPU."""
 
     def __init__(self, module: nn.Module, devices: Sequence[int]) -> None:
         super().__init__(module, list(devices))
@@ -269,10 +267,10 @@ class _OnDevices(nn.DataParallel[nn.Module]):
         self._call: CutCall | None = None
 
     def run(self, call: CutCall) -> Any:  # noqa: ANN401 (the model's)
-        """Return what the whole call would."""
+        """Return the result of the whole call."""
         own, *others = [torch.cuda.default_generators[device] for device in self.device_ids]
         for number, generator in enumerate(others, 1):
-            # Each device has a generator, and the engine keys that of the first.
+            # Each device has a generator, and the engine seeds only the first device's.
             generator.manual_seed((own.initial_seed() + number * _ODD) % 2**63)
             generator.set_offset(own.get_offset())
         self._call = call
@@ -283,7 +281,7 @@ class _OnDevices(nn.DataParallel[nn.Module]):
             self._call = None
 
     def replicate(self, module: nn.Module, device_ids: Sequence[int | torch.device]) -> list[nn.Module]:
-        """Note which parameters replicas use: torch gives those that none uses a gradient of zeros."""
+        """Record the parameters that replicas use: torch gives unused ones a gradient of zeros."""
         replicas = super().replicate(module, device_ids)
         for replica in replicas[1:]:
             drop_engine_hooks(replica)
@@ -315,7 +313,7 @@ def _mover(device: int | torch.device) -> Callable[[torch.Tensor, torch.Tensor],
 
 
 _ODD = 0x9E3779B97F4A7C15
-"""Spreads seeds that count up: 2**64 divided by the golden ratio."""
+"""Spreads consecutive seeds: 2**64 divided by the golden ratio."""
 
 
 def _refuse_scripts(modules: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, made to sum."""
+"""torch's DistributedDataParallel, changed to sum."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionO
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
 
-# The argument was renamed in torch 2.13, where the old name warns.
+# Renamed in torch 2.13, where the old name warns.
 _NO_BUFFER_SYNC: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -35,22 +35,22 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 
 
 class DDP:
-    """Replicas reduced by torch's DDP, with a hook that sums where DDP would average.
+    """Replicas reduced by torch's DDP, with a hook that sums instead of averaging.
 
     The loss function is called *inside* DDP's forward and receives the user's own model, so methods such as
-    `model.encode` take part in the reduction; handing out the wrapper instead would let `wrapper.module.encode` train
-    with unreduced gradients and no error.
+    `model.encode` take part in the reduction; passing the wrapper instead would let `wrapper.module.encode` train with
+    unreduced gradients and no error.
 
     Args:
         bucket_bytes: gradient bytes per all-reduce.
-        find_unused_parameters: look for parameters that a micro-batch does not use. False is faster, and right only
+        find_unused_parameters: search for parameters that a micro-batch does not use. False is faster, and correct only
             if every micro-batch of every rank uses every parameter.
-        initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
-        gradient_as_bucket_view: gradients are views of the buckets from the reduction to the update, which saves a
-            copy of them there.
-        static_graph: refused: where a rank's first step has several micro-batches, torch 2.13's reducer crashes under
-            `no_sync`; without it, later steps were not reduced at all and raised nothing.
-        compression: "bf16" halves what travels: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
+        initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
+        gradient_as_bucket_view: gradients are views of the buckets from the reduction to the update, which saves a copy
+            of them.
+        static_graph: refused: if a rank's first step has several micro-batches, torch 2.13's reducer crashes under
+            `no_sync`; without it, later steps were not reduced, without an error.
+        compression: "bf16" halves the traffic: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
 
     Raises:
         UserError: `static_graph`, or an unknown compression.
@@ -94,11 +94,7 @@ class DDP:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Make the replicas equal and wrap a caller around the model.
-
-        Raises:
-            CompositionError: there are float64 parameters, whose gradients are not compressed.
-        """
+        """Make the replicas equal and wrap a caller around the model; refuse float64 gradients under compression."""
         parameters = trainable(modules)
         if self._compression:
             refuse_wide(parameters)
@@ -110,7 +106,7 @@ class DDP:
         self._wrapper = DistributedDataParallel(
             LossCaller(modules, model),
             process_group=world.group,
-            # `align_replicas` has made the replicas equal, and can say which tensors differed.
+            # `align_replicas` has done this, and reports the tensors that differed
             init_sync=False,
             **_NO_BUFFER_SYNC,
             bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
@@ -128,7 +124,7 @@ class DDP:
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """`no_sync` for all but the last; it holds for the forward too, as it must."""
+        """Return `no_sync` for all but the last micro-batch; it covers the forward too, as DDP requires."""
         self._reduced = turn.last
         if turn.last:
             return self._reducing()
@@ -138,17 +134,17 @@ class DDP:
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
+        """Return the gradients reduced by DDP; a rank without samples joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
-        # No flags: DDP itself leaves `.grad` at None for a parameter that no rank has used.
+        # No flags: DDP leaves `.grad` at None for a parameter that no rank has used.
         agreement = StepAgreement(numbers, (), self._world)
         agreement.start()
         numbers, _ = agreement.wait()
         return [parameter.grad for parameter in self._parameters], numbers
 
     def place_gradients(self) -> None:
-        """Begin with every `.grad` at None; DDP copies its buckets there."""
+        """Set every `.grad` to None; DDP copies its buckets there."""
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -164,12 +160,12 @@ class DDP:
         return numbers
 
     def close(self) -> None:
-        """Drop the wrapper; its hooks go with it."""
+        """Drop the wrapper and its hooks."""
         self._wrapper = None
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Turn what a backward raises because a reduction within it broke into the error of the rank that broke it."""
+        """Convert a backward's error after a broken reduction into the error of the failed rank."""
         try:
             yield
         except RuntimeError as error:
@@ -182,24 +178,24 @@ class DDP:
             self._reductions.error = None
             self._reductions.started.clear()
 
-    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
         assert self._wrapper is not None
         output = self._wrapper(lambda model: function(model, batch))
         self._prepared = self._reduced  # the forward has prepared a reduction, which only its backward can finish
         return output
 
     def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
-        """Return what a rank calls that cannot go on: it joins with zeros, unless its own reduction has been prepared.
+        """Return the function for a rank that cannot continue: it joins with zeros, unless a reduction is prepared.
 
-        DDP has no way to end a reduction whose backward has failed: its reducer refuses the next one, and does not say
-        which buckets it has still to serve.
+        DDP cannot end a reduction whose backward has failed: its reducer refuses the next one, and does not report the
+        remaining buckets.
         """
         agreement = StepAgreement(numbers, (), self._world, aborts=True)
 
         def abort(*, failed: bool) -> None:
             if self._prepared:
                 message = (
-                    "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
+                    "strategy 'ddp' cannot leave the backward in which gradients are reduced, in a rank's last "
                     "micro-batch (strategy='all_reduce' can)"
                 )
                 raise CannotRedoError(message, rank=self._world.process)
@@ -214,8 +210,8 @@ class DDP:
         return abort
 
     def _join_with_zeros(self) -> None:
-        # With the search for unused parameters one parameter is enough to set the reduction off, and the others stay
-        # unused; without it DDP waits for every one.
+        # With the search for unused parameters, one parameter triggers the reduction and the others stay unused;
+        # without it DDP waits for every parameter.
         touched = self._parameters[:1] if self._find_unused_parameters else self._parameters
         zeros = self._call(lambda _model, _batch: sum((p.reshape(-1)[:1] * 0).sum() for p in touched), None)
         zeros.backward()
@@ -223,9 +219,10 @@ class DDP:
 
 @dataclass(slots=True)
 class _Reductions:
-    """The observer of reductions, and how one has ended: DDP lets no exception of its own type through.
+    """The observer of reductions, and the error of a failed one: DDP does not preserve exception types.
 
-    DDP's reducer keeps it out of the garbage collector's sight: so it holds no world, whose process group would stay.
+    DDP's reducer hides it from the garbage collector, so it must not hold a world, whose process group would stay
+    alive.
     """
 
     on_reduction: Callable[[], ReductionObserver | None]
@@ -237,7 +234,7 @@ class _Reductions:
     started: "list[tuple[dist.Work, Callable[[], Tensor], torch.futures.Future[Tensor]]]" = field(default_factory=list)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective; on a CPU with an eye on ranks that will not come."""
+        """Wait for a collective; on a CPU also check for ranks that will not come."""
         if self.roll_call is None:
             work.wait()
             return
@@ -252,9 +249,9 @@ class _Reductions:
     ) -> "torch.futures.Future[Tensor]":
         """Return a future that this thread completes after the last bucket of the backward has started.
 
-        A callback would run in a thread of gloo: where the collective fails while the interpreter ends, that thread
-        cannot take the interpreter's lock, and aborts the process. DDP would wait for the buckets next anyway, but
-        without looking for ranks that will not come.
+        A callback would run in a gloo thread: if the collective fails while the interpreter exits, that thread cannot
+        acquire the interpreter's lock, and aborts the process. DDP would wait for the buckets next anyway, but without
+        checking for ranks that will not come.
         """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self.started.append((work, finish, future))
@@ -270,11 +267,11 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     def finish() -> Tensor:
         if compressed is not None:
             compressed.finish()
-        return flat  # it was summed in place
+        return flat  # summed in place
 
     def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
-            # Asked for its error alone: the sum is in the bucket itself.
+            # Only to raise its error: the sum is in the bucket.
             future.value()
         except RuntimeError:
             reductions.broken = True
@@ -284,11 +281,11 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     flat, compressed = bucket.buffer(), None
     on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
     group = reductions.group
-    # DDP's own hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
+    # DDP's default hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
     if reductions.compression and dist.get_world_size(group) > 1:
         compressed = CompressedSum(flat, dist.get_rank(group), dist.get_world_size(group), group)
         sent = compressed.start(on_reduction, bucket.index())
-        # In the hook, where buckets come in the same order on every rank; what follows a future may not.
+        # In the hook, because buckets arrive there in the same order on every rank, unlike in future callbacks.
         reductions.wait(sent) if on_cpu else sent.wait()
         work: dist.Work | None = compressed.gather(on_reduction, bucket.index())
     else:
@@ -298,6 +295,6 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     assert work is not None
     if on_cpu:
         return reductions.finish_later(work, finish, is_last=bucket.is_last())
-    # Waiting for an accelerator's collective only orders it before what comes next there.
+    # On an accelerator, waiting only orders later work after the collective.
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
     return result

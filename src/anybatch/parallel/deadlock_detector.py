@@ -1,10 +1,10 @@
-"""Finds deadlocks: ranks wait in calls of different engines, or all wait in one call, but not for the same message.
+"""Detect deadlocks: ranks wait in calls of different engines, or all wait in one call, but for different messages.
 
-Calls of one world are counted alike on all ranks; those of two worlds cannot be compared by their numbers. But a rank
-that waits says so again and again. One that goes on waiting there while this one waits here waits in vain: this rank
-has brought what it owes to all calls that it has left.
+Within one world all ranks number their calls alike; calls of two worlds cannot be compared by number. But a waiting
+rank publishes its wait repeatedly. If another rank keeps waiting in one world while this rank waits in another, it
+waits in vain: this rank has sent its messages for all calls that it has left.
 
-Within one call only ranks that all wait are in a deadlock: where one is late, the others may have come to different
+Within one call, a deadlock needs all ranks to wait: while one is late, the others may be waiting for different
 messages.
 """
 
@@ -16,16 +16,13 @@ from anybatch.parallel.torch_internals import Store, default_store
 
 _PREFIX = "anybatch/waits"
 _MIN_REPEATS = 2
-"""Times that another rank must have published its wait again, each read during one wait of this rank."""
+"""Minimum number of times that another rank must have published the same wait during one wait of this rank."""
 
 
 class DeadlockDetector:
     """Publishes that this rank waits in one world, and reads which ranks wait in other worlds.
 
-    Args:
-        world_name: the same on all ranks, and another for each world.
-        rank: this rank.
-        size: the number of ranks.
+    `world_name` is the same on all ranks, and unique to the world.
     """
 
     def __init__(self, world_name: str, rank: int, size: int) -> None:
@@ -38,32 +35,23 @@ class DeadlockDetector:
         self._in_control_group = True
 
     def begin_wait(self, *, in_control_group: bool = True) -> None:
-        """Begin to wait for something else than before.
-
-        Args:
-            in_control_group: for a small message, and not for gradients or weights.
-        """
+        """Begin a new wait: for a small message (`in_control_group`), or for gradients or weights."""
         self._in_control_group = in_control_group
         self._num_waits, self._num_polls = self._num_waits + 1, 0
         self._seen.clear()
 
     def poll(self, number: int, here: str) -> list[str]:
-        """Say that this rank still waits; return where ranks wait for each other in vain, and nothing if they do not.
-
-        Args:
-            number: of this rank's call.
-            here: where it waits, as a clause.
-        """
+        """Publish that this rank still waits, at `here`, a clause; return the clauses of a deadlock, or nothing."""
         self._num_polls += 1
         own = [self._world_name, number, self._num_waits, self._num_polls, here, self._in_control_group]
         _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", json.dumps(own)))
-        # The first rank that saw it has published it, and waits no longer: the others would not see it by themselves.
+        # The first rank that sees a deadlock publishes it and stops waiting, so the others would not see it.
         if published := self.published(number):
             return published
         texts = {other: _read(f"{_PREFIX}/{other}") for other in self._others}
         waiting = {other: json.loads(text) for other, text in texts.items() if self._waits_on(other, text)}
         deadlocked, calls = [(self._rank, here)], {(self._world_name, number)}
-        # In this call all ranks wait, and not all of them for the same kind of message.
+        # All ranks wait in this call, but not all for the same kind of message.
         in_call = {other for other, said in waiting.items() if said[:2] == own[:2]}
         is_split = len(in_call) == len(self._others) and any(said[5] != own[5] for said in waiting.values())
         for other, (world_name, its_number, *_, clause, _kind) in waiting.items():
@@ -79,16 +67,12 @@ class DeadlockDetector:
         return clauses
 
     def published(self, number: int) -> list[str]:
-        """Return where ranks wait for each other in vain, if another rank has seen that; nothing otherwise.
-
-        Args:
-            number: of this rank's call.
-        """
+        """Return the clauses of a deadlock that another rank has detected; nothing otherwise."""
         text = _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}")
         return list(json.loads(text)) if text else []
 
     def _waits_on(self, other: int, text: str) -> bool:
-        """Whether a rank has said often enough, while this one waited, that it waits for one thing."""
+        """Whether a rank has published the same wait often enough during this rank's wait."""
         if not text:
             return False
         world_name, number, wait, num_polls, *_ = json.loads(text)
@@ -110,6 +94,6 @@ def _read(key: str) -> str:
 
 
 def _try(act: Callable[[Store], object]) -> None:
-    # The store may have gone with its rank: then the connections will break soon.
+    # The store may have ended with its rank: the connections will break soon.
     with suppress(RuntimeError, ValueError):
         act(default_store())

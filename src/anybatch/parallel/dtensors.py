@@ -1,4 +1,4 @@
-"""Parameters that are `DTensor`s: how they are gathered, laid out and measured."""
+"""Parameters that are `DTensor`s: gathering, layout and norms."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from anybatch.parallel.torch_internals import local_offset
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor in one piece, on every rank; others are whole. A collective."""
+    """Return a sharded tensor in one piece, on every rank (a collective); return others unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # Offloaded shards are in the host's memory, and their mesh talks from device to device.
+    # Offloaded shards are in host memory, and their mesh communicates between devices.
     placed: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    # Dimension by dimension: of several at once torch warns that it has to gather one after the other.
+    # One dimension at a time: for several torch warns that it gathers them sequentially.
     for dim in range(placed.device_mesh.ndim):
         placements = [Replicate() if place == dim else one for place, one in enumerate(placed.placements)]
         placed = placed.redistribute(placements=placements)
@@ -29,7 +29,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def scatter(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor, laid out like another. No collective: each rank takes its part of what it has."""
+    """Return a whole tensor with the layout of another. No collective: each rank takes its part."""
     if not isinstance(like, DTensor):
         return whole
     placed = whole.to(like.device_mesh.device_type)
@@ -38,15 +38,15 @@ def scatter(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def offset(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return where the local part of a tensor begins in the whole one; None of a plain tensor."""
+    """Return the start of a tensor's local part in the whole one; None for a plain tensor."""
     return local_offset(tensor) if isinstance(tensor, DTensor) else None
 
 
 def norm_over_shards(gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm over gradients of all ranks, as a plain tensor: each number counts once.
 
-    The plain loop: `sum(g.full_tensor().square().sum() for g in gradients).sqrt()`. Parts are summed over those
-    dimensions of their mesh alone along which they differ.
+    The plain loop: `sum(g.full_tensor().square().sum() for g in gradients).sqrt()`. Parts are summed only over the
+    dimensions of their mesh along which they differ.
     """
     by_dimensions: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -56,10 +56,10 @@ def norm_over_shards(gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
     squares = []
     for dimensions, parts in by_dimensions.items():
         norm = total_norm(parts)
-        # In at least float32, where squares of gradients have room.
+        # In at least float32, to avoid overflow of squares.
         square = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
         for mesh, dim in dimensions:
-            square = square.to(mesh.device_type)  # offloaded parts are in the host's memory
+            square = square.to(mesh.device_type)  # offloaded parts are in host memory
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
     return torch.stack([one.to(squares[0].device) for one in squares]).sum().sqrt()
@@ -74,4 +74,4 @@ SHARDED = ParameterLayout(
     with_local=with_local_part,
     norm=norm_over_shards,
 )
-"""The layout of parameters some or all of which are `DTensor`s."""
+"""The layout of parameters of which some or all are `DTensor`s."""

@@ -1,7 +1,7 @@
-"""torch's FSDP2 (`fully_shard`), made to sum: each rank keeps a part of the weights, gradients and optimizer state.
+"""torch's FSDP2 (`fully_shard`), changed to sum: each rank keeps a shard of the weights, gradients and optimizer state.
 
 Each block of the model gathers its weights before its forward and again before its backward, so ranks run in lockstep:
-one that has fewer micro-batches runs others along, with weight 0.
+a rank with fewer micro-batches runs filler micro-batches, with weight 0.
 """
 
 import gc
@@ -31,10 +31,10 @@ from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
 from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
-from anybatch.parallel.model_groups import comes_sharded
+from anybatch.parallel.model_groups import already_sharded
 from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.shard_watch import ShardWatch, refuse_gradient_of
+from anybatch.parallel.shard_watch import BackwardInLoss, ShardWatch, refuse_gradient_of
 from anybatch.parallel.sharding import (
     Sharding,
     ShardingGroup,
@@ -50,7 +50,6 @@ from anybatch.parallel.torch_internals import (
     ShardedGroup,
     begin_as_root,
     carry_over,
-    is_in_forward,
     root_of,
     sharded_group,
 )
@@ -67,27 +66,28 @@ _GRADIENT_IN_LOSS = (
     "shards the optimizer's state, or 'all_reduce'."
 )
 _NUM_WATCHED = 2
-"""First steps, and first calls of each function in these, that are watched."""
+"""Number of first steps, and of first calls of each function in them, that are watched."""
 _PREPARED: "WeakSet[FSDP]" = WeakSet()
-"""Strategies whose models are in use: a loss may run through the model of another engine, as a generator's does."""
+"""Strategies whose models are in use: a loss may run another engine's model, as in a GAN."""
 _NOTHING = nullcontext()
 
 
 class FSDP:
-    """Shards the repeated blocks of a model over the ranks, each by itself, and then all the rest of it.
+    """Shards each repeated block of a model over the ranks separately, and then the rest of it.
 
-    The plain loop: `fully_shard` on each block and on the model, every module told to sum, reduction where it is due,
-    and an optimizer that is made over the shards. A model that comes sharded stays as it is, and is told the same.
+    The plain loop: `fully_shard` on each block and on the model, every module set to sum, reduction in the chosen
+    micro-batches, and an optimizer over the shards. A model that is sharded already keeps its shards, and is set to
+    sum.
 
     Args:
-        sharding: which form weights, gradients and shards have; None for the defaults of `Sharding`.
-        replicas: hybrid sharding: the model is sharded over `world size / replicas` ranks that follow each other, such
-            as those of a host, and each such group holds a replica.
-        reduction: "every_micro_batch" needs the least memory, and reduces as often as there are micro-batches.
-            "replicas_last", for several replicas, reduces over shards in every micro-batch and over replicas in the
-            last one only. "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then.
-            "auto" is the last of these whose whole gradients take at most a tenth of the accelerator's memory.
-        initial: make ranks equal by broadcasting rank 0's values before sharding, or "verify" that they are.
+        sharding: form of weights, gradients and shards; None for the defaults of `Sharding`.
+        replicas: hybrid sharding: the model is sharded over `world size / replicas` consecutive ranks, such as the
+            ranks of a host, and each such group holds a replica.
+        reduction: "every_micro_batch" needs the least memory, and reduces once per micro-batch. "replicas_last", for
+            several replicas, reduces over shards in every micro-batch and over replicas in the last one only.
+            "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then. "auto" is the last
+            of these whose whole gradients take at most a tenth of the accelerator's memory.
+        initial: "broadcast" makes ranks equal with rank 0's values before sharding; "verify" raises if they differ.
     """
 
     capabilities = Capabilities(
@@ -136,25 +136,26 @@ class FSDP:
         self._steps_to_watch = _NUM_WATCHED
         self._num_calls = Counter[object]()
         self._owned = OwnedGradients()
+        self._backward_in_loss = BackwardInLoss()
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Shard the model, unless it comes sharded, and have all of it sum.
+        """Shard the model, unless it is sharded already, and set all of it to sum.
 
         Raises:
             ParameterError: the model has a form that cannot be sharded.
             ReplicaError: ranks hold different models, see `align_replicas`.
-            WorldError: ranks do not make up the replicas, or GPUs communicate over gloo.
+            WorldError: the number of ranks does not fit the replicas, or GPUs communicate over gloo.
         """
         _refuse_gloo_on_gpus(world)
-        gc.collect()  # a sharded model that was dropped is in cycles of torch's, with its process groups and memory
+        gc.collect()  # a dropped sharded model is in reference cycles of torch, with its process groups and memory
         self._world, self._model, self._reduces = world, model, None
         differed: tuple[str, ...] = ()
         form = "as the model came"
         for module in _sharded_modules(modules):
             module.reshard()  # its own forward may have left it gathered
-        if not comes_sharded(modules):
+        if not already_sharded(modules):
             refuse_unshardable(modules)
             groups = sharding_groups(modules)
             mesh = self._mesh()
@@ -171,7 +172,7 @@ class FSDP:
         self._outermost = _outermost(modules)
         self._begin(is_begun=False)
         for module in self._modules:
-            # Each by itself: what only the root is told, only the root's own parameters do.
+            # Each module separately: a setting on the root only affects the root's own parameters.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
             # Ranks may use different parameters; see `ShardedGroup.reduce_unused` for versions before 2.13.
@@ -180,9 +181,14 @@ class FSDP:
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
         self._watch(weakly(on_reduction), list(parameters))
+        self._hooks += [
+            cast("nn.Module", module).register_forward_hook(self._backward_in_loss.mark)
+            for module in self._modules
+            if not isinstance(module, LossCaller)
+        ]
         _PREPARED.add(self)
         self._owned = OwnedGradients(self._gathered_leaves())
-        if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
+        if self._groups and self._groups[0].mesh.ndim > 1:  # an already sharded model may have replicas
             self._replicas = self._groups[0].mesh.shape[0]
         self._reduction, reason = self._chosen_reduction()
         return Prepared(
@@ -195,7 +201,7 @@ class FSDP:
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Let gradients of this backward be reduced, or only add up."""
+        """Set whether gradients of this backward are reduced, or only accumulate."""
         reduces = turn.last or self._reduction != "last_micro_batch"
         if reduces != self._reduces:
             self._reduces = reduces
@@ -204,7 +210,7 @@ class FSDP:
         if self._reduction == "replicas_last":
             for module in self._modules:
                 module.set_requires_all_reduce(turn.last, recurse=False)
-        # A backward that reduces, but is not said to be the last, would keep its last buffer into the next forward.
+        # A reducing backward that is not marked as the last would keep its last buffer into the next forward.
         self._modules[0].set_is_last_backward(reduces)
         if not self._begun:
             self._begin(is_begun=True)
@@ -215,7 +221,7 @@ class FSDP:
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return the shards that the backwards have reduced, and sum what is not sharded."""
+        """Return the reduced shards, and sum the gradients of parameters that are not sharded."""
         self._steps_to_watch -= bool(self._steps_to_watch)
         for place in self._whole:
             self._used[place] = self._parameters[place].grad is not None
@@ -223,22 +229,23 @@ class FSDP:
         # In the data group before the agreement's numbers, as on every rank.
         whole = self._start_whole()
         agreement.start()
-        # Before the agreement, which raises where ranks differ: no collective is under way then.
+        # Before the agreement, which raises if ranks differ: no collective may be pending then.
         self._finish_whole(*whole)
         numbers, used = agreement.wait()
         self._begin(is_begun=False)
         for parameter, is_used in zip(self._parameters, used, strict=True):
-            # FSDP2 reduces zeros for what this rank has not used; what no rank has used has no gradient.
+            # FSDP2 reduces zeros for parameters that this rank has not used; if no rank has used it, it has no
+            # gradient.
             if not is_used:
                 parameter.grad = None
         return [parameter.grad for parameter in self._parameters], numbers
 
     def place_gradients(self) -> None:
-        """Begin without any gradient."""
+        """Start without any gradient."""
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Drop the shards' gradients, and what a step that broke off has left in whole ones."""
+        """Drop the shards' gradients, and whole ones left by a failed step."""
         for parameter in self._parameters:
             parameter.grad = None
         self._used[:] = [False] * len(self._used)
@@ -262,7 +269,7 @@ class FSDP:
         return numbers
 
     def close(self) -> None:
-        """Remove the hooks. The model stays sharded, and runs on while its ranks are connected."""
+        """Remove the hooks. The model stays sharded, and usable while its ranks are connected."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -270,7 +277,7 @@ class FSDP:
         _PREPARED.discard(self)
 
     def _gathered_leaves(self) -> list[torch.Tensor]:
-        """Return what a backward makes gradients of: gathered parameters in the place of their shards."""
+        """Return the leaves that receive gradients: gathered parameters instead of their shards."""
         pairs = [pair for group in self._groups for pair in zip(group.shards, group.gathered, strict=True)]
         gathered = {id(shard): whole for shard, whole in pairs}
         return [gathered.get(id(parameter), parameter) for parameter in self._parameters]
@@ -305,11 +312,11 @@ class FSDP:
                 other.clear_gradients()
             self._others = []
         for module in self._outermost:
-            # Within one, what is gathered for a forward is needed again as soon as its backward begins. Outside, a
-            # backward may never come, and what stays gathered would grow stale.
+            # Within an effective batch, weights gathered for a forward are needed again when its backward begins.
+            # Outside, a backward may never come, and gathered weights would become stale.
             module.set_reshard_after_forward(not is_begun, recurse=False)
 
-    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
         try:
             if isinstance(self._root, LossCaller):
                 return self._root(partial(self._gathered, function, batch))
@@ -320,15 +327,15 @@ class FSDP:
                     module.reshard()
 
     def _gathered(self, function: LossFunction, batch: Batch, model: object) -> Any:  # noqa: ANN401 (the same)
-        # What is not in a block is gathered here and not by the model's own forward, which `model.encode` leaves out.
+        # Gather the parameters outside of blocks here and not in the model's own forward, which `model.encode` skips.
         self._gather()
-        assert self._root is not None, "prepare comes first"
+        self._backward_in_loss.begin()
         try:
             with self._watched(function) if self._begun and self._steps_to_watch else _NOTHING:
                 return function(model, batch)
         finally:
-            # Not in an evaluation, after which no backward needs the weights.
-            if self._begun and not is_in_forward(self._root):
+            # Not in an evaluation, where no backward needs the weights.
+            if self._backward_in_loss.ended() and self._begun:
                 raise LossError(_GRADIENT_IN_LOSS)
 
     def _gather(self) -> None:
@@ -344,9 +351,7 @@ class FSDP:
     def _watch(self, on_reduction: Callable[[], ReductionObserver | None], names: Sequence[str]) -> None:
         """Watch which parameters backwards reach, and report reductions.
 
-        Args:
-            on_reduction: function () -> the observer, or None.
-            names: of the trainable parameters.
+        `on_reduction` is a function () -> the observer, or None; `names` are the trainable parameters by shard.
         """
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._used = [False] * len(self._parameters)
@@ -359,18 +364,18 @@ class FSDP:
             for one in group.shards:
                 if id(one) in places:
                     name = self._names[id(one)] = names[places[id(one)]]
-                    # Not a hook on the shard, which FSDP2 itself or the engine would run.
+                    # Not a hook on the shard, which FSDP2 or the engine would trigger.
                     node = get_gradient_edge(one).node
                     self._hooks.append(node.register_prehook(refuse_gradient_of(name)))
-                    self._nodes.append(node)  # which nothing else keeps
+                    self._nodes.append(node)  # otherwise garbage-collected
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
-            # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
+            # Gathering creates the parameters that a backward sees; all ranks gather the same ones in the same order.
             module.unshard()
             module.reshard()
             for one, whole in zip(group.shards, group.gathered, strict=True):
                 carry_over(one, whole, hooks=False)
-            # Not a method: torch would keep this strategy, and with it the process group of a world that was dropped.
+            # Not a method: torch would keep this strategy alive, and with it the process group of a dropped world.
             note = partial(_note_use, self._used, [places.get(id(shard), -1) for shard in group.shards])
             self._hooks += group.on_whole_gradient(note)
             self._replace_collectives(module, on_reduction, number)
@@ -380,9 +385,9 @@ class FSDP:
     def _replace_collectives(
         self, module: FSDPModule, on_reduction: Callable[[], ReductionObserver | None], number: int
     ) -> None:
-        # On an accelerator torch's own are left in place, unless somebody wants to hear of them.
+        # On an accelerator torch's own collectives stay, unless an observer needs them.
         roll_call = self._world.roll_call if self._world.device.type == "cpu" else None
-        all_gather: Any = AllGather(roll_call)  # torch's base classes are not public
+        all_gather: Any = AllGather(roll_call)  # torch's base classes are private
         reduce_scatter: Any = ReduceScatter(roll_call, on_reduction, number)
         if roll_call is not None:
             module.set_custom_all_gather(all_gather)
@@ -410,7 +415,7 @@ class FSDP:
             self._parameters[place].grad = part.view_as(gradient).to(gradient.dtype)
 
     def _chosen_reduction(self) -> tuple[Reduction, str]:
-        """Return when gradients are reduced, and why, as a clause."""
+        """Return the reduction mode, and the reason for it, as a clause."""
         dtype = self._sharding.sum_dtype
         whole_bytes = sum(p.numel() * (p.element_size() if dtype is None else dtype.itemsize) for p in self._parameters)
         costs = f"whole gradients take {in_bytes(whole_bytes)} on each rank"
@@ -427,7 +432,7 @@ def _in_words(groups: Sequence[ShardingGroup]) -> str:
     num_blocks = sum(not group.outermost for group in groups)
     if num_blocks:
         return f"{num_blocks} blocks, one by one, and what is outside of them"
-    return "the model in one piece, because it has no repeated blocks: a step gathers all weights at once"
+    return "the model in one piece, because it has no repeated blocks: a step gathers all weights together"
 
 
 def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:
@@ -435,7 +440,7 @@ def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:
 
 
 def _rooted(modules: nn.Module, model: object) -> nn.Module:
-    """Return the root of all that is sharded: a `LossCaller`, unless the model has run under a root of its own."""
+    """Return the root of all sharded modules: a `LossCaller`, unless the model has already run under its own root."""
     first = next(module for module in modules.modules() if isinstance(module, FSDPModule))
     root = root_of(first)
     if root is None:
@@ -453,14 +458,14 @@ def _sharded_modules(modules: nn.Module) -> list[FSDPModule]:
 
 
 def _outermost(modules: nn.Module) -> list[FSDPModule]:
-    """Return the sharded modules that are in no other one."""
+    """Return the sharded modules that are not inside another sharded module."""
     if isinstance(modules, FSDPModule):
         return [modules]
     return [found for child in modules.children() for found in _outermost(child)]
 
 
 def _reset_forward(root: nn.Module) -> None:
-    """Free what a forward has gathered whose backward did not come, or broke off."""
+    """Free the weights gathered by a forward whose backward failed or never ran."""
     if hasattr(root, "reset_iter_state"):  # since torch 2.13
         cast("Any", root).reset_iter_state()
         return
@@ -469,11 +474,7 @@ def _reset_forward(root: nn.Module) -> None:
 
 
 def _refuse_gloo_on_gpus(world: World) -> None:
-    """Refuse GPUs whose collectives run over gloo, where FSDP2 ends in a segmentation fault (seen with torch 2.11).
-
-    Raises:
-        WorldError: with what to do.
-    """
+    """Raise a `WorldError` for GPUs whose collectives run over gloo, where FSDP2 segfaults (seen with torch 2.11)."""
     if world.device.type != "cuda" or not world.connected or "nccl" in dist.get_backend_config(world.group):
         return
     message = (

@@ -1,4 +1,4 @@
-"""The collectives of FSDP2, which tell of what they reduce, and do not wait for a rank that will not come."""
+"""The collectives of FSDP2, with reports of reductions and without waiting for ranks that will not come."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,25 +9,23 @@ from torch import Tensor
 from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.strategy import ReductionObserver
 
-# They were renamed in torch 2.13, where the old names warn.
+# Renamed in torch 2.13, where the old names warn.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class _Memory:
-    """What FSDP2 asks its collectives for besides: memory for what goes in and comes out."""
+    """FSDP2's interface for allocating the input and output memory of collectives."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for so many numbers."""
+        """Return memory for `size` numbers."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(_Memory):
     """Gathers the weights of a group of parameters.
 
-    Args:
-        roll_call: looks around for ranks that have failed while this one waits; None for accelerators, where waiting
-            is up to torch.
+    `roll_call` checks for failed ranks while this one waits; None for accelerators, where torch waits.
     """
 
     def __init__(self, roll_call: RollCall | None) -> None:
@@ -40,7 +38,7 @@ class AllGather(_Memory):
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
     ) -> dist.Work | None:
-        """Gather the parts of all ranks of the group."""
+        """Gather the shards of all ranks of the group."""
         is_watched = self._roll_call is not None and not async_op
         work: dist.Work | None = getattr(dist, _ALL_GATHER)(
             output_tensor, input_tensor, group=group, async_op=async_op or is_watched
@@ -52,12 +50,9 @@ class AllGather(_Memory):
 
 
 class ReduceScatter(_Memory):
-    """Sums the gradients of a group of parameters; each rank keeps its part.
+    """Sums the gradients of a group of parameters; each rank keeps its shard.
 
-    Args:
-        roll_call: as of `AllGather`.
-        on_reduction: function () -> the observer, or None.
-        number: of the group.
+    `roll_call` as for `AllGather`; `on_reduction` is a function () -> the observer, or None; `number` is the group's.
     """
 
     def __init__(
@@ -85,7 +80,7 @@ class ReduceScatter(_Memory):
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
             return started
-        # Gloo's own is an all-reduce of a copy too, but waits for all ranks without a time-out.
+        # Gloo's reduce_scatter is an all-reduce of a copy too, but ignores the timeout.
         work = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
         assert work is not None
         self._roll_call.wait(work)

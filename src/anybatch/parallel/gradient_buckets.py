@@ -1,4 +1,4 @@
-"""Flat buffers in which gradients add up, cut into buckets that can be reduced one by one."""
+"""Flat buffers in which gradients accumulate, cut into buckets that can be reduced one by one."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,38 +12,38 @@ from anybatch.parallel.local_parts import local_part, with_local_part
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of one copy of the gradients of parameters, in the type in which they add up."""
+    """Return the bytes of one copy of the gradients of parameters, in their accumulation dtype."""
     return sum(local_part(parameter).numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One flat tensor and the numbers of the parameters whose gradients are views of it."""
+    """One flat tensor and the indices of the parameters whose gradients are views of it."""
 
     flat: torch.Tensor
     members: tuple[int, ...]
 
 
 class GradientBuffers:
-    """Flat buffers in which the gradients of `parameters` add up, micro-batch after micro-batch.
+    """Flat buffers in which the gradients of `parameters` accumulate over micro-batches.
 
     From `place` to `clear` the `.grad` of a float32 or float64 parameter is a view of a bucket, so autograd itself adds
-    into it. A bf16 or fp16 parameter's gradient is added to its float32 view as soon as autograd has made it, and
-    freed. Before and after that `.grad` is None, and a backward of somebody else's does not reach the buckets.
+    into it. A bf16 or fp16 parameter's gradient is added to its float32 view as soon as autograd has computed it, and
+    freed. Outside of that time `.grad` is None, and a backward outside the engine does not reach the buckets.
 
-    Buckets are filled in reverse parameter order, roughly the order in which a backward makes gradients.
+    Buckets are filled in reverse parameter order, roughly the order in which a backward computes gradients.
 
-    A `DTensor`'s gradient is a `DTensor` laid out like it, whose local part is the view: what a backward brings laid
-    out otherwise, such as partial sums of sequence-parallel layers, is brought into that form as it is added.
+    A `DTensor`'s gradient is a `DTensor` with its layout, whose local part is the view: gradients with another layout,
+    such as partial sums of sequence-parallel layers, are converted as they are added.
 
     Args:
         parameters: trainable, distinct.
-        bucket_bytes: a bucket is closed once it holds so many bytes; a parameter is never split. None: one bucket per
-            device and type.
+        bucket_bytes: a bucket is closed once it reaches this size; a parameter is never split. None: one bucket per
+            device and dtype.
 
     Attributes:
-        buckets: in the order in which a backward completes them, roughly.
-        used: by parameter, whether a backward has made a gradient for it since the last `clear`.
+        buckets: roughly in the order in which a backward completes them.
+        used: by parameter, whether a backward has computed a gradient for it since the last `clear`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:
@@ -55,10 +55,10 @@ class GradientBuffers:
         size = sys.maxsize if bucket_bytes is None else bucket_bytes
         self.buckets = tuple(self._make_bucket(members) for members in _bucket_members(parameters, size))
         self._bucket_of = {number: index for index, bucket in enumerate(self.buckets) for number in bucket.members}
-        # Gradients that each bucket still waits for while `on_bucket` is to be called.
+        # Number of gradients that each bucket still waits for before `on_bucket` is called.
         self._missing = [0] * len(self.buckets)
         self._on_bucket: Callable[[int], None] | None = None
-        # They fire in every micro-batch and not in the last alone, because a parameter may be used in any of them.
+        # The hooks fire in every micro-batch, not only the last, because a parameter may be used in any of them.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(number))
             for number, parameter in enumerate(self._parameters)
@@ -66,25 +66,23 @@ class GradientBuffers:
 
     @property
     def flats(self) -> tuple[torch.Tensor, ...]:
-        """The buffers themselves."""
+        """The flat buffers."""
         return tuple(bucket.flat for bucket in self.buckets)
 
     def call_when_full(self, on_bucket: Callable[[int], None] | None) -> None:
-        """From now on count gradients, and call a function with each bucket's number when all of its own have come.
+        """Call a function with each bucket's index when all of its gradients are final; None stops that.
 
-        A gradient that never comes, of a parameter that the backward does not use, leaves its bucket without a call.
-
-        Args:
-            on_bucket: autograd calls it from its own threads, one after the other; None ends it.
+        An unused parameter's gradient never arrives, and leaves its bucket without a call. Autograd calls the function
+        from its own threads, one call at a time.
         """
         self._missing[:] = [len(bucket.members) for bucket in self.buckets]
         self._on_bucket = on_bucket
 
     def place(self) -> None:
-        """Give every parameter its view, whatever was in `.grad`; gradients add up in the buckets from now on."""
+        """Give every parameter its view, replacing `.grad`; gradients accumulate in the buckets from now on."""
         self._is_placed = True
         for parameter, view, low in zip(self._parameters, self._views, self._low, strict=True):
-            # A `.grad` that is set makes autograd add into it; a bf16 one would add up in bf16.
+            # Autograd adds into an existing `.grad`; a bf16 one would accumulate in bf16.
             parameter.grad = None if low else view
 
     def clear(self) -> None:
@@ -97,12 +95,9 @@ class GradientBuffers:
             parameter.grad = None
 
     def gradients(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return each parameter's gradient, None where it is not `used`, and set `.grad` to None there.
+        """Return each parameter's gradient, or None (also as its `.grad`) if no rank has `used` it.
 
         None, not zero: an optimizer with momentum or weight decay moves a parameter whose gradient is zero.
-
-        Args:
-            used: by parameter, whether any rank has made a gradient for it.
         """
         for parameter, is_used in zip(self._parameters, used, strict=True):
             if not is_used:
@@ -115,27 +110,27 @@ class GradientBuffers:
             hook.remove()
 
     def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook for parameter `number`. Autograd hands it the parameter, not the gradient."""
+        """Return a hook for parameter `number`. Autograd passes it the parameter, not the gradient."""
         used, view = self.used, self._views[number]
         bucket, missing = self._bucket_of[number], self._missing
 
         def mark_used(_: torch.Tensor) -> None:
-            # Another engine over the same model, or the user's own loop, runs its backwards between our steps.
+            # Another engine over the same model, or the user's own loop, may run backwards between our steps.
             if not self._is_placed:
                 return
             used[number] = True
-            # Counted here and not by another call: this runs for every parameter in every micro-batch.
+            # Counted here, without another call: this runs for every parameter in every micro-batch.
             if self._on_bucket is not None:
                 missing[bucket] -= 1
                 if not missing[bucket]:
                     self._on_bucket(bucket)
 
         def add_widened(parameter: torch.Tensor) -> None:
-            # Autograd also calls this where a function of Python's has returned None as the gradient.
+            # Autograd also calls this if a Python function has returned None as the gradient.
             if not self._is_placed or parameter.grad is None:
                 return
             view.add_(parameter.grad)
-            # Freed at once: the next micro-batch would be added to it in bf16.
+            # Freed now: the next micro-batch would be added to it in bf16.
             parameter.grad = None
             mark_used(parameter)
 
@@ -149,8 +144,8 @@ class GradientBuffers:
         offset = 0
         for number, part in zip(members, parts, strict=True):
             piece = flat[offset : offset + part.numel()]
-            # The view takes the parameter's own strides where these are dense (channels-last weights, say), so that
-            # autograd adds like to like; `empty_like` knows which strides those are.
+            # The view uses the parameter's strides if these are dense (channels-last weights, say), so that autograd
+            # adds equal layouts; `empty_like` computes these strides.
             strides = torch.empty_like(part, device="meta").stride()
             view = piece.as_strided(part.size(), strides)
             self._views[number] = with_local_part(view, self._parameters[number])
@@ -159,11 +154,11 @@ class GradientBuffers:
 
 
 def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Group parameter numbers, last parameter first, into buckets of one device and accumulation type each."""
+    """Group parameter indices, last parameter first, into buckets of one device and accumulation dtype each."""
     open_buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     held_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
     closed: list[tuple[int, ...]] = []
-    # Decided from the parameters alone, because all ranks must make the same buckets in the same order.
+    # Depends on the parameters alone, because all ranks must make the same buckets in the same order.
     for number in reversed(range(len(parameters))):
         parameter = parameters[number]
         kind = (parameter.device, accumulation_dtype(parameter))

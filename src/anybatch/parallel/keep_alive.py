@@ -1,8 +1,8 @@
-"""A connection from each rank to the next, over which nothing is sent, to notice when that one's host is gone.
+"""An idle connection from each rank to the next, to detect that its host is gone.
 
-A process that dies is noticed by its neighbours, since the system closes its connections. A host that loses its power
-or its network closes nothing, and a rank that waits for it cannot tell it from a slow one. The systems of two hosts
-can: they ask each other by TCP's keep-alive, whatever the processes are doing meanwhile.
+Neighbours notice a process that dies, since the system closes its connections. A host that loses power or its network
+closes nothing, and a waiting rank cannot distinguish it from a slow one. The operating systems can: they probe each
+other with TCP keep-alive, independently of the processes.
 """
 
 import socket
@@ -14,30 +14,30 @@ from anybatch.parallel.torch_internals import Store, store_address
 _PREFIX = "anybatch/keep_alive"
 _GOODBYE = b"x"
 _IDLE_SECONDS, _INTERVAL_SECONDS, _NUM_UNANSWERED = 10, 5, 3
-"""A host is gone that has been silent for the first, and has left the last of these questions unanswered."""
+"""A host counts as gone after this silence and this number of unanswered probes at this interval."""
 _SOCKET_OPTIONS = {
     "TCP_KEEPIDLE": _IDLE_SECONDS,
-    "TCP_KEEPALIVE": _IDLE_SECONDS,  # its name on macOS
+    "TCP_KEEPALIVE": _IDLE_SECONDS,  # the name on macOS
     "TCP_KEEPINTVL": _INTERVAL_SECONDS,
     "TCP_KEEPCNT": _NUM_UNANSWERED,
 }
 
 
 class KeepAlive:
-    """The connection from this rank to the next one, the last one's being to the first. All ranks make theirs together.
+    """The connection from this rank to the next one, and from the last to the first; all ranks connect together.
 
-    Where none can be made (a store without an address, a firewall) there is none, and hosts that vanish are noticed at
-    the time-out of collectives only.
+    If no connection can be made (a store without an address, a firewall), hosts that vanish are detected only by the
+    timeout of collectives.
 
     Args:
-        name: the same on all ranks, and another for each time that they make one.
+        name: the same on all ranks, and unique to each connection.
         rank: this rank.
         size: the number of ranks.
-        store: by which they have met.
+        store: the store of the default group.
         timeout: how long to wait for the others.
 
     Attributes:
-        next_rank: whose host is watched.
+        next_rank: the rank whose host is watched.
     """
 
     def __init__(self, name: str, rank: int, size: int, store: Store, timeout: timedelta) -> None:
@@ -55,25 +55,25 @@ class KeepAlive:
             if address:
                 with suppress(OSError):
                     self._to_next = _connected(*address.split())
-            # Whether it has come off is known to both ends before one of them waits for the other.
+            # Both ends know whether the connection succeeded before one of them waits for the other.
             store.set(f"{_PREFIX}/{name}/{rank}/connected", "1" if self._to_next else "0")
             if _get(store, f"{_PREFIX}/{name}/{(rank - 1) % size}/connected", timeout) == b"1":
                 self._from_former, _ = listener.accept()
 
     @property
     def is_broken(self) -> bool:
-        """Whether the next rank has ended, or its host is gone, and it has not said goodbye."""
+        """Whether the next rank has ended, or its host is gone, without a goodbye."""
         if self._to_next is None:
             return False
         try:
             return self._to_next.recv(1, socket.MSG_PEEK) != _GOODBYE
-        except BlockingIOError:  # nothing has come, as it should be
+        except BlockingIOError:  # no data, as expected
             return False
         except OSError:
             return True
 
     def close(self) -> None:
-        """Say goodbye to the rank before, which may wait for others still."""
+        """Send a goodbye to the previous rank, which may still wait for others."""
         if self._from_former is not None:
             with suppress(OSError):
                 self._from_former.send(_GOODBYE)
@@ -84,12 +84,12 @@ class KeepAlive:
 
 
 def _get(store: Store, key: str, timeout: timedelta) -> bytes:
-    store.wait([key], timeout)  # `get` alone would wait as long as the store does
+    store.wait([key], timeout)  # `get` alone would use the store's own timeout
     return store.get(key)
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """Return the address by which other hosts reach this one: that of its connection to the store."""
+    """Return the address at which other hosts reach this one, from its connection to the store."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as towards:

@@ -1,4 +1,4 @@
-"""Launchers: which rank torchrun, a Kubernetes operator, srun or mpirun say that this process is.
+"""Launchers: the rank of this process under torchrun, a Kubernetes operator, srun or mpirun.
 
 The only file that reads the launcher's environment.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from anybatch.errors import WorldError
 
 _INIT_METHOD = "ANYBATCH_INIT_METHOD"
-"""Where ranks meet that `anybatch train --ranks N` has started, in the place of MASTER_ADDR and MASTER_PORT."""
+"""Rendezvous of ranks started by `anybatch train --ranks N`, instead of MASTER_ADDR and MASTER_PORT."""
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
 _MPI = (
@@ -24,14 +24,14 @@ _MPI = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a launcher says of this process.
+    """A launcher's description of this process.
 
     Attributes:
         rank: its number.
         size: number of processes.
-        local_rank: its number among those of its host.
+        local_rank: its number among the processes of its host.
         local_size: number of processes on its host that share the accelerators it sees.
-        init_method: where the processes meet, as torch's `init_process_group` takes it.
+        init_method: rendezvous, for torch's `init_process_group`.
     """
 
     rank: int
@@ -42,16 +42,14 @@ class Launch:
 
 
 def find_launch(*, joined: bool = False) -> Launch | None:
-    """Return what a launcher says; None where this process was started by itself.
+    """Return the launcher's description of this process; None without a launcher.
 
-    RANK and WORLD_SIZE go first, which torchrun and Kubernetes operators set, then the variables of srun and of mpirun,
-    where these have started several processes.
-
-    Args:
-        joined: the processes have met already, so that only their numbers on their hosts are asked for.
+    RANK and WORLD_SIZE, which torchrun and Kubernetes operators set, take precedence over the variables of srun and of
+    mpirun, which count if these have started several processes. If the processes have `joined` already, only their
+    numbers on their hosts are needed.
 
     Raises:
-        WorldError: variables that do not fit together, or that do not say where the processes are to meet.
+        WorldError: variables that contradict each other, or that lack a rendezvous.
     """
     found = os.environ
     if "RANK" in found or "WORLD_SIZE" in found:
@@ -60,32 +58,29 @@ def find_launch(*, joined: bool = False) -> Launch | None:
 
 
 def launch_id() -> str | None:
-    """Return the launcher's name for this job, the same whenever it starts its ranks again; None if it has none."""
+    """Return the launcher's name for this job, stable over restarts; None if it has none."""
     named = os.environ.get("TORCHELASTIC_RUN_ID")
-    if named not in (None, "none"):  # torchrun's own default for a job that was given no --rdzv-id
+    if named not in (None, "none"):  # torchrun's default without --rdzv-id
         return named
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    # A job that is requeued keeps its number, and counts its steps (its calls of srun) from 0 again.
+    # A requeued job keeps its number, and numbers its steps (its calls of srun) from 0 again.
     return None if job is None or step is None else f"{job}.{step}"
 
 
 def is_restarted() -> bool:
-    """Return whether the launcher says that it starts these ranks again, after some of them have failed."""
+    """Return whether the launcher has restarted these ranks after a failure."""
     return any(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def max_restarts() -> int:
-    """Return how often torchrun starts its ranks again after failures; 0 under other launchers, which do not say."""
+    """Return torchrun's limit of restarts after failures; 0 under other launchers, which do not report it."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
-def say_launched(rank: int, size: int, init_method: str | None = None) -> None:
-    """Set torchrun's variables in this process, for a rank or a judged loop that anybatch itself starts.
+def set_launch_variables(rank: int, size: int, init_method: str | None = None) -> None:
+    """Set torchrun's variables in this process, for a rank or a judged loop that anybatch starts on this machine.
 
-    Args:
-        rank: its number.
-        size: number of ranks, all on this machine.
-        init_method: where the ranks meet; None for a process whose group exists already.
+    `init_method` is the ranks' rendezvous; None for a process whose group exists already.
     """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_FIRST_PORT))
@@ -96,7 +91,7 @@ def say_launched(rank: int, size: int, init_method: str | None = None) -> None:
 def listen_at_loopback() -> None:
     """Make the process groups of this process listen on the loopback interface only. For ranks on one machine.
 
-    By default gloo listens on the address of the machine's name, and NCCL on a network interface. Where no loopback
+    By default gloo listens on the address of the machine's name, and NCCL on a network interface. If no loopback
     interface has a name, as on Windows, this changes nothing.
 
     Source: torch's documentation of `torch.distributed`, "Common environment variables".
@@ -132,15 +127,15 @@ def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
 
 
 def _of_slurm(found: Mapping[str, str]) -> Launch | None:
-    """Return what srun says; None outside of it, as in a batch script, which has some of the variables too."""
+    """Return srun's description; None outside of srun, as in a batch script, which has some of the variables too."""
     size = int(found.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1 or "SLURM_PROCID" not in found:
         return None
     address = found.get("MASTER_ADDR") or _first_node(found["SLURM_STEP_NODELIST"])
-    # The same on all hosts, and another one for each step of each job.
+    # The same on all hosts, but different for each step of each job.
     number = 31 * int(found["SLURM_JOB_ID"]) + int(found["SLURM_STEP_ID"])
     port = found.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
-    # With GPUs of its own a task sees no other ones.
+    # A task with dedicated GPUs sees no others.
     alone = "SLURM_GPUS_PER_TASK" in found
     return Launch(
         rank=int(found["SLURM_PROCID"]),
@@ -154,7 +149,7 @@ def _of_slurm(found: Mapping[str, str]) -> Launch | None:
 def _first_node(nodes: str) -> str:
     """Return the first of SLURM's list of nodes: `gpu003` of `gpu[003-007,009],big1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\]\-,]+)[^\]]*\])?([^,]*)", nodes)
-    assert match, f"SLURM_STEP_NODELIST={nodes!r} is no list of nodes"
+    assert match, f"SLURM_STEP_NODELIST={nodes!r} is not a list of nodes"
     return "".join(part or "" for part in match.groups())
 
 
@@ -176,7 +171,7 @@ def _of_mpi(found: Mapping[str, str], *, joined: bool) -> Launch | None:
             message = (
                 f"{rank}={found[rank]} and {size}={found[size]}: mpirun has started several processes, and does not "
                 "say where they are to meet. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, on "
-                f"all of them (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each by itself."
+                f"all of them (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each alone."
             )
             raise WorldError(message)
         return Launch(

@@ -1,6 +1,6 @@
-"""The part of a tensor that this rank holds: all of it, unless it is a `DTensor`.
+"""The local part of a tensor on this rank: all of it, unless it is a `DTensor`.
 
-`DTensor` itself is not asked for: to import it takes a second, which nobody without such tensors should wait for.
+The `DTensor` class is not imported: the import takes a second, which users without such tensors should not pay.
 """
 
 from typing import Any, cast
@@ -14,7 +14,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what of a tensor is in this rank's memory, without its history; shares its memory."""
+    """Return the part of a tensor in this rank's memory, detached; shares its memory."""
     if not is_dtensor(tensor):
         return tensor
     part: Tensor = cast("Any", tensor.detach()).to_local()
@@ -22,10 +22,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(part: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor laid out like another one, with this as its local part, whose memory it shares."""
+    """Return a tensor with the layout of another one and this local part, whose memory it shares."""
     if not is_dtensor(like):
         return part
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (imported already, where there is a DTensor)
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (imported already if there is a DTensor)
 
     known = cast("DTensor", like)
     made: Tensor = DTensor.from_local(
@@ -40,5 +40,5 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def ranks_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the ranks that a `DTensor` lies on, counted in the default group."""
+    """Return the ranks of a `DTensor`'s mesh, by number in the default group."""
     return tuple(cast("Any", tensor).device_mesh.mesh.flatten().tolist())

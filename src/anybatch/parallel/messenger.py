@@ -1,8 +1,8 @@
-"""Sums and gathers between all ranks in about log2 N messages: gloo's own go around a ring, in about N.
+"""Sums and gathers between all ranks in about log2 N rounds; gloo's own use a ring, in about N.
 
-They are made of gloo's sends and receives. Waiting for one of these cannot be interrupted and taken up again, since
-gloo breaks all connections of a group after a time-out. So a thread waits for them, which also passes messages on
-while this rank computes; and whoever waits for the result waits for the thread.
+They use gloo's sends and receives. Waiting for these cannot be interrupted and resumed, since gloo breaks all
+connections of a group after a timeout. So a thread waits for them, and forwards messages while this rank computes;
+callers wait for the thread.
 """
 
 import threading
@@ -24,26 +24,22 @@ if TYPE_CHECKING:
 _AT_ONCE = timedelta(milliseconds=1)
 _LATER = timedelta(seconds=10)
 _AT_EXIT_SECONDS, _PATIENCE_SECONDS = 0.1, 2.0
-_NOBODY_SENDS = 0  # a tag; messages are numbered from 1 on
+_NOBODY_SENDS = 0  # an unused tag: messages are numbered from 1
 _TAGS = 2**31
 
 
 class Work(Protocol):
-    """What is under way: a message of ours, or a collective of torch, which waits alike."""
+    """Pending work: a message of ours, or a collective of torch, with the same `wait`."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Wait; raises RuntimeError where it has failed, or has not come in time."""
+        """Wait; raise a RuntimeError on failure or timeout."""
 
     def is_completed(self) -> bool:
-        """Whether it has come, or has failed."""
+        """Whether it has arrived or failed."""
 
 
 class Message:
-    """A message between all ranks.
-
-    Args:
-        pass_on: sends and receives this rank's part of it.
-    """
+    """A message between all ranks; `pass_on` sends and receives this rank's part."""
 
     def __init__(self, pass_on: Callable[[], object]) -> None:
         self._pass_on = pass_on
@@ -51,21 +47,17 @@ class Message:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Pass it on, and let those go on that wait for it."""
+        """Send and receive, then wake all waiting callers."""
         try:
             self._pass_on()
-        except BaseException as error:  # noqa: BLE001 (raised again by whoever waits for the message)
+        except BaseException as error:  # noqa: BLE001 (raised again in `wait`)
             self._error = error
         self._is_over.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until every rank has brought its part.
+        """Wait until every rank has sent its part, up to a timeout (None: the thread's).
 
-        Args:
-            timeout: how long to wait; None for as long as the thread does.
-
-        Raises:
-            RuntimeError: the connection to another rank broke, or the message has not come in time.
+        Raises a RuntimeError if the connection to another rank broke, or the timeout expired.
         """
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             message = f"not all ranks have brought their part of a message within {timeout}"
@@ -74,20 +66,20 @@ class Message:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether it has come, or has failed."""
+        """Whether it has arrived or failed."""
         return self._is_over.is_set()
 
 
 class Messenger:
-    """A thread that passes the messages of a group on, in the order in which this rank starts them.
+    """A thread that processes the messages of a group in the order in which this rank starts them.
 
-    All ranks start the same ones in the same order, as with collectives.
+    All ranks start the same messages in the same order, like collectives.
 
     Args:
-        group: a gloo group, for these messages alone.
+        group: a gloo group, only for these messages.
         rank: this rank in it.
-        num_ranks: how many there are.
-        timeout: how long a rank waits for another; whoever waits for a message gives up earlier, with a reason.
+        num_ranks: number of ranks.
+        timeout: how long a rank waits for another; callers use a shorter timeout, with a reason.
     """
 
     def __init__(self, group: "dist.ProcessGroup", rank: int, num_ranks: int, timeout: timedelta) -> None:
@@ -100,30 +92,28 @@ class Messenger:
         self._started: SimpleQueue[Message | None] = SimpleQueue()
         self._thread = threading.Thread(target=_pass_on, args=(self._started,), name="anybatch messages", daemon=True)
         self._thread.start()
-        # A thread that comes out of a wait while the interpreter ends would end the process with an abort.
+        # A thread that returns from a wait while the interpreter exits would abort the process.
         self._end = partial(_end, self._thread, self._started, group, (rank + 1) % num_ranks)
         self._end_at_exit = weakref.finalize(self, self._end, _AT_EXIT_SECONDS)
 
     def start_sum(self, numbers: torch.Tensor) -> Message:
-        """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks: the same bits on all of them."""
+        """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks, bitwise the same on all."""
         group, rounds, tag, timeout = self._group, self._sum_rounds, self._next_tag(), self._timeout
         return self._start(lambda: _sum(group, rounds, numbers, tag, timeout))
 
     def start_gather(self, rows: bytearray) -> Message:
         """Start filling in rows of other ranks.
 
-        Args:
-            rows: equally long, one for each rank, in their order from this rank on: its own is there, and comes first.
+        `rows` are equally long, one for each rank, ordered from this rank on: its own comes first and is filled.
         """
         group, rounds, tag, timeout = self._group, self._gather_rounds, self._next_tag(), self._timeout
         row_bytes = len(rows) // self._num_ranks
         return self._start(lambda: _gather(group, rounds, rows, row_bytes, tag, timeout))
 
     def end(self, patience_seconds: float) -> None:
-        """End the thread. What has been started before is passed on, if other ranks bring their parts in time.
+        """End the thread after the messages started before, if other ranks send their parts in time.
 
-        Args:
-            patience_seconds: after which the connections of the group are broken, so that nothing is waited for.
+        After `patience_seconds` the connections of the group are broken, which ends all waits.
         """
         self._end_at_exit.detach()
         self._end(patience_seconds)
@@ -146,28 +136,28 @@ def _end(
     patience_seconds: float,
 ) -> None:
     started.put(None)
-    if thread is threading.current_thread():  # it has collected what referred to it, and ends by itself
+    if thread is threading.current_thread():  # this thread has garbage-collected the messenger, and ends next
         return
     thread.join(patience_seconds)
     if thread.is_alive():
         with suppress(RuntimeError):
-            # Gloo frees waiting receives in no other way: `abort` and `shutdown` of a group leave them alone.
+            # The only way to end gloo's pending receives: `abort` and `shutdown` of a group do not.
             group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(_AT_ONCE)
         thread.join(_PATIENCE_SECONDS)
 
 
 def _pass_on(started: "SimpleQueue[Message | None]") -> None:
-    # Numbers may have been made in inference mode, and can be changed in that mode alone.
+    # Tensors made in inference mode can only be changed in that mode.
     with torch.inference_mode():
         while (message := started.get()) is not None:
             message.run()
-            del message  # with its numbers, and the group
+            del message  # releases its numbers, and the group
 
 
 def _sum(
     group: "dist.ProcessGroup", rounds: tuple[SumRound, ...], numbers: torch.Tensor, tag: int, timeout: timedelta
 ) -> None:
-    """Sum over ranks, in place. Receives are posted beforehand, so that whoever sends need not ask before."""
+    """Sum over ranks, in place. Receives are posted in advance, so that senders need not ask first."""
     arriving = [numbers if one.receives == "sum" else torch.empty_like(numbers) for one in rounds]
     receives = [
         None if one.receives == "nothing" else group.recv([part], one.partner, tag)
@@ -183,7 +173,7 @@ def _sum(
             numbers.add_(part)
 
 
-def _gather(  # noqa: PLR0917 (all that a thread is handed)
+def _gather(  # noqa: PLR0917 (the thread's arguments)
     group: "dist.ProcessGroup",
     rounds: tuple[GatherRound, ...],
     rows: bytearray,
@@ -191,7 +181,7 @@ def _gather(  # noqa: PLR0917 (all that a thread is handed)
     tag: int,
     timeout: timedelta,
 ) -> None:
-    """Fill in the rows of other ranks. What is sent does not change any more, so that sends are waited for last."""
+    """Fill in the rows of other ranks. Sent rows do not change any more, so sends are waited for last."""
     memory = torch.frombuffer(rows, dtype=torch.uint8)
     receives = []
     for one in rounds:

@@ -1,4 +1,4 @@
-"""Models that come with parameters split over processes: which ranks that fits, and what is refused."""
+"""Models whose parameters are split over processes: their rank layouts, and refusals."""
 
 from collections.abc import Sequence
 
@@ -11,39 +11,33 @@ from anybatch.parallel.strategy import Capabilities, ParameterLayout
 from anybatch.parallel.world import World
 
 
-def comes_sharded(modules: nn.Module) -> bool:
-    """Return whether the user has called `fully_shard` on some of it."""
-    # Asked of what FSDP2 adds: to import its class takes two seconds.
+def already_sharded(modules: nn.Module) -> bool:
+    """Return whether the user has called `fully_shard` on a part of the model."""
+    # Checks a method that FSDP2 adds: importing its class takes two seconds.
     return any(hasattr(module, "set_requires_gradient_sync") for module in modules.modules())
 
 
 def layout_of(modules: nn.Module) -> ParameterLayout:
-    """Return how the parameters lie: as replicas, or some of them in parts over the processes of a rank."""
+    """Return the layout of the parameters: replicas, or some of them in parts over the processes of a rank."""
     if not any(map(is_dtensor, modules.parameters())):
         return ParameterLayout()
-    from anybatch.parallel.dtensors import SHARDED  # noqa: PLC0415 (there are `DTensor`s, so it is imported already)
+    from anybatch.parallel.dtensors import SHARDED  # noqa: PLC0415 (with `DTensor`s it is imported already)
 
     return SHARDED
 
 
 def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, precision: str) -> None:
-    """Refuse parameters whose parts lie on ranks that the engine would take for replicas.
-
-    Args:
-        modules: everything that trains.
-        needs: what the strategy can do.
-        world: the ranks.
-        precision: as of `TrainSpec`.
+    """Refuse parameters that are split over ranks which the engine would treat as replicas.
 
     Raises:
         ParameterError: a parameter is split over data-parallel ranks, other than by `fully_shard` under "fsdp".
-        CompositionError: the strategy, or the precision, does not take parameters in parts.
+        CompositionError: the strategy or the precision does not support split parameters.
     """
     parts = {name: parameter for name, parameter in modules.named_parameters() if is_dtensor(parameter)}
-    if not parts or (comes_sharded(modules) and needs.replaces_parameters):
+    if not parts or (already_sharded(modules) and needs.replaces_parameters):
         return
     name = next(iter(parts))
-    if comes_sharded(modules):
+    if already_sharded(modules):
         message = (
             f"parameter {name!r} is sharded over ranks (a DTensor), and strategy {needs.name!r} has whole ones. Use "
             "strategy='fsdp', which takes models that were sharded with fully_shard, or give the plain model."
@@ -82,11 +76,7 @@ _WHOLE_UPDATES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
 
 
 def refuse_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
-    """Refuse an optimizer that computes with whole parameters where each process has a part of them.
-
-    Raises:
-        CompositionError: with a remedy.
-    """
+    """Raise a `CompositionError` for an optimizer that needs whole parameters if each process has a part of them."""
     parts = {id(parameter) for parameter in updated if not is_whole(parameter)}
     for one in getattr(optimizer, "optimizers", (optimizer,)):
         names = _WHOLE_UPDATES.intersection(kind.__name__ for kind in type(one).__mro__)
@@ -95,16 +85,15 @@ def refuse_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> Non
                 f"{type(one).__name__} computes the update of a parameter from all of it, and each process has a part "
                 "(a DTensor) of some: the sums would be rounded differently, or the step would fail. Use "
                 "strategy='zero1', which updates each parameter as a whole on one rank, or an optimizer that updates "
-                "each number by itself, such as AdamW."
+                "each number independently, such as AdamW."
             )
             raise CompositionError(message)
 
 
 def refuse_joined_kernels(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
-    """Refuse an optimizer that updates plain parameters and `DTensor`s in one kernel, which torch cannot.
+    """Raise a `CompositionError` for one kernel (foreach, fused) over plain parameters and `DTensor`s.
 
-    Raises:
-        CompositionError: `foreach=True` or `fused=True` for parameters some of which alone are `DTensor`s.
+    Torch does not support this mixture.
     """
     if len({is_dtensor(parameter) for parameter in updated}) < 2:  # noqa: PLR2004 (one kind)
         return
@@ -114,6 +103,6 @@ def refuse_joined_kernels(optimizer: Optimizer, updated: Sequence[Tensor]) -> No
             message = (
                 f"{type(optimizer).__name__}({named}=True) updates the parameters of group {number} in one kernel, and "
                 "some of them are DTensors and others are not, which torch refuses. Leave it out, or put DTensors "
-                "into a parameter group of their own."
+                "into a separate parameter group."
             )
             raise CompositionError(message)

@@ -10,16 +10,14 @@ _NOTHING = nullcontext()
 
 
 class OwnedGradients:
-    """Copies each parameter's first gradient of an effective batch, after the backward that has produced it.
+    """Copies each parameter's first gradient of an effective batch, after the backward that produced it.
 
-    If `.grad` is None, autograd installs the gradient that it is given, without a copy. A captured graph
+    If `.grad` is None, autograd installs the new gradient without a copy. A captured graph
     (`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`) returns gradients in static buffers,
-    so its next backward would overwrite what has been accumulated. Later gradients are added in place, and are safe.
+    so its next backward would overwrite the accumulated gradient. Later gradients are added in place, and are safe.
 
     Enter it around the forward and backward of every micro-batch but the last, after which no backward follows.
-
-    Args:
-        parameters: the tensors whose gradients accumulate in `.grad`.
+    `parameters` are the tensors whose gradients accumulate in `.grad`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
@@ -28,7 +26,7 @@ class OwnedGradients:
         self._around: AbstractContextManager[object] = _NOTHING
 
     def restart(self) -> None:
-        """Begin an effective batch, whose gradients are all None."""
+        """Start an effective batch, whose gradients are all None."""
         self._pending = self._parameters
 
     def around(self, context: AbstractContextManager[object]) -> "OwnedGradients":
@@ -43,7 +41,7 @@ class OwnedGradients:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._around.__exit__(kind, error, traceback)
-        # After the first micro-batch only parameters that no sample has reached yet are pending.
+        # After the first micro-batch only parameters that no sample has used yet are pending.
         if kind is None and self._pending:
             self._pending = [parameter for parameter in self._pending if not _copy_gradient(parameter)]
 
@@ -51,8 +49,8 @@ class OwnedGradients:
 def _copy_gradient(parameter: torch.Tensor) -> bool:
     if parameter.grad is None:
         return False
-    # Plans run on fake tensors, which nothing overwrites. A copy seldom adds to a step's peak: it is made after the
-    # backward, when activations are gone, one gradient at a time.
+    # Plans run on fake tensors, which nothing overwrites. A copy seldom raises a step's peak: it is made one gradient
+    # at a time, after the backward has freed the activations.
     if not hasattr(parameter.grad, "fake_mode"):
         parameter.grad = parameter.grad.clone()
     return True

@@ -1,7 +1,7 @@
-"""Process groups with an owner: who makes one ends it, and what is left of it is nothing.
+"""Process groups with an owner that ends them without leftovers.
 
-A gloo group is two or three threads, which wake a hundred times a second, and a socket to every other rank. torch keeps
-each group in a table of its own until `destroy_process_group`, so a group that is only forgotten stays.
+A gloo group has two or three threads, which wake a hundred times a second, and a socket to every other rank. torch
+keeps each group in a global table until `destroy_process_group`, so a group that is only dropped stays.
 """
 
 import os
@@ -25,7 +25,7 @@ from anybatch.parallel.launchers import Launch
 from anybatch.parallel.meshes import forget_meshes
 from anybatch.parallel.messenger import Message, Messenger
 from anybatch.parallel.rank_failure import RankFailure
-from anybatch.parallel.roll_call import RollCall, default_group, say_ended
+from anybatch.parallel.roll_call import RollCall, announce_end, default_group
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store, set_timeout
 
 _JOINED_KEY = "anybatch/times_joined"
@@ -34,21 +34,21 @@ _WORLDS_KEY = "anybatch/num_worlds"
 _SIGNATURES_KEY = "anybatch/signatures"
 _PATIENCE_SECONDS, _AT_EXIT_SECONDS = 2.0, 0.1
 _CONNECTING = timedelta(seconds=45)
-"""How long ranks that have met may take to connect to each other: if one has died meanwhile, gloo does not notice."""
+"""Timeout for connecting after the rendezvous: gloo does not notice a rank that has died meanwhile."""
 _KEEP_ALIVES: "WeakKeyDictionary[dist.ProcessGroup, KeepAlive]" = WeakKeyDictionary()
-"""By default group the newest one: a rank that makes another world looks there whether the next rank is alive."""
+"""The newest connection by default group, with which a rank that makes another world checks the next rank."""
 
 
 @dataclass(slots=True)
 class _GroupResources:
-    """What a control group has to give back: its process group, connections and threads.
+    """The resources of a control group that must be released.
 
     Attributes:
         groups: the process group; empty once it has ended.
         keep_alive: connection to the next rank.
-        roll_call: tells the other ranks that this one makes no more calls.
-        messengers: the thread that passes messages on; empty on one rank, and once it has ended.
-        owns_default_group: the default group is ours, and ends at the exit of the process.
+        roll_call: informs the other ranks that this one makes no more calls.
+        messengers: the message thread; empty on one rank, and once it has ended.
+        owns_default_group: end the default group at the exit of the process.
         num_pending: messages that have not been waited for yet.
         process_id: of the process that made it; forked children must not end it.
     """
@@ -63,7 +63,7 @@ class _GroupResources:
 
 
 class PendingMessage:
-    """A message between all ranks that has been started and has to be waited for."""
+    """A started message between all ranks that must be waited for."""
 
     def __init__(self, work: Message, resources: _GroupResources, roll_call: RollCall) -> None:
         self._work = work
@@ -72,34 +72,34 @@ class PendingMessage:
         resources.num_pending += 1
 
     def wait(self) -> None:
-        """Wait until every rank has brought its part.
+        """Wait until every rank has sent its part.
 
         Raises:
             RuntimeError: another rank has ended.
-            RankFailedError, RanksDifferError: another rank is not going to bring it.
+            RankFailedError, RanksDifferError: another rank will not send its part.
         """
         try:
             self._roll_call.wait(self._work, in_control_group=True)
         finally:
-            # Left by a rank that waits no longer, it is still under way.
+            # If this rank has stopped waiting, the message is still pending.
             if self._work.is_completed():
                 self._resources.num_pending -= 1
 
 
 class ControlGroup:
-    """A gloo group of all ranks that ends when it is closed, when nothing refers to it any more, or at exit.
+    """A gloo group of all ranks that ends when it is closed, garbage-collected, or at exit.
 
-    Ending it is local: no other rank is waited for. What this rank has sent arrives all the same, and every message
-    needs all ranks, so a rank that ends the group earlier than others takes nothing from them.
+    Ending it is local: it does not wait for other ranks. Sent data still arrives, and every message needs all ranks, so
+    a rank that ends the group earlier does not affect the others.
 
     Args:
         timeout: how long a rank waits for the others.
         owns_default_group: end the default group too, if this one is still open at the exit of the process.
 
     Attributes:
-        name: the same on all ranks, and another for each group.
-        roll_call: where the ranks stand.
-        secret: known to those that can read the store; signs what ranks unpickle.
+        name: the same on all ranks, and unique to the group.
+        roll_call: the ranks' positions in the sequence of calls.
+        secret: shared by all processes that can read the store; signs pickled data between ranks.
     """
 
     def __init__(self, timeout: timedelta, *, owns_default_group: bool = False) -> None:
@@ -107,7 +107,8 @@ class ControlGroup:
         # Ranks make their worlds in the same order, so the name is the same on all of them.
         self.name = f"world_{store.add(f'{_WORLDS_KEY}/{rank}', 1)}"
         self.roll_call = RollCall(self.name, rank, size, timeout, _KEEP_ALIVES.get(default_group()))
-        # A rank that makes one more world than the others would wait for them inside gloo, where it cannot look around.
+        # A rank that makes one more world than the others would wait for them inside gloo, where it cannot check on
+        # them.
         self.roll_call.enter("World.from_environment (ab.Engine calls it)", None, barrier=True)
         try:
             self.roll_call.wait_at_barrier()
@@ -120,7 +121,7 @@ class ControlGroup:
         connecting = min(timeout, _CONNECTING)
         with _connecting(PrefixStore(self.name, store), rank, size, connecting):
             group = dist.new_group(backend="gloo", timeout=connecting)
-            # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
+            # A rank that ends its group before every rank has connected would break the connecting.
             dist.all_reduce(torch.zeros(1), group=group)
             keep_alive = KeepAlive(self.name, rank, size, store, connecting)
             if rank == 0:
@@ -131,40 +132,36 @@ class ControlGroup:
         messengers = [Messenger(group, rank, size, timeout)] if size > 1 else []
         self._resources = _GroupResources([group], keep_alive, self.roll_call, messengers, owns_default_group)
         _KEEP_ALIVES[default_group()] = keep_alive
-        # Also at exit: threads of a group that is still open while the interpreter ends may abort the process.
+        # Also at exit: threads of an open group may abort the process while the interpreter exits.
         self._finalizer = weakref.finalize(self, _destroy, self._resources)
 
     @property
     def group(self) -> "dist.ProcessGroup":
-        """The process group.
-
-        Raises:
-            WorldError: it has ended.
-        """
+        """The process group; raises a `WorldError` if it has ended."""
         if not self._resources.groups:
             message = "this world is closed, and its ranks cannot talk to each other any more. Make another one."
             raise WorldError(message)
         return self._resources.groups[0]
 
     def start_sum(self, numbers: torch.Tensor) -> PendingMessage:
-        """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks: the same bits on all of them."""
+        """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks, bitwise the same on all."""
         return PendingMessage(self._messenger.start_sum(numbers), self._resources, self.roll_call)
 
     def gather(self, mine: bytes) -> list[bytearray]:
-        """Return what every rank passed as `mine`, equally many bytes."""
+        """Return the bytes that every rank passed as `mine`, all of one length."""
         rows = bytearray(mine) + bytes(len(mine) * (self._size - 1))
         PendingMessage(self._messenger.start_gather(rows), self._resources, self.roll_call).wait()
-        # They come in the order of ranks from this one on.
+        # They arrive in rank order, starting after this rank.
         places = [(rank - self._rank) % self._size * len(mine) for rank in range(self._size)]
         return [rows[place : place + len(mine)] for place in places]
 
     @property
     def _messenger(self) -> Messenger:
-        _ = self.group  # raises where it has ended
+        _ = self.group  # raises if it has ended
         return self._resources.messengers[0]
 
     def close(self) -> bool:
-        """End the group, and return whether it was still there."""
+        """End the group, and return whether it was open."""
         was_open = self._finalizer.alive
         self._finalizer()
         return was_open
@@ -174,36 +171,31 @@ def join_default_group(backend: str, launch: Launch, timeout: timedelta) -> None
     """Initialise torch.distributed for the ranks that a launcher has started; also after it was destroyed.
 
     A group leaves its addresses in the store, and torchrun keeps one store for the whole run: a second group under the
-    same name would connect to the sockets of the first. So each join has a prefix of its own in the store.
-
-    Args:
-        backend: of the default group.
-        launch: what the launcher says of this rank.
-        timeout: how long a rank waits for the others.
+    same name would connect to the sockets of the first. So each join uses a new prefix in the store.
 
     Raises:
         torch.distributed.DistError: the store cannot be reached.
-        WorldError: a rank has not come, or has ended while the ranks connected to each other.
+        WorldError: a rank is missing, or has ended while the ranks connected to each other.
     """
     try:
         store, rank, size = _meet(launch, timeout)
     except dist.DistNetworkError:
-        # Without torchrun rank 0 keeps the store. A rank that was faster has found the store of the last group, which
-        # rank 0 was about to end; the next one that it finds is the right one.
+        # Without torchrun rank 0 hosts the store. A faster rank may have found the store of the previous group, which
+        # rank 0 was about to end; the next one is the right one.
         store, rank, size = _meet(launch, timeout)
     connecting = min(timeout, _CONNECTING)
     with _connecting(store, rank, size, connecting):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=connecting)
     set_timeout(timeout)
-    # Marks the group as ours: `count_open_worlds` counts nothing in one that the user has started.
+    # Marks the group as ours: `count_open_worlds` does not count in a group that the user started.
     default_store().set(f"{_OPEN_KEY}/{rank}", "0")
 
 
 def count_open_worlds(change: int) -> int | None:
-    """Change the number of open worlds of this rank, and return it; None where the user made the default group.
+    """Change the number of open worlds of this rank, and return it; None if the user made the default group.
 
-    The number stands in the store of the default group, and so begins and ends with it. Worlds that are dropped without
-    being closed stay in the count: when they are collected differs between ranks, and the count may not.
+    The number is in the store of the default group, and so begins and ends with it. Worlds that are dropped without
+    being closed stay in the count: garbage collection differs between ranks, and the count may not.
     """
     store = default_store()
     key = f"{_OPEN_KEY}/{dist.get_rank()}"
@@ -211,13 +203,13 @@ def count_open_worlds(change: int) -> int | None:
 
 
 def end_default_group() -> None:
-    """Destroy all process groups of this process, and let ranks that wait for it know."""
-    with suppress(RuntimeError, ValueError):  # the store went with its rank
-        say_ended(dist.get_rank())
+    """Destroy all process groups of this process, and inform ranks that wait for it."""
+    with suppress(RuntimeError, ValueError):  # the store ended with its rank
+        announce_end(dist.get_rank())
     forget_meshes()
     groups = [dist.group.WORLD]
     dist.destroy_process_group()
-    # Gloo's destructor waits for the other ranks where a collective is under way, as it is after some errors.
+    # Gloo's destructor waits for the other ranks while a collective is pending, as after some errors.
     thread = Thread(target=groups.clear, daemon=True)
     thread.start()
     thread.join(_PATIENCE_SECONDS)
@@ -227,11 +219,11 @@ def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
     """Wait for all ranks, and return a part of the store that no earlier group has used, the rank and the size."""
     store, rank, size = next(rendezvous(launch.init_method, launch.rank, launch.size, timeout=timeout))
     store.set_timeout(timeout)
-    # Each rank counts for itself; all join equally often, and so arrive at the same number.
+    # Each rank counts separately; all join equally often, and so get the same number.
     number = store.add(f"{_JOINED_KEY}/{rank}", 1)
     own = PrefixStore(f"anybatch/join_{number}", store)
     own.set(f"rank_{rank}", "here")
-    # Goes on only when all ranks have found this store; one may have found that of the last group instead.
+    # Continues only after all ranks have found this store; one may have found the previous group's instead.
     keys = [f"rank_{other}" for other in range(size)]
     try:
         own.wait(keys)
@@ -249,16 +241,9 @@ def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
 
 @contextmanager
 def _connecting(store: Store, rank: int, size: int, timeout: timedelta) -> Iterator[None]:
-    """Name the ranks that have ended, where ranks that have met cannot connect to each other.
+    """Raise a `RankFailedError` that names the ranks that have ended, if the ranks fail to connect.
 
-    Args:
-        store: used for nothing else than this.
-        rank: this rank.
-        size: the number of ranks.
-        timeout: how long they try.
-
-    Raises:
-        RankFailedError: a rank has ended meanwhile.
+    `store` must not be used for anything else; `timeout` limits the connecting.
     """
     try:
         yield
@@ -273,7 +258,7 @@ def _connecting(store: Store, rank: int, size: int, timeout: timedelta) -> Itera
 
 
 def _ended(store: Store, rank: int, size: int) -> list[int]:
-    """Return the ranks that do not answer in the store; none where it is gone itself."""
+    """Return the ranks that do not answer in the store; none if the store itself is gone."""
     keys = [f"lives_{other}" for other in range(size)]
     try:
         store.set(keys[rank], "1")
@@ -287,18 +272,18 @@ def _ended(store: Store, rank: int, size: int) -> list[int]:
 def _destroy(resources: _GroupResources) -> None:
     """Destroy the group of a control group that was closed or collected, or is open at the exit of the process."""
     if os.getpid() != resources.process_id:
-        return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
-    # Before the goodbye: a rank that has heard one looks here for the reason.
+        return  # a forked child, such as a loading worker, has its parent's sockets, but not the threads
+    # Before the goodbye: a rank that receives it looks here for the reason.
     resources.roll_call.close()
     is_exit = not main_thread().is_alive()
     if is_exit:
-        # The process ends anyway. A thread that is left within gloo while the interpreter ends would abort it.
+        # The process exits anyway. A thread left in gloo while the interpreter exits would abort it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     resources.keep_alive.close()
-    with suppress(ValueError):  # it went with the default group
+    with suppress(ValueError):  # it ended with the default group
         dist.destroy_process_group(resources.groups[0])
     if resources.num_pending and not is_exit:
-        # A rank that has failed between the two halves of a message: the others may bring their parts yet.
+        # If this rank failed between the two halves of a message, the others may still send their parts.
         Thread(target=_release, args=(resources,), daemon=True).start()
     else:
         _release(resources, _AT_EXIT_SECONDS if resources.num_pending else _PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""Why a rank failed, as a value that travels between ranks: through the store, or with the votes of a step."""
+"""Why a rank failed, as a value for other ranks: sent through the store, or with the votes of a step."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,10 +13,10 @@ class RankFailure:
 
     Attributes:
         rank: the rank that failed.
-        step: number of the step it failed in, from 0 on; None between steps.
-        error_type: name of the class of its error; None if it ended without one.
-        reason: the text of its error, and what the engine has noted beside it.
-        smaller_micro_batch_size: the size to go on with from a checkpoint, as in `CannotRedoError`; None for others.
+        step: number of the step in which it failed, from 0 on; None between steps.
+        error_type: class name of its error; None if it ended without an error.
+        reason: the text of its error, and the engine's notes on it.
+        smaller_micro_batch_size: the size to resume with from a checkpoint, as in `CannotRedoError`; None otherwise.
     """
 
     rank: int
@@ -32,23 +32,18 @@ class RankFailure:
             rank=rank,
             step=step,
             error_type=type(error).__name__,
-            reason=" ".join([str(error), *_own_notes(error)]),
+            reason=" ".join([str(error), *_engine_notes(error)]),
             smaller_micro_batch_size=error.smaller_micro_batch_size if isinstance(error, CannotRedoError) else None,
         )
 
     @classmethod
     def of_ended(cls, rank: int, step: int | None) -> Self:
-        """Return the failure of a rank that has ended without an error.
-
-        Args:
-            rank: which one.
-            step: that of the rank that noticed.
-        """
+        """Return the failure of a rank that has ended without an error, in a step of the rank that noticed."""
         return cls(rank=rank, step=step, error_type=None, reason="")
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what `to_json` wrote."""
+        """Return the failure of a text from `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
@@ -64,12 +59,12 @@ class RankFailure:
         if self.error_type is None:
             return (
                 f"rank {self.rank} has ended without an error, or its host does not answer any more: it was killed, or "
-                "its program was over before that of the others (loaders of different lengths: wrap them in ab.shares)"
+                "its program ended before the others' (loaders of different lengths: wrap them in ab.shares)"
             )
         place = "between steps" if self.step is None else f"in step {self.step}"
         return f"rank {self.rank} failed {place}: {self.error_type}: {self.reason}"
 
 
-def _own_notes(error: BaseException) -> list[str]:
-    """Return what the engine has added to an error of the user's code, such as the samples that it ran on."""
+def _engine_notes(error: BaseException) -> list[str]:
+    """Return the engine's notes on an error of the user's code, such as the samples that it ran on."""
     return [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith("anybatch: ")]

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that are each several processes: how the processes of a run share it out.
+"""Data-parallel ranks of several processes each: the division of a run's processes.
 
 Under tensor parallelism the processes of a *model group* run one model together, on the same samples: they are one
 data-parallel rank. The processes that hold the same part of the model, one of each model group, are a *data group*:
@@ -23,13 +23,13 @@ from anybatch.errors import WorldError
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """Which processes are which data-parallel rank.
+    """The assignment of processes to data-parallel ranks.
 
     Attributes:
         process: this process, by its rank in the default group.
-        mesh: the data-parallel dimension, as this process sees it.
+        mesh: the data-parallel dimension, as seen by this process.
         model_groups: by data-parallel rank, the processes that run its model together, one of each data group.
-        data_group: number of this process's data group: its place in its model group.
+        data_group: index of this process's data group, and of the process in its model group.
     """
 
     process: int
@@ -39,21 +39,17 @@ class RankGrid:
 
     @property
     def num_processes(self) -> int:
-        """Of the run."""
+        """Number of processes of the run."""
         return sum(map(len, self.model_groups))
 
     @property
     def first_of_each(self) -> tuple[int, ...]:
-        """The process of each data-parallel rank that speaks for it."""
+        """The first process of each data-parallel rank, which represents the rank."""
         return tuple(group[0] for group in self.model_groups)
 
 
 def data_dimension(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
-    """Return this process's place in the data-parallel dimension of a mesh, and the processes along it.
-
-    Raises:
-        WorldError: it is not one dimension of a mesh.
-    """
+    """Return this process's index in the one dimension of a mesh, and the processes along it."""
     if mesh.ndim != 1:
         message = (
             f"the mesh has {mesh.ndim} dimensions ({_named(mesh)}), and batches are dealt over one of them. Give "
@@ -64,17 +60,11 @@ def data_dimension(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
 
 
 def make_grid(process: int, mesh: DeviceMesh, told: Sequence[tuple[int, tuple[int, ...]]]) -> RankGrid:
-    """Return how processes share out a run.
+    """Return the grid of a run, from the results of `data_dimension` on each process of the default group, in order.
 
-    Args:
-        process: this one.
-        mesh: the data-parallel dimension.
-        told: what `data_dimension` returned on each process of the default group, in order.
-
-    Raises:
-        WorldError: the processes' data-parallel dimensions are not slices of one mesh over all of them.
+    Raises a `WorldError` if the processes' data-parallel dimensions are not slices of one mesh over all of them.
     """
-    # Data groups in the order of their first processes; in each the processes stand in the order of their ranks.
+    # Data groups are ordered by their first process, and processes within them by rank.
     lines = sorted({line for _, line in told})
     stands = [told[process] == (rank, line) for line in lines for rank, process in enumerate(line)]
     if len({len(line) for line in lines}) > 1 or len(stands) != len(told) or not all(stands):

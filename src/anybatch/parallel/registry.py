@@ -1,4 +1,4 @@
-"""The strategies by name: the only list of them. A new one is a file beside this and a line in it."""
+"""The strategies by name: the only list of them. A new strategy is one file in this folder and one line here."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -19,20 +19,17 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
         "data_parallel": "anybatch.parallel.data_parallel.DataParallel",
     }
 )
-"""The classes that `Engine(strategy=name)` instantiates, by their full names: what FSDP2 needs of torch takes two
-seconds to import, for which nobody else should wait. "auto" is not among them: it is one of these."""
+"""The classes of `Engine(strategy=name)` by full name, because importing FSDP2 takes two seconds.
+
+"auto" is not listed: it resolves to one of these.
+"""
 
 
-def choose_strategy(strategy: "str | Strategy", world: World, *, comes_sharded: bool = False) -> Strategy:
-    """Return the strategy of that name; "auto" is "single" on one process and "all_reduce" on several.
+def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded: bool = False) -> Strategy:
+    """Return the strategy of that name, or a given strategy; "auto" is "single" on one process, else "all_reduce".
 
-    For a model that its user has sharded, "auto" is "fsdp": nothing else takes it. What "auto" is where replicas do not
-    fit into a device, `engine/strategy_choice.py` says.
-
-    Args:
-        strategy: a name, or a strategy, which is returned as it is.
-        world: the ranks.
-        comes_sharded: the user has called `fully_shard` on the model.
+    For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. `engine/strategy_choice.py`
+    resolves "auto" if replicas do not fit into a device.
 
     Raises:
         UserError: an unknown name.
@@ -42,7 +39,7 @@ def choose_strategy(strategy: "str | Strategy", world: World, *, comes_sharded: 
     name = strategy
     if name == "auto":
         name = "single" if world.num_processes == 1 else "all_reduce"
-        if comes_sharded:
+        if already_sharded:
             name = "fsdp"
     if name not in STRATEGIES:
         message = f"{strategy=} must be 'auto', {', '.join(map(repr, STRATEGIES))}, or a strategy object."

@@ -1,7 +1,7 @@
 """One call of a model as calls of its replicas: arguments are cut by samples, outputs are joined again.
 
-Which arguments and outputs carry samples is seen from shapes. Wherever these leave a doubt about an argument, the call
-is not cut; an output that cannot be joined exactly is refused.
+Shapes show which arguments and outputs carry samples. If an argument is ambiguous, the call is not cut; an output that
+cannot be joined exactly is refused.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,19 +17,20 @@ from anybatch.core.tree import has_rows, map_leaves, merge_trees, slice_samples
 from anybatch.errors import CompositionError, DataError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and those by keyword."""
+"""Positional arguments, and keyword arguments."""
 Owned = Collection[tuple[int, int]]
-"""Address and first stride of each tensor of a micro-batch: of these it is known that the first axis is the sample."""
+"""Address and first stride of each tensor of a micro-batch, whose first axis is known to be the sample."""
 SURE = 3
-"""Samples from which on parts can differ in size, so that outputs show which of their axes follow the samples."""
+"""Minimum samples for parts of different sizes, so that outputs show which of their axes follow the samples."""
 
 
 @dataclass(slots=True)
 class OutputForm:
-    """What the first call of its kind has shown of a model's outputs.
+    """Properties of a model's outputs, from the first call of its kind.
 
     Attributes:
-        rows: by path, the rows for each sample; 0 for what does not follow the samples. Empty before the first call.
+        rows: by path, the rows per sample; 0 for an output that does not follow the samples. Empty before the first
+            call.
         draws: whether the model has drawn random numbers; None before the first call.
     """
 
@@ -42,10 +43,10 @@ class CutCall:
     """A call in parts.
 
     Attributes:
-        ranges: (first sample, sample behind the last) of each part, in order.
+        ranges: (first sample, exclusive end) of each part, in order.
         is_cut: function (leaf) -> whether it is cut; every part gets the others whole.
         arguments: of the call.
-        form: what is known of the outputs.
+        form: known properties of the outputs.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -56,9 +57,7 @@ class CutCall:
     def part(self, number: int, of_tensor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Arguments:
         """Return the arguments of one part.
 
-        Args:
-            number: of the part.
-            of_tensor: function (tensor or its own samples, the tensor) -> what the replica gets.
+        `of_tensor` is a function (a tensor or its slice for this part, the tensor) -> the replica's argument.
         """
         start, stop = self.ranges[number]
 
@@ -76,15 +75,7 @@ class CutCall:
         return [leaf for leaf in _leaves(self.arguments) if isinstance(leaf, torch.Tensor)]
 
     def join(self, outputs: Sequence[Any], join_rows: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:  # noqa: ANN401 (the model's)
-        """Return the outputs of all parts as those of the whole call.
-
-        Args:
-            outputs: of each part.
-            join_rows: puts the rows of tensors one under the other.
-
-        Raises:
-            CompositionError: they cannot be joined exactly.
-        """
+        """Return the outputs of all parts as the whole call's, or raise a `CompositionError` if that is not exact."""
         if any(isinstance(one, PackedSequence) for one in (outputs[0], *_items(outputs[0]))):
             message = _refused("a PackedSequence", "its rows are in the order of time and not of samples")
             raise CompositionError(message)
@@ -130,24 +121,17 @@ class CutCall:
 
 
 class CallCutter:
-    """Cuts calls of one model, and remembers what calls of each kind have shown.
-
-    Args:
-        num_parts: most parts of a call.
-    """
+    """Cuts calls of one model into at most `num_parts`, and remembers the outputs of each kind of call."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
         self._forms: dict[tuple[object, ...], OutputForm] = {}
 
     def cut(self, arguments: Arguments, kind: tuple[object, ...], num_samples: int, owned: Owned) -> CutCall | str:
-        """Return a call in parts, or why it is not cut, a clause.
+        """Return a call in parts, or a clause with the reason why it is not cut.
 
-        Args:
-            arguments: of the call.
-            kind: what tells calls apart beside their arguments, such as the mode of the model.
-            num_samples: of the micro-batch.
-            owned: the tensors of the micro-batch.
+        `kind` distinguishes calls beyond their arguments, such as the mode of the model; `owned` are the micro-batch's
+        tensors.
         """
         leaves = _leaves(arguments)
         cut = [has_rows(leaf, num_samples) for leaf in leaves]
@@ -159,7 +143,7 @@ class CallCutter:
             if strange:
                 return (
                     f"an argument of shape {tuple(strange[0].shape)} is not from the micro-batch, and an axis of "
-                    f"{num_samples} may be that of its {num_samples} samples or not"
+                    f"{num_samples} may be the axis of its {num_samples} samples or not"
                 )
         form = self._forms.setdefault((*kind, tuple(arguments[1]), tuple(cut)), OutputForm())
         num_parts = min(self._num_parts, num_samples)
@@ -167,7 +151,7 @@ class CallCutter:
             sizes = even_parts(num_samples, num_parts)
         elif num_samples < SURE:
             return f"{num_samples} samples are too few to see which outputs follow them"
-        else:  # in all calls of a model that draws: the same micro-batch again has to draw the same numbers
+        else:  # in all calls of a model that draws: a repeated micro-batch has to draw the same numbers
             sizes = _uneven_parts(num_samples, num_parts)
         ends = [0]
         for size in sizes:
@@ -176,16 +160,14 @@ class CallCutter:
 
 
 def address(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the memory of a tensor begins and how far apart its rows are: equal for slices of its columns."""
+    """Return the start of a tensor's memory and its row stride: equal for slices of its columns."""
     return tensor.untyped_storage().data_ptr(), tensor.stride(0) if tensor.dim() else 0
 
 
 def _uneven_parts(total: int, num_parts: int) -> tuple[int, ...]:
-    """Return sizes of parts of which two differ, so that nothing but samples can have as many rows in each part.
+    """Return part sizes of which two differ, so that only samples can have matching rows in each part.
 
-    Args:
-        total: of at least 3.
-        num_parts: at least 2, at most `total`.
+    `total` is at least 3, and `num_parts` from 2 to `total`.
     """
     sizes = even_parts(total, num_parts)
     if sizes[0] != sizes[-1]:
@@ -196,7 +178,7 @@ def _uneven_parts(total: int, num_parts: int) -> tuple[int, ...]:
 
 
 def _rows_per_sample(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> int:
-    """Return how many rows of each tensor a sample has, the same number in all of them; 0 if there is none."""
+    """Return the number of rows per sample, equal for all tensors; 0 if it differs."""
     if any(not tensor.dim() or tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
         return 0
     rows = len(tensors[0]) // sizes[0]
@@ -229,7 +211,7 @@ def _items(output: Any) -> tuple[Any, ...]:  # noqa: ANN401 (the model's)
 def _refused(what: str, why: str) -> str:
     return (
         f"strategy 'data_parallel' cannot join what the replicas of the model have returned: {what}: {why}. Return one "
-        "value or row for each sample, as (samples, ...) tensors, and compute losses, means and whatever else is one "
+        "value or row for each sample, as (samples, ...) tensors, and compute losses, means and everything that is one "
         "for the whole batch in the loss function; or use strategy='all_reduce' (torchrun), which cuts nothing that a "
         "model is called with."
     )

@@ -1,8 +1,8 @@
-"""The scheme of `nn.DataParallel` on a CPU: a thread for each replica, whose gradients are added up in the first one.
+"""The scheme of `nn.DataParallel` on a CPU: a thread for each replica, with gradients summed in the first one.
 
-In each call the module is replicated and every replica runs its part of the samples in a thread. Torch runs one
-backward on a CPU in one thread, where it has a thread for each accelerator; so the graph of each replica is one of its
-own here, and all of them run their backwards in threads too.
+In each call the module is replicated and every replica runs its part of the samples in a thread. Torch has a backward
+thread for each accelerator, but only one for the CPU; so each replica has a separate graph here, and all of them run
+their backwards in threads too.
 """
 
 import contextvars
@@ -29,9 +29,9 @@ class _Branch:
     """One replica's part of a call.
 
     Attributes:
-        copies: its own parameters by the id of the module's; none for the first, which is the module itself.
-        inputs: by the id of an argument that takes a gradient what the replica got of it.
-        output: what it returned.
+        copies: its own parameters by the id of the module's; empty for the first, which is the module itself.
+        inputs: by the id of an argument that takes a gradient, the replica's slice of it.
+        output: its output.
     """
 
     copies: dict[int, nn.Parameter]
@@ -40,14 +40,15 @@ class _Branch:
 
 
 class ThreadedReplicas:
-    """Runs calls of a module in parts, each by a replica in a thread of its own.
+    """Runs calls of a module in parts, each by a replica in its own thread.
 
-    Replicas take turns in the calling thread instead where the module draws random numbers, which all threads of a
-    process take from one generator, and where torch runs in a mode that new threads would not have.
+    Replicas run one after another in the calling thread instead if the module draws random numbers, because all threads
+    share one generator, or if torch runs in a mode that new threads would not have.
 
     Args:
-        module: is its own first replica: buffers and attributes that its forward sets stay, those of others do not.
-        parameters: all that train, also those of other modules.
+        module: serves as the first replica: its buffers and attributes change in the forward, other replicas' are
+            dropped.
+        parameters: all trainable parameters, also of other modules.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -55,11 +56,11 @@ class ThreadedReplicas:
         self._parameters = tuple(parameters)
 
     def __call__(self, call: CutCall) -> Any:  # noqa: ANN401 (the model's output)
-        """Return what the whole call would.
+        """Return the result of the whole call.
 
         Raises:
             CompositionError: outputs cannot be joined; or random numbers were drawn in threads.
-            Exception: what a replica has raised, with a note that says which.
+            Exception: a replica's error, with a note that names the replica.
         """
         in_turns = call.form.draws is not False or has_thread_state()
         branches = [self._branch(call, number) for number in range(len(call.ranges))]
@@ -72,7 +73,7 @@ class ThreadedReplicas:
         return self._joined(call, [branch for _, branch in branches], in_turns=in_turns)
 
     def _branch(self, call: CutCall, number: int) -> tuple[Callable[[], None], _Branch]:
-        """Return what runs one part, and where its output will be."""
+        """Return a function that runs one part, and the record of its output."""
         with_graph = torch.is_grad_enabled()
         module, branch = self._module, _Branch({}, {})
         if number:
@@ -117,7 +118,7 @@ class ThreadedReplicas:
 
 
 class _Graph:
-    """The graphs of all replicas behind the joined outputs."""
+    """The graphs of all replicas that produced the joined outputs."""
 
     def __init__(
         self,
@@ -137,12 +138,7 @@ class _Graph:
         self._in_turns = in_turns
 
     def backward(self, gradients: Sequence[Gradient], needed: Sequence[bool]) -> list[Gradient]:
-        """Return the gradients of parameters and inputs, None where none has reached them.
-
-        Args:
-            gradients: of the joined outputs.
-            needed: whether the gradient of a parameter or input is asked for.
-        """
+        """Return the gradients of the `needed` parameters and inputs; None if no gradient has reached one."""
         found: list[list[Gradient]] = [[None] * len(needed) for _ in self._branches]
         keeps = keeps_graph()
 
@@ -170,7 +166,7 @@ class _Graph:
             if gradient is not None and tensors[number].requires_grad:
                 roots.append(tensors[number])
                 own.append(gradient[start : start + len(tensors[number])])
-        # A replica may also compute with the module's own parameters, through a function that was bound to it.
+        # A replica may also use the module's own parameters, through a function bound to it.
         wanted: list[tuple[int, torch.Tensor]] = []
         for place, parameter in enumerate(self._parameters):
             copy = branch.copies.get(id(parameter))
@@ -207,7 +203,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Gradient) -> tuple[Gradient, ...]:  # noqa: ANN401 (torch's own)
-        # Torch's `once_differentiable` lets a gradient pass as a constant whose own incoming one needs none.
+        # Torch's `once_differentiable` treats a gradient as a constant if its incoming gradient requires none.
         if torch.is_grad_enabled():
             raise CompositionError(_TWICE)
         return None, None, *ctx.graph.backward(gradients, ctx.needs_input_grad[2:])
@@ -218,14 +214,11 @@ def run_each(
 ) -> None:
     """Run the first job in this thread and each other one in a new thread, under this thread's autocast.
 
-    Args:
-        jobs: one for each replica.
-        ranges: their samples, for messages.
-        in_turns: run them one after the other, in this thread.
-        grad: whether what they compute takes part in a graph.
+    With `in_turns` all run in this thread, one after another. `ranges` (the jobs' samples) are for messages; `grad` is
+    whether a graph is recorded.
 
     Raises:
-        BaseException: the first one that a job has raised, in the order of replicas, with its own traceback.
+        BaseException: the first error of a job, in the order of replicas, with its own traceback.
     """
     errors: list[BaseException | None] = [None] * len(jobs)
     enter = _contexts(grad=grad)
@@ -253,7 +246,7 @@ def run_each(
         for thread in threads:
             thread.join()
     first = next(((number, error) for number, error in enumerate(errors) if error is not None), None)
-    errors.clear()  # or an error would hold itself, and with it the memory of the step that failed
+    errors.clear()  # otherwise an error would reference itself, and keep the memory of the failed step
     if first is None:
         return
     (number, failed), first = first, None
@@ -266,7 +259,7 @@ def run_each(
 
 
 def _contexts(*, grad: bool) -> Callable[[], ExitStack]:
-    """Return what enters this thread's autocast and inference mode in another thread."""
+    """Return a function that enters this thread's autocast and inference mode in another thread."""
     cached, inference = torch.is_autocast_cache_enabled(), torch.is_inference_mode_enabled()
     kinds = [kind for kind in dict.fromkeys(("cpu", _accelerator())) if torch.is_autocast_enabled(kind)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
@@ -289,7 +282,7 @@ def _accelerator() -> str:
 
 
 def _sum(gradients: Sequence[Gradient]) -> Gradient:
-    """Return the sum of those that are there, rounded once; None if none is."""
+    """Return the sum of the existing gradients, rounded once; None without any."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) <= 1:
         return present[0] if present else None

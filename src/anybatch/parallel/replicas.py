@@ -1,4 +1,4 @@
-"""Replicas start equal: what differs between ranks is found by digests, then made equal or refused."""
+"""Replicas start equal: digests find differences between ranks, which are then overwritten or refused."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -13,25 +13,19 @@ from anybatch.parallel.world import World
 
 Initial = Literal["broadcast", "verify"]
 _BLOCK_WORDS = 1 << 18  # 2 MiB at a time, so that the mixed words stay in a cache
-# Written as signed numbers, since torch computes with signed 64-bit integers only.
+# Signed, since torch computes with signed 64-bit integers only.
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[str, ...]:
-    """Make parameters and buffers equal on all ranks, or refuse if they are not.
+    """Make parameters and buffers equal on all ranks, or refuse; return the names of the overwritten tensors.
 
-    Args:
-        modules: the module whose parameters and buffers must agree.
-        world: the ranks.
-        initial: "broadcast" overwrites what differs with rank 0's values; "verify" raises instead.
-
-    Returns:
-        Names of the tensors that differed and were overwritten.
+    "broadcast" overwrites differing tensors with rank 0's values; "verify" raises instead.
 
     Raises:
         ReplicaError: values differ under "verify". Names, shapes and types have been compared before.
     """
-    if world.roll_call is None:  # nobody to compare with
+    if world.roll_call is None:  # no other rank
         return ()
     tensors = {**dict(modules.named_parameters()), **dict(modules.named_buffers())}
     digests = world.gather_from_processes([digest(local_part(tensor)) for tensor in tensors.values()])
@@ -58,9 +52,9 @@ def digest(tensor: torch.Tensor) -> int:
     """Return a 64-bit fingerprint of a tensor's bytes, computed on its device.
 
     The sum modulo 2**64 of every 64-bit word mixed with its position. Mixing is one-to-one, so any single changed word
-    changes the sum; it is not linear, so that swapped words do too. It detects accidents, not attacks.
+    changes the sum; it is not linear, so swapped words change it too. It detects accidents, not attacks.
 
-    Source: the mixing is that of the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
+    Source: the mixing is the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -73,18 +67,14 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Return each 64-bit word thoroughly mixed up; shifts of signed words drag the sign along, which is masked off."""
+    """Return each 64-bit word mixed; the sign bits that shifts of signed words fill in are masked off."""
     words = (words ^ ((words >> 30) & (1 << 34) - 1)) * _ODD[1]
     words = (words ^ ((words >> 27) & (1 << 37) - 1)) * _ODD[2]
     return words ^ ((words >> 31) & (1 << 33) - 1)
 
 
 def _refuse_unlike(tensors: Mapping[str, torch.Tensor], digests: Sequence[Sequence[int]], world: World) -> None:
-    """Refuse tensors that processes of one rank hold whole, and not alike: nobody knows whether these are parts.
-
-    Raises:
-        ReplicaError: with the name.
-    """
+    """Raise a `ReplicaError` for plain tensors that differ within one rank: they may be parts of a whole."""
     for group in world.model_groups:
         for number, (name, tensor) in enumerate(tensors.items()):
             other = next((one for one in group if digests[one][number] != digests[group[0]][number]), None)

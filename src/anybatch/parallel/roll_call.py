@@ -1,7 +1,7 @@
-"""Where ranks stand: calls are counted alike on all of them, so that those who wait can tell who will not come.
+"""Desync detection: ranks number their calls alike, so a waiting rank can tell that a peer is in another one.
 
-Nothing is written while ranks are together. A rank that has waited for a while writes where it stands into the store,
-reads where the others stand, and goes on waiting if they may still come: a slow rank is never taken for a failed one.
+Nothing is written while ranks are in step. A rank that has waited for a while writes its position to the store, reads
+the others' positions, and keeps waiting if they may still come: a slow rank never counts as a failed one.
 """
 
 import json
@@ -28,24 +28,24 @@ _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
 _LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
-"""By default group, where this rank left a message that another one has not answered: the next would be its answer."""
+"""By default group, a message of this rank that another one has not answered: the next one would be its answer."""
 _MOST_TIMES_BROKEN = 2
-"""Times in a row that the next rank may be found gone: its program may be over, and the last message under way."""
+"""Times in a row that the next rank may be found gone: it may have finished, with its last message in flight."""
 _NUM_LOOKS_FOR_CAUSE, _BETWEEN_LOOKS_SECONDS = 20, 0.1
-"""How often a rank whose connection broke looks for the cause: other ranks may publish it a little later."""
+"""How often a rank with a broken connection looks for the cause, which other ranks may publish a little later."""
 _START_AGAIN = "Start all ranks again, from the last checkpoint."
 NUM_DIGESTS = 4
-"""Of the call, the batch, the settings and the replicas."""
+"""Digests of the call, the batch, the settings and the replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a rank stands.
+    """A rank's position in the sequence of calls.
 
     Attributes:
-        rank: which one.
+        rank: the rank.
         number: of the common call, counted alike on all ranks.
-        name: of what was called, such as "engine.save".
+        name: of the call, such as "engine.save".
         step: number of the engine's step, from 0 on; None between steps.
         barrier: the rank waits for all others before it begins.
     """
@@ -58,7 +58,7 @@ class Whereabouts:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what `to_json` wrote."""
+        """Return the position of a text from `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
@@ -66,7 +66,7 @@ class Whereabouts:
         return json.dumps(asdict(self))
 
     def contradicts(self, other: "Whereabouts") -> bool:
-        """Whether the two ranks wait for each other in vain; ranks in calls of other numbers are only early or late."""
+        """Whether the two ranks wait for each other in vain; a rank in a call of another number is early or late."""
         mine = self.name, self.step, self.barrier
         return self.number == other.number and mine != (other.name, other.step, other.barrier)
 
@@ -76,23 +76,23 @@ class Whereabouts:
 
 
 class RollCall:
-    """What this rank is in, and what it knows of the others. One for each control group.
+    """This rank's current call, and its view of the other ranks. One for each control group.
 
     Args:
-        world_name: the same on all ranks, and another for each control group.
+        world_name: the same on all ranks, and unique to the control group.
         rank: this rank.
         size: the number of ranks.
-        timeout: how long a rank waits for the others to come to a call.
-        keep_alive: connection to the next rank, as far as there is one yet.
+        timeout: how long a rank waits for the others to reach a call.
+        keep_alive: connection to the next rank, if there is one yet.
 
     Attributes:
-        keep_alive: as given, until the ranks have made another one.
-        digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
-        shards_digest: of its parts of weights that ranks share out; the same in one data group, below 2**20.
-        has_agreed: whether the last message of the step is on its way, so that other ranks wait for nothing more.
-        has_hooks: whether this rank runs hooks of the user's on the summed gradients of this step.
+        keep_alive: as passed, until the ranks have made a new one.
+        digests: of this rank's step: its call, batch, settings and replica; each below 2**20.
+        shards_digest: of its shards of weights; the same in one data group, below 2**20.
+        has_agreed: whether the last message of the step has been sent, so that other ranks wait for nothing more.
+        has_hooks: whether this rank runs user hooks on the summed gradients of this step.
         any_hooks: whether any rank does.
-        num_told: errors that all ranks have learnt of together.
+        num_told: number of errors that all ranks have received together.
     """
 
     def __init__(
@@ -126,26 +126,23 @@ class RollCall:
 
     @property
     def next_has_ended(self) -> bool:
-        """Whether the next rank has ended without closing its engine, as far as this one can see."""
+        """Whether the next rank seems to have ended without closing its engine."""
         return self.keep_alive is not None and self.keep_alive.is_broken
 
     @property
     def compared(self) -> tuple[tuple[int, ...], int]:
-        """The digests, and that of parts of weights."""
+        """The digests, and the digest of the shards."""
         return self.digests, self.shards_digest
 
     @property
     def here(self) -> Whereabouts:
-        """Where this rank stands."""
+        """This rank's position."""
         return Whereabouts(self._rank, self.number, self._name, self._step, self._barrier)
 
     def enter(self, name: str, step: int | None, *, barrier: bool) -> None:
         """Begin a call that every rank has to make. Sends nothing.
 
-        Args:
-            name: of what was called.
-            step: number of the step; None between steps.
-            barrier: `wait_at_barrier` waits for all ranks; for what is called now and then.
+        With `barrier`, `wait_at_barrier` waits for all ranks, for rare calls. `step` is None between steps.
 
         Raises:
             UserError: this rank is in a call already.
@@ -156,36 +153,36 @@ class RollCall:
                 "from another thread. Call one after the other, from one thread."
             )
             raise UserError(message)
-        # Behind an error ranks may not be together any more: they look before they send anything.
+        # After an error ranks may be out of step: they synchronise before they send anything.
         self.number, self._name, self._step, self._barrier = self.number + 1, name, step, barrier or self._has_failed
         self._inside, self._has_failed, self.has_agreed = True, False, False
 
     def wait_at_barrier(self) -> None:
-        """Wait until all ranks are in this call, where it asks for that, by the store alone.
+        """Wait through the store until all ranks are in this call, if it asks for that.
 
-        So no message of one call can be taken for one of another.
+        So no message of one call can be paired with another call's.
 
         Raises:
-            RanksDifferError: another rank has called something else.
+            RanksDifferError: another rank has made a different call.
             RankFailedError: another rank cannot come.
-            WorldError: another rank has not come before the time-out; or this rank has left a message that the others
+            WorldError: another rank has not come before the timeout; or this rank has left a message that the others
                 wait for, so that none can be sent any more.
         """
         if self._out_of_step:
             message = (
-                f"{self._name} cannot run, because ranks cannot be brought together again behind an earlier error "
+                f"{self._name} cannot run, because ranks cannot be brought together again after an earlier error "
                 f"({self._out_of_step}). {_START_AGAIN}"
             )
             raise WorldError(message)
         if not self._barrier:
             return
         try:
-            # With its name: ranks that have called different things do not meet, and say so.
+            # Includes the name, so that ranks in different calls do not meet, and report it.
             self._wait_in_store(default_store(), f"{self._key('met', self.number)}/{self._name}")
         except WorldError:
             raise
         except (RuntimeError, ValueError):
-            # The store has gone with its launcher. Ranks that are all here can still save, as they would without it.
+            # The store has ended with its launcher. Ranks that are all here can still save without it.
             return
 
     def leave(self) -> None:
@@ -193,30 +190,27 @@ class RollCall:
         self._inside = False
 
     def fail(self, *, ahead: bool = False) -> None:
-        """Note an error that has been published: ranks that still wait in this call will wait in vain.
+        """Record a published error: ranks that still wait in this call will wait in vain.
 
-        Args:
-            ahead: in the next call too: the error came after the last message of this one.
+        With `ahead` also in the next call: the error came after the last message of this one.
         """
         self._has_failed = True
         for number in (self.number, self.number + 1)[: 1 + ahead]:
             _try(lambda store, number=number: store.set(self._key("left", number), str(self._rank)))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Let ranks that wait for this one know that it makes no more calls in this world."""
+        """Inform ranks that wait for this one that it makes no more calls in this world."""
         _try(lambda store: store.set(self._key("closed", self._rank), self.here.to_json()))
 
     def wait(self, work: Work, *, in_control_group: bool = False) -> None:
-        """Wait for a collective on the CPU; look around from time to time.
+        """Wait for a collective on the CPU, and check on the other ranks from time to time.
 
-        Args:
-            work: the collective.
-            in_control_group: of this world alone; others go through groups that later worlds use as well.
+        `in_control_group` is whether the collective belongs to this world alone; other groups serve later worlds too.
 
         Raises:
             RankFailedError: another rank has ended, or has left this call with an error.
-            RanksDifferError: another rank has called something else.
-            WorldError: another rank has not come before the time-out.
+            RanksDifferError: another rank has made a different call.
+            WorldError: another rank has not come before the timeout.
         """
 
         def wait(patience: timedelta) -> bool:
@@ -225,7 +219,7 @@ class RollCall:
             except RuntimeError:
                 if not work.is_completed():
                     return False
-                work.wait()  # it has come, or has broken, in between
+                work.wait()  # it has arrived, or failed, in between
             return True
 
         try:
@@ -238,7 +232,7 @@ class RollCall:
             raise self.cause_of(error) from error
 
     def cause_of(self, error: BaseException) -> WorldError:
-        """Return the error to raise in place of what torch raised because a connection to another rank broke.
+        """Return the error to raise in place of torch's error about a broken connection.
 
         It carries the error of the rank that failed first, or names the rank that ended.
         """
@@ -258,19 +252,19 @@ class RollCall:
         return RankFailedError(message, step=self._step)
 
     def _cause(self) -> WorldError | None:
-        """Return why another rank does not come, as far as that is known by now."""
-        # The rank that saw a deadlock first may have ended, and its connections, before this one looked again.
+        """Return why another rank does not come, if known."""
+        # The rank that detected a deadlock may have ended, and its connections, before this one looked again.
         if deadlocked := self._deadlocks.published(self.number):
             return self._apart(deadlocked)
         failure: RankFailure | None = None
-        with suppress(RuntimeError, ValueError):  # the store went with its rank
+        with suppress(RuntimeError, ValueError):  # the store ended with its rank
             failure = self.published()
         if failure is None and self.next_has_ended:
             assert self.keep_alive is not None
             failure = RankFailure.of_ended(self.keep_alive.next_rank, self._step)
             with suppress(RuntimeError, ValueError):
                 self.publish(failure)
-        if failure is not None and failure.error_type == RanksDifferError.__name__:  # true of all ranks
+        if failure is not None and failure.error_type == RanksDifferError.__name__:  # true on all ranks
             return RanksDifferError(failure.reason, step=self._step)
         if failure is not None and failure.rank == self._rank:
             return failure.error(f"the other ranks stopped after an error of this one: {failure}. {_START_AGAIN}")
@@ -281,7 +275,7 @@ class RollCall:
         return None
 
     def _closed(self) -> list[str]:
-        """Return where ranks stand if one of them closed its engine before it came to this call; else nothing."""
+        """Return the ranks' positions if one of them closed its engine before this call; otherwise nothing."""
         if not self._inside:
             return []
         gone = []
@@ -299,7 +293,7 @@ class RollCall:
         return f"Rank {self._rank} waited for it{place}, and stops too."
 
     def _late_ranks(self) -> WorldError:
-        """Return the error for ranks that are alive, as far as is known, and have not come before the time-out."""
+        """Return the error for ranks that seem alive, and have not come before the timeout."""
         come = {
             rank
             for rank in range(self._size)
@@ -316,11 +310,7 @@ class RollCall:
         return WorldError(message)
 
     def leave_with(self, ranks: Sequence[int]) -> list[int]:
-        """Wait a while until others leave the effective batch too; return those that have not.
-
-        Args:
-            ranks: those that run one model together, with this one.
-        """
+        """Wait a while for the ranks that run one model together to leave the effective batch too; return the rest."""
         self._num_left += 1
         store, where = default_store(), f"leaves_{self._num_left}"
         keys = {rank: self._key(f"{where}/{rank}", self.number) for rank in ranks}
@@ -335,29 +325,25 @@ class RollCall:
         return []
 
     def publish(self, failure: RankFailure, *, ahead: bool = False) -> bool:
-        """Write this rank's error for ranks that will only see a broken connection; the first one written stays.
+        """Publish this rank's error for ranks that will only see a broken connection; return whether it is the first.
 
-        Args:
-            failure: the error.
-            ahead: the others have come through this call, and will wait in the next one.
-
-        Returns:
-            Whether it stays: no rank has published one before.
+        The first published error stays. With `ahead`, the others have completed this call, and will wait in the next
+        one.
         """
         store = default_store()
-        # One indivisible operation, so that of several ranks that fail at once exactly one publishes its error.
+        # One atomic operation, so that exactly one of several failing ranks publishes its error.
         kept = store.compare_set(self._failure_key(), "", failure.to_json())
         if ahead:
             store.compare_set(self._key("failure", self.number + 1), "", failure.to_json())
         return RankFailure.from_json(kept.decode()).rank == self._rank
 
     def published(self) -> RankFailure | None:
-        """Return what any rank has written about its error in this call."""
+        """Return the failure that a rank has published in this call, if any."""
         store, key = default_store(), self._failure_key()
         return RankFailure.from_json(store.get(key).decode()) if store.check([key]) else None
 
     def align(self, numbers: "list[int]") -> None:
-        """Count on from the highest number: ranks have met in an error and begin their next calls together."""
+        """Continue from the highest call number: ranks have met in an error and begin their next calls together."""
         self.number = max(numbers)
 
     def _wait_in_store(self, store: Store, key: str) -> None:
@@ -382,24 +368,23 @@ class RollCall:
         if announce:
             _try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
-            was_left = self._look_around(was_left=was_left)
+            was_left = self._peer_has_failed(was_left=was_left)
             left_seconds -= patience
             if left_seconds <= 0:
                 raise self._late_ranks()
             patience = min(2 * patience, _MOST_PATIENCE_SECONDS) if not was_left else _FIRST_PATIENCE_SECONDS
-            # Torch's own time-out may end the next wait a little earlier.
+            # Torch's own timeout may end the next wait a little earlier.
             self._has_timed_out = patience >= left_seconds
             patience = min(patience, left_seconds)
 
-    def _look_around(self, *, was_left: bool) -> bool:
+    def _peer_has_failed(self, *, was_left: bool) -> bool:
         """Return whether another rank has left this call with an error.
 
-        Args:
-            was_left: whether it had when this rank looked before: what that rank had sent has arrived since.
+        `was_left` is whether it had at the last check: everything that it had sent has arrived since.
 
         Raises:
-            RankFailedError: it had, and nothing has come; or the next rank has ended.
-            RanksDifferError: another rank has called something else.
+            RankFailedError: it had, and nothing has arrived; or the next rank has ended.
+            RanksDifferError: another rank has made a different call.
         """
         self._check_keep_alive()
         if not self._inside:  # a message between calls, such as a vote
@@ -410,7 +395,7 @@ class RollCall:
         found = [Whereabouts.from_json(text) for text in others if text]
         left = self._read("left", self.number)
         is_left = bool(left) and int(left) != self._rank
-        # A rank that looks for the others after an error has published a better reason.
+        # A rank that resynchronises after an error has published a better reason.
         if any(other.contradicts(here) for other in found) and not (
             is_left and all(o.name == here.name for o in found)
         ):
@@ -426,22 +411,14 @@ class RollCall:
         return is_left
 
     def _check_keep_alive(self) -> None:
-        """Raise where the next rank has been found gone several times: what it had sent before has arrived since.
-
-        Raises:
-            RankFailedError: it has ended, or its host does not answer any more.
-        """
+        """Raise a `RankFailedError` if the next rank was found gone repeatedly, so that its last data has arrived."""
         self._times_broken = self._times_broken + 1 if self.next_has_ended else 0
         if self._times_broken > _MOST_TIMES_BROKEN and (cause := self._cause()):
             leave_groups_alone()
             raise cause
 
     def _apart(self, stands: Sequence[str]) -> RanksDifferError:
-        """Return the error for ranks in different calls; what they called tells why, or only that they lost step.
-
-        Args:
-            stands: clauses that say where ranks are, by rank.
-        """
+        """Return the error for ranks in different calls, from clauses with the ranks' positions, by rank."""
         self._out_of_step = str(self.here)
         names = {stand.partition(" called ")[2].partition(" at step ")[0] for stand in stands}
         remedy = (
@@ -449,13 +426,13 @@ class RollCall:
             "its program: take `if rank == 0` away from around them (ranks agree on who writes a checkpoint), and wrap "
             "loaders of different lengths in ab.shares."
             if len(names) > 1
-            else "An error on one of them was caught there while the others went on: start again from a checkpoint."
+            else "An error on one of them was caught there while the others continued: start again from a checkpoint."
         )
         message = f"ranks wait for each other in different calls: {'; '.join(stands)}. {remedy}"
         return RanksDifferError(message, step=self._step, meant=tuple(stands))
 
     def _failure_key(self) -> str:
-        # What fails between two calls is found by those that wait in the next one.
+        # Failures between two calls are found by the ranks that wait in the next one.
         return self._key("failure", self.number if self._inside or self._has_failed else self.number + 1)
 
     def _key(self, kind: str, number: int) -> str:
@@ -465,13 +442,13 @@ class RollCall:
         return _read(self._key(kind, number))
 
 
-def say_ended(rank: int) -> None:
-    """Let ranks that wait for this one know that it ends the default group, with all its engines."""
+def announce_end(rank: int) -> None:
+    """Inform ranks that wait for this one that it ends the default group, with all its engines."""
     default_store().set(f"{_ENDED_KEY}/{rank}", "1")
 
 
 def _try(act: Callable[[Store], object]) -> None:
-    # The store may have gone with its rank: then the connections will break soon.
+    # The store may have ended with its rank: the connections will break soon.
     with suppress(RuntimeError, ValueError):
         act(default_store())
 
@@ -487,6 +464,6 @@ def _at(step: int | None) -> str:
 
 
 def default_group() -> "dist.ProcessGroup":
-    """Return torch's default group, which control groups are made within."""
+    """Return torch's default group, the parent of control groups."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Optimizer states shared out over ranks, as in ZeRO stage 1: each rank updates some parameters, and all get them.
+"""Optimizer states sharded over ranks, as in ZeRO stage 1: each rank updates some parameters, and all receive them.
 
 Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020, section 5.1.
 """
@@ -18,21 +18,21 @@ from anybatch.parallel.local_parts import is_dtensor, local_part, with_local_par
 from anybatch.parallel.world import World
 
 _SMALL_BYTES = 1 << 16
-"""Up to here a message takes longer to be on its way than a copy of what is in it."""
+"""Size up to which a message's latency exceeds the cost of copying its content."""
 
 
 class ShardedUpdate:
-    """An update in which this rank's optimizer steps with its own parameters, and all ranks exchange what is new.
+    """An update in which this rank's optimizer steps with its own parameters, and all ranks exchange the results.
 
-    The user's optimizer keeps its groups, which schedulers and reports read; only while it makes state or steps do
-    they hold this rank's parameters alone. So any optimizer can be shared out that updates each parameter by itself.
+    The user's optimizer keeps its groups, which schedulers and reports read; only while it creates state or steps do
+    they contain this rank's parameters alone. So any optimizer works that updates each parameter independently.
 
     The plain loop: `optimizer.step()` over the parameters that `owners` gives this rank, then a broadcast of each
     parameter from its owner.
 
     Args:
         optimizer: over all parameters.
-        parameters: what it updates, in an order that is the same on all ranks.
+        parameters: its parameters, in the same order on all ranks.
         world: the ranks.
     """
 
@@ -46,15 +46,15 @@ class ShardedUpdate:
 
     @property
     def _in_groups(self) -> list[nn.Parameter]:
-        """The parameters in the order in which the optimizer's state counts them."""
+        """The parameters in the order of the optimizer's state dict."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the optimizer see this rank's parameters alone, and keep the state of no other."""
+        """Show the optimizer only this rank's parameters, and drop the state of the others."""
         groups = [group["params"] for group in self._optimizer.param_groups]
         whole = [list(parameters) for parameters in groups]
-        # A checkpoint has brought the state of all.
+        # A checkpoint contains the state of all parameters.
         for parameter in [p for p in self._optimizer.state if id(p) not in self._own]:
             del self._optimizer.state[parameter]
         try:
@@ -66,7 +66,7 @@ class ShardedUpdate:
                 parameters[:] = every
 
     def exchange(self) -> None:
-        """Give every rank the parameters that their owners have updated."""
+        """Send every rank the parameters that their owners have updated."""
         works = []
         for owner, parameters in self._bundles:
             parts = [local_part(parameter).detach() for parameter in parameters]
@@ -86,10 +86,10 @@ class ShardedUpdate:
                     part.copy_(piece.view(part.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's whole state on rank 0; on others what it is that they have. All ranks call it."""
+        """Return the optimizer's whole state on rank 0, and each other rank's own part. All ranks call it."""
         found = self._optimizer.state_dict()
         own = found["state"]
-        # Of a `DTensor` its local part travels, and is laid out like the parameter it belongs to once it has arrived.
+        # The local part of a `DTensor` is sent, and gets the layout of its parameter after it has arrived.
         parts = [is_dtensor(tensor) for tensor in tensors_of(own)]
         described = self._world.gather_from_processes((map_tensors(own, _without_data), parts) if own else ({}, []))
         for owner in range(1, self._world.size):
@@ -106,7 +106,7 @@ class ShardedUpdate:
         return found
 
     def state_dict_in_parts(self) -> dict[str, Any]:
-        """Return the optimizer's state with tensors that other ranks own without data. All ranks call it."""
+        """Return the optimizer's state, with tensors of other ranks without data. All ranks call it."""
         found = self._optimizer.state_dict()
         own = found["state"]
         for described in self._world.gather_from_processes(map_tensors(own, _without_data)):
@@ -116,7 +116,7 @@ class ShardedUpdate:
         return found
 
     def _sent(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """Return a tensor of the owner on every rank, where it lies on the device that updates."""
+        """Return a tensor of the owner on every rank, on the device of the update."""
         device = self._world.device
         sent = (
             tensor.detach().to(device).contiguous()
@@ -136,9 +136,9 @@ class ShardedUpdate:
 
 
 def _bundled(parameters: Sequence[nn.Parameter], owners_of: Sequence[int]) -> list[tuple[int, list[nn.Parameter]]]:
-    """Return the owner and the parameters of each message, in an order that is the same on all ranks.
+    """Return the owner and the parameters of each message, in the same order on all ranks.
 
-    A large parameter travels by itself, small ones of one owner together.
+    A large parameter is sent alone, small ones of one owner together.
     """
     alone: list[tuple[int, list[nn.Parameter]]] = []
     together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -160,14 +160,9 @@ def _next(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
 
 
 def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return which rank owns each of several parameters: the largest first, each to the rank with the least so far.
+    """Return the owner rank of each of several parameters: the largest first, each to the rank with the least so far.
 
-    Rank 0 gets the most in the end, so that what it holds is what every rank needs room for: it is the one that is
-    planned.
-
-    Args:
-        sizes: numbers of each parameter.
-        num_ranks: how many ranks there are.
+    Rank 0 gets the most in the end, so that its memory, which is planned, is an upper bound for every rank.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 of the best largest share.
     """

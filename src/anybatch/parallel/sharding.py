@@ -1,4 +1,4 @@
-"""Which modules are sharded together, and in which form: what FSDP2 does to a model before its first forward."""
+"""Groups of modules that FSDP2 shards together, and the form of the shards, before a model's first forward."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ class Sharding:
 
     Attributes:
         reshard_after_forward: blocks free gathered weights after their forward, and gather them again in the backward.
-        param_dtype: what weights are gathered and computed in, such as `torch.bfloat16`. Shards and updates keep the
-            parameters' own type, and outputs of the model are float32. None for that type.
-        reduce_dtype: what gradients are summed in, over micro-batches and ranks; None for float32 where `param_dtype`
-            is given, otherwise for the type of the gradients.
-        cpu_offload: shards, their gradients and the optimizer's state are in the host's memory.
+        param_dtype: dtype of gathered weights and of the computation, such as `torch.bfloat16`. Shards and updates keep
+            the parameters' own dtype, and outputs of the model are float32. None for the parameters' dtype.
+        reduce_dtype: dtype of gradient sums, over micro-batches and ranks; None for float32 if `param_dtype` is given,
+            otherwise for the dtype of the gradients.
+        cpu_offload: shards, their gradients and the optimizer's state are in host memory.
     """
 
     reshard_after_forward: bool = True
@@ -36,18 +36,18 @@ class Sharding:
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """What gradients are summed in; None for the type of the gradients."""
+        """Dtype of gradient sums; None for the dtype of the gradients."""
         return self.reduce_dtype or (None if self.param_dtype is None else torch.float32)
 
     def policy(self, *, outermost: bool) -> MixedPrecisionPolicy:
-        """Return FSDP2's policy for a module; the outermost ones return what a loss is computed from."""
+        """Return FSDP2's policy for a module; the outputs of the outermost ones are the inputs of the loss."""
         wide = torch.float32 if outermost and self.param_dtype is not None else None
         return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.sum_dtype, output_dtype=wide)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroup:
-    """A module whose parameters, but for those of inner groups, are gathered in one collective.
+    """A module whose parameters, except those in inner groups, are gathered in one collective.
 
     Attributes:
         name: of the module; empty for the model itself.
@@ -61,15 +61,7 @@ class ShardingGroup:
 
 
 def refuse_other_sharding(modules: nn.Module, world: World) -> None:
-    """Refuse a model that comes sharded in a way in which sums over its meshes are not sums over all ranks.
-
-    Args:
-        modules: everything that trains, sharded already.
-        world: the ranks.
-
-    Raises:
-        ParameterError: parameters are sharded over other ranks, or not by `fully_shard`.
-    """
+    """Raise a `ParameterError` for an already sharded model whose meshes do not sum over all ranks."""
     groups = [
         group
         for module in modules.modules()
@@ -100,11 +92,7 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
 
 
 def refuse_unshardable(modules: nn.Module) -> None:
-    """Refuse parameters that FSDP2 cannot shard, or that would lose attached hooks or attributes.
-
-    Raises:
-        ParameterError: with the parameter and a remedy.
-    """
+    """Raise a `ParameterError` for parameters that FSDP2 cannot shard, or that would lose hooks or attributes."""
     for name, parameter in modules.named_parameters():
         kind = type(parameter)
         if parameter.dim() and not parameter.is_contiguous():
@@ -124,7 +112,7 @@ def refuse_unshardable(modules: nn.Module) -> None:
 
 
 def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with a forward of their own that are in no other one, by name; containers have none."""
+    """Return the outermost modules that have a forward, by name; containers have none."""
     if isinstance(modules, (nn.ModuleDict, nn.ModuleList)):
         return {
             f"{name}.{inner}".rstrip("."): found
@@ -135,17 +123,14 @@ def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
 
 
 def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
-    """Return what is sharded by itself: the repeated blocks, then the modules around them, which take what is left.
+    """Return the modules to shard separately: the repeated blocks, then the modules around them with the rest.
 
-    A block with a parameter that is used outside of it too is left to the module around it: each group would make a
-    parameter of its own of it.
-
-    Args:
-        modules: everything that trains, not sharded yet.
+    A block with a parameter that is also used outside of it is left to the module around it: each group would make a
+    separate copy of the parameter.
 
     Raises:
-        ParameterError: parameters of one group have several types, or one is shared by modules that have nothing
-            around them.
+        ParameterError: parameters of one group have several dtypes, or one is shared by modules without a common parent
+            group.
     """
     every = _uses(modules)
     groups = []
@@ -158,7 +143,7 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
                 "it twice, and train two of it. Put both into one module, or use strategy='all_reduce'."
             )
             raise ParameterError(message)
-        # The same module at two places of a list is used twice, and so left out as well.
+        # A module that occurs twice in a list is used twice, and so left out as well.
         alone = {
             f"{prefix}.{row.path}.{name}".strip("."): block
             for row in repeated_blocks(outer)
@@ -173,20 +158,14 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
 
 
 def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Shard modules in place, in this order, which must have inner ones first; parameters move to the mesh's device.
+    """Shard modules in place, inner ones first; parameters move to the mesh's device.
 
-    Shards get the attributes and hooks of their parameters.
-
-    Parameters without axes cannot be sharded: each rank keeps them whole.
-
-    Args:
-        groups: see `sharding_groups`.
-        mesh: of one axis, or of two: replicas, and shards within each.
-        sharding: the form.
+    Shards get the attributes and hooks of their parameters. Parameters without axes cannot be sharded: each rank keeps
+    them whole. The mesh has one axis, or two: replicas, and shards within each.
     """
     groups = tuple(groups)
     before = [dict(group.module.named_parameters(remove_duplicate=False)) for group in groups]
-    # On a CPU they are there already, and pinning memory needs an accelerator.
+    # On a CPU they are in host memory already, and pinning needs an accelerator.
     offloads = sharding.cpu_offload and mesh.device_type != "cpu"
     for group in groups:
         fully_shard(
@@ -205,7 +184,7 @@ def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding)
 
 
 def whole_parameters(modules: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that no rank has a part of: those without axes."""
+    """Return the parameters that are not sharded: the ones without axes."""
     return [parameter for parameter in modules.parameters() if parameter.dim() == 0]
 
 

@@ -1,4 +1,4 @@
-"""Signs what ranks unpickle, so that nobody else can have them run code: gloo does not check who has connected."""
+"""Signatures for pickled data between ranks, so that no one else can make them run code: gloo has no authentication."""
 
 import hmac
 
@@ -8,21 +8,12 @@ _ALGORITHM, _DIGEST_BYTES = "sha256", 32
 
 
 def signed(content: bytes, secret: bytes) -> bytes:
-    """Return bytes behind their signature.
-
-    Args:
-        content: what to sign.
-        secret: known to all ranks, and to nobody else.
-    """
+    """Return bytes after their signature; only the ranks share the secret."""
     return hmac.digest(secret, content, _ALGORITHM) + content
 
 
 def unsigned(content: bytes, secret: bytes) -> bytes:
-    """Return what `signed` was given.
-
-    Raises:
-        WorldError: it comes from a process that does not know the secret.
-    """
+    """Return the content passed to `signed`; raise a `WorldError` for a sender without the secret."""
     signature, inner = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if not hmac.compare_digest(signature, hmac.digest(secret, inner, _ALGORITHM)):
         message = (

@@ -1,4 +1,4 @@
-"""One device: the reference that every other strategy is compared with."""
+"""One device: the reference for every other strategy."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,7 +17,7 @@ _NOTHING = nullcontext()
 
 
 class Single:
-    """One rank. Gradients add up in `.grad`, those of bf16 and fp16 parameters in float32 buffers beside it."""
+    """One rank. Gradients accumulate in `.grad`, and for bf16 and fp16 parameters in separate float32 buffers."""
 
     capabilities = Capabilities(name="single", feature=Feature.SINGLE, sparse_gradients=True)
 
@@ -29,7 +29,7 @@ class Single:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Take the parameters; nothing is wrapped."""
+        """Register the parameters; nothing is wrapped."""
         del world, on_reduction
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
@@ -39,22 +39,22 @@ class Single:
         return Prepared(
             parameters=parameters,
             call=caller_of(model),
-            # These alone: a loss may run through a model of another engine, as that of a GAN's generator does.
+            # Only these: a loss may run another engine's model, as in a GAN.
             backward_inputs=tuple(self._parameters),
             gradient_buffers=() if self._buffers is None else self._buffers.flats,
             abort=lambda _: _no_collective,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Return a context that protects gradients from later micro-batches; there is no other rank to reduce with."""
+        """Return a context that protects gradients from later micro-batches; one rank needs no reduction."""
         return _NOTHING if turn.last else self._owned
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return what has added up in this process."""
+        """Return the gradients accumulated in this process."""
         for parameter in self._parameters:
-            # Accumulated sparse gradients hold an index once per micro-batch; norms and clipping need each once.
+            # Accumulated sparse gradients repeat an index per micro-batch; norms and clipping need each index once.
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
         if self._buffers is None:
@@ -64,7 +64,7 @@ class Single:
         return found, numbers
 
     def place_gradients(self) -> None:
-        """Begin with every `.grad` at None; those of bf16 and fp16 parameters add up in their buffers."""
+        """Set every `.grad` to None; gradients of bf16 and fp16 parameters accumulate in their buffers."""
         self._owned.restart()
         for parameter in self._parameters:
             parameter.grad = None
@@ -79,7 +79,7 @@ class Single:
             self._buffers.clear()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """One rank is its own sum."""
+        """Return the numbers: one rank is its own sum."""
         return numbers
 
     def close(self) -> None:
@@ -89,4 +89,4 @@ class Single:
 
 
 def _no_collective(*, failed: bool) -> None:
-    """Abort on one rank: no collective is under way."""
+    """Abort on one rank: no collective is pending."""

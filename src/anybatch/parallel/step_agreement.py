@@ -1,8 +1,8 @@
-"""The last message of an effective batch: numbers that ranks sum beside the gradients, and whether they are together.
+"""The last message of an effective batch: sums next to the gradients, and whether all ranks are in the same step.
 
-Whether ranks mean the same step is seen from sums alone: each sends a digest h and h * h, and all digests are equal if
-and only if (sum of h)^2 = ranks * (sum of h * h), by the inequality of Cauchy and Schwarz. With h below 2**20 the sums
-are exact in float64 on up to 8192 ranks.
+Sums alone show whether ranks agree on the step: each sends a digest h and h * h, and all digests are equal if and only
+if (sum of h)^2 = ranks * (sum of h * h), by the Cauchy-Schwarz inequality. With h below 2**20 the sums are exact in
+float64 on up to 8192 ranks.
 """
 
 from collections.abc import Sequence
@@ -17,30 +17,30 @@ from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.parallel.world import World
 
 _HOOKS = 2.0**-20  # exact, and less than 1 in a sum over a million ranks
-_NUM_LEAVING = 2  # of flags: whether a rank has run out of memory, and whether it has failed
+_NUM_LEAVING = 2  # flags: whether a rank has run out of memory, and whether it has failed
 
 
 class StepAbortedError(Exception):
-    """A rank ran out of memory, and every rank knows it: no collective is under way, and the gradients are worthless.
+    """A rank ran out of memory: all ranks discard the step's gradients, and no collective is pending.
 
-    Raised on all ranks for the same effective batch. The engine repeats it in smaller micro-batches.
+    Raised on all ranks for the same effective batch. The engine retries it with smaller micro-batches.
     """
 
 
 class StepFailedError(Exception):
-    """A rank has left the effective batch with an error: no collective is under way, and the gradients are worthless.
+    """A rank has left the effective batch with an error: the gradients are void, and no collective is pending.
 
     Raised on all other ranks for the same effective batch. The rank has published its error.
     """
 
 
 class StepsDifferError(Exception):
-    """Ranks do not mean the same step: no collective is under way, and the gradients are worthless.
+    """Ranks disagree about the step: the gradients are void, and no collective is pending.
 
     Raised on all ranks.
 
     Attributes:
-        differing: numbers of the digests of `RollCall.digests` that differ.
+        differing: indices of the digests of `RollCall.digests` that differ.
     """
 
     def __init__(self, differing: tuple[int, ...]) -> None:
@@ -51,10 +51,10 @@ class StepsDifferError(Exception):
 class StepAgreement:
     """One message in the control group, sent once per effective batch by every rank that sums gradients.
 
-    It carries flags: which parameters this rank has used, whether it has hooks on parameters to run, and whether it
-    leaves the effective batch; and digests of what it means by the step (`RollCall.digests`). On a CPU the numbers of
-    the report travel with them. On an accelerator the numbers travel by themselves, in the data group: if they
-    travelled with the flags, the host would have to wait for the device before it could read these.
+    It carries flags: the parameters that this rank has used, whether it has hooks on parameters to run, and whether it
+    leaves the effective batch; and digests of its step (`RollCall.digests`). On a CPU the numbers of the report are
+    included. On an accelerator the numbers are sent separately, in the data group: otherwise the host would have to
+    wait for the device before it could read the flags.
 
     Args:
         numbers: on the rank's device, shape (numbers,); summed over ranks.
@@ -69,32 +69,32 @@ class StepAgreement:
         self._world = world
         self._numbers = numbers
         roll_call = world.roll_call
-        # One number for both: whether it leaves, and in a fraction whether it has hooks.
+        # One number for both: whether it leaves, and as a fraction whether it has hooks.
         leaves = float(aborts) or (_HOOKS if roll_call is not None and roll_call.has_hooks else 0.0)
         self._own: list[float] = [*flags, leaves, False]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
         digests, shards = ((0,) * NUM_DIGESTS, 0) if aborts or roll_call is None else roll_call.compared
-        # Parts of weights are equal within a data group alone: each group has a place of its own.
+        # Shards of weights are equal only within a data group: each group has a separate entry.
         num_groups = len(world.data_groups) if world.has_model_groups else 0
         by_group = [shards if place == world.data_group else 0 for place in range(num_groups)]
         words = [float(word) for digest in (*digests, *by_group) for word in (digest, digest * digest)]
         self._num_words = len(words)
-        # How many ranks have brought each digest.
+        # Number of ranks that have sent each digest.
         self._brought_by = [world.num_processes] * NUM_DIGESTS + [world.size] * len(by_group)
-        if not world.speaks:  # the processes of a rank have all computed its numbers
+        if not world.speaks:  # all processes of a rank have computed its numbers
             numbers.zero_()
-        # In the type of the numbers that may travel with them; sums of flags are exact in it.
+        # In the dtype of the numbers that may be included; sums of flags are exact in it.
         own = torch.tensor([*self._own, *words], dtype=torch.float64)
         self._message = torch.cat([numbers.double(), own]) if self._num_together else own
         self._works: list[PendingMessage | dist.Work | None] = []
 
     def start(self) -> None:
-        """Send it. What travels in the data group does so behind all that has been started there."""
+        """Send the message; numbers in the data group follow everything that was started there."""
         if self._world.roll_call is not None:
             self._world.roll_call.has_agreed = True
         self._works = [self._world.start_sum(self._message)]
         if not self._num_together:
-            # Over all processes: those that do not speak for a rank have set theirs to zero.
+            # Over all processes: a process that does not represent a rank has set its numbers to zero.
             self._works.append(dist.all_reduce(self._numbers, async_op=True))
 
     def wait(self) -> tuple[Float[Tensor, " numbers"], list[bool]]:
@@ -103,15 +103,15 @@ class StepAgreement:
         Raises:
             StepFailedError: a rank has left with an error.
             StepAbortedError: a rank has run out of memory.
-            StepsDifferError: ranks do not mean the same step.
+            StepsDifferError: ranks disagree about the step.
         """
-        # Not kept: the message of a rank that leaves stays, and would keep the process group.
+        # Not kept: the message of a leaving rank stays alive, and would keep the process group.
         works, self._works = self._works, []
         for work in works:
             if work is not None:
                 work.wait()
         numbers = self._message[: self._num_together] if self._num_together else self._numbers
-        if works[0] is None:  # the other ranks are imagined, and the message may hold no data
+        if works[0] is None:  # the other ranks are simulated, and the message may have no data
             sums, words = self._own, []
         else:
             both = self._message[self._num_together :].tolist()
@@ -122,7 +122,7 @@ class StepAgreement:
         if num_leaving >= 1:
             raise StepAbortedError
         differing = {
-            min(number, NUM_DIGESTS - 1)  # weights, whole or in parts
+            min(number, NUM_DIGESTS - 1)  # weights, whole or in shards
             for number, size in enumerate(self._brought_by[: len(words) // 2])
             if int(words[2 * number]) ** 2 != size * int(words[2 * number + 1])
         }
@@ -135,8 +135,7 @@ class StepAgreement:
     def reset_to_abort(self, *, failed: bool) -> None:
         """Make it the message of a rank that leaves: nothing used, nothing to report. Allocates nothing.
 
-        Args:
-            failed: it leaves with an error; otherwise it has run out of memory, and the ranks begin again.
+        Unless the rank `failed`, it has run out of memory, and the ranks retry.
         """
         self._own[:] = [False] * len(self._own)
         self._own[-1 if failed else -2] = True

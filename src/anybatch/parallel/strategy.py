@@ -1,4 +1,4 @@
-"""The contract of every way of using devices."""
+"""The contract of every strategy."""
 
 import inspect
 import weakref
@@ -22,24 +22,24 @@ from anybatch.parallel.world import World
 
 
 class ReductionObserver(Protocol):
-    """Called whenever a gradient reduction is handed to a collective."""
+    """Called whenever a gradient reduction starts."""
 
     def __call__(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
-        """Take the number of the bucket, what this rank hands over, and to what."""
+        """Receive the number of the bucket, the bytes that this rank sends, their dtype, and the collective."""
         ...
 
 
 class Abort(Protocol):
-    """Leaves an effective batch: serves the collectives that the other ranks wait in, and tells them."""
+    """Leaves an effective batch: serves the collectives that the other ranks wait in, and informs them."""
 
     def __call__(self, *, failed: bool) -> None:
-        """Leave, because this rank has failed, or else because it has run out of memory."""
+        """Leave because this rank has failed, or otherwise because it has run out of memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place of a micro-batch in its rank share.
+    """The position of a micro-batch in its rank share.
 
     Attributes:
         first: it is the first one.
@@ -54,21 +54,21 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Abilities and demands of a strategy; the engine asks for these and never for the strategy's type.
+    """Abilities and requirements of a strategy; the engine reads these and never checks the strategy's type.
 
     Attributes:
         name: as written in reports.
-        feature: its row of the composition table; None for a strategy that is not in it and says here what it can do.
+        feature: its row of the composition table; None for a strategy outside the table that states its abilities here.
         lockstep: every rank must run the same number of micro-batches.
         replaces_parameters: the optimizer has to be built after `prepare`, by a function.
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
         sparse_gradients: parameters may have sparse gradients.
         replicas: every rank holds all weights, and makes the same updates.
         tensor_parallel: parameters may be `DTensor`s over the processes that are one rank together.
-        moves_modules: `prepare` puts modules on the device, piece by piece: they may not fit there whole.
-        prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must have run in its turn
-            and have met every parameter that its backward will reach.
-        compresses: gradients are rounded to bf16 on their way to other ranks.
+        moves_modules: `prepare` moves modules to the device, piece by piece: the whole model may not fit there.
+        prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must run in order and use
+            every parameter that its backward will reach.
+        compresses: gradients are rounded to bf16 when sent to other ranks.
         splits_micro_batches: a forward of the model sees some of a micro-batch's samples, in a copy of the model.
     """
 
@@ -87,30 +87,30 @@ class Capabilities:
 
     @property
     def constraints(self) -> CutConstraints:
-        """The strategy's demands on every cut."""
+        """The strategy's requirements on every cut."""
         return CutConstraints(lockstep=self.lockstep, fills_up=self.lockstep)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
-    # A sparse gradient has the norm of the numbers it stores, once no index comes twice, as `Single` sees to.
-    return get_total_norm([dense_values(gradient) for gradient in gradients])
+    # A sparse gradient has the norm of its stored numbers if no index is repeated, which `Single` ensures.
+    return get_total_norm([dense_values(one) if one.is_sparse else one for one in gradients])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """How parameters, their gradients and what is made like them lie on the ranks. The default is for replicas.
+    """The layout of parameters, gradients and optimizer state over ranks. The default is for replicas.
 
-    What a checkpoint of whole tensors holds is made of `gather` and read back by `scatter`; one of parts is made of
-    `local` and `offset`, and read back by `with_local`. So it is the same under any strategy.
+    A checkpoint of whole tensors is written with `gather` and read with `scatter`; one of parts is written with `local`
+    and `offset`, and read with `with_local`. So it is the same under any strategy.
 
     Attributes:
-        in_parts: some tensors are larger than what this rank holds of them.
-        local: the part of a tensor that is in this rank's memory; shares its memory.
-        gather: the whole tensor, on every rank; a collective where tensors are sharded.
-        scatter: (whole tensor, tensor of this layout) -> the whole one laid out like the other; no collective.
-        offset: where the local part begins in the whole tensor, along each axis; None where it is the whole one.
-        with_local: (local part, tensor of this layout) -> the local part as a tensor laid out like the other.
+        in_parts: some tensors are larger than this rank's part of them.
+        local: the part of a tensor in this rank's memory; shares its memory.
+        gather: the whole tensor, on every rank; a collective for sharded tensors.
+        scatter: (whole tensor, tensor of this layout) -> the whole one in the layout of the other; no collective.
+        offset: start of the local part in the whole tensor, along each axis; None if it is the whole one.
+        with_local: (local part, tensor of this layout) -> the local part as a tensor in the layout of the other.
         norm: the 2-norm over gradients of this layout, over all ranks, as a plain tensor without axes.
     """
 
@@ -124,14 +124,14 @@ class ParameterLayout:
 
 
 class UpdateSharding(Protocol):
-    """How an optimizer's step is shared out over ranks."""
+    """How an optimizer's step is sharded over ranks."""
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return the context in which the optimizer sees, and makes state for, what this rank updates alone."""
+        """Return the context in which the optimizer sees, and creates state for, only this rank's parameters."""
         ...
 
     def exchange(self) -> None:
-        """Give every rank what the others have updated."""
+        """Send every rank the parameters that the others have updated."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class UpdateSharding(Protocol):
         ...
 
     def state_dict_in_parts(self) -> dict[str, Any]:
-        """Return what this rank has of the optimizer's state; the rest without data. All ranks call it."""
+        """Return this rank's part of the optimizer's state; the rest without data. All ranks call it."""
         ...
 
 
@@ -149,21 +149,21 @@ class Prepared:
 
     Attributes:
         parameters: the trainable parameters by name; the optimizer is built over these.
-        call: runs `function(model, batch)` with the user's own model, inside whatever wrapper the strategy needs.
+        call: runs `function(model, batch)` with the user's own model, inside the strategy's wrapper, if any.
         backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
-        gradient_leaves: function () -> for each parameter the leaf whose whole gradient a backward brings; None where
-            these are the parameters themselves.
-        differed: names of what was not equal on all ranks before and is now.
-        gradient_buffers: where gradients add up, apart from `.grad`.
-        layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
-        shard_update: function (optimizer, the parameters it updates) -> how its step is shared out over ranks; None for
-            a step that every rank makes by itself.
-        decisions: what the strategy has chosen and why, a clause each, by what it is about.
-        abort: function (numbers, as `finish_gradients` will be given) -> function (whether it has failed) that a rank
-            calls which has run out of memory or failed. It takes part in every collective that the other ranks have
-            started or will start for this effective batch, in their order, so that `finish_gradients` raises
-            `StepAbortedError` or `StepFailedError` there. It raises `CannotRedoError`, with a clause, where it is too
-            late for that. None: the strategy cannot do this.
+        gradient_leaves: function () -> for each parameter the leaf that receives its whole gradient in a backward; None
+            if these are the parameters themselves.
+        differed: names of tensors that differed between ranks and are equal now.
+        gradient_buffers: memory in which gradients accumulate, apart from `.grad`.
+        layout: layout of the parameters over ranks, used for saving, loading, norms and averages.
+        shard_update: function (optimizer, its parameters) -> how its step is sharded over ranks; None for a step that
+            every rank makes in full.
+        decisions: the strategy's decisions with reasons, a clause each, by topic.
+        abort: function (numbers, as `finish_gradients` will get) -> function (whether it has failed) for a rank that
+            has run out of memory or failed. It takes part in every collective that the other ranks have started or will
+            start for this effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` or
+            `StepFailedError` there. It raises `CannotRedoError`, with a clause, if it is too late for that. None: the
+            strategy cannot do this.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -188,36 +188,36 @@ class Strategy(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Its abilities and demands."""
+        """Its abilities and requirements."""
         ...
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Take hold of the trainable parameters, and see to it that they are equal on all ranks.
+        """Register the trainable parameters, and ensure that they are equal on all ranks.
 
         Args:
             modules: everything that trains, on this rank's device.
-            model: what loss functions are called with, the user's own object.
+            model: the user's object, the argument of loss functions.
             world: the ranks.
-            on_reduction: told whenever a gradient reduction is handed to a collective; None for nobody.
+            on_reduction: called whenever a gradient reduction starts; may be None.
 
         Raises:
-            ReplicaError: ranks hold different parameters, where the strategy was told to verify that they do not.
+            ReplicaError: ranks hold different parameters, and the strategy's `initial` is "verify".
         """
         ...
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Return the context of one forward and backward. Reduction starts in the last one, if anywhere."""
+        """Return the context of one forward and backward. A reduction may only start in the last one."""
         ...
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Wait, once, for everything that ranks have to sum at the end of an effective batch.
+        """Wait, once, for all sums over ranks at the end of an effective batch.
 
         Args:
-            numbers: a small tensor on the device that travels beside the gradients.
+            numbers: a small tensor on the device to be summed along with the gradients.
 
         Returns:
             The gradient of each parameter summed over all ranks, None for one that no rank used; and the summed
@@ -225,16 +225,16 @@ class Strategy(Protocol):
 
         Raises:
             StepAbortedError, StepFailedError: a rank has left the effective batch, see `Prepared.abort`.
-            StepsDifferError: ranks do not mean the same step. All collectives are over in each of these cases.
+            StepsDifferError: ranks disagree about the step. No collective is pending in any of these cases.
         """
         ...
 
     def place_gradients(self) -> None:
-        """Make ready for the first micro-batch of an effective batch: nothing of what is in `.grad` is part of it."""
+        """Prepare for the first micro-batch of an effective batch: existing contents of `.grad` are not part of it."""
         ...
 
     def clear_gradients(self) -> None:
-        """Clear all gradients, also half-finished ones, and leave every `.grad` at None."""
+        """Clear all gradients, also partial ones, and leave every `.grad` at None."""
         ...
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -247,9 +247,9 @@ class Strategy(Protocol):
 
 
 def caller_of(model: object) -> Callable[[LossFunction, Batch], Any]:
-    """Return what runs a loss function with the user's own model, without a wrapper around it."""
+    """Return a function that runs a loss function with the user's own model, without a wrapper."""
 
-    def call_model(function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+    def call_model(function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
         return function(model, batch)
 
     return call_model
@@ -261,10 +261,10 @@ def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
-    """Return what looks the observer up while its owner lives.
+    """Return a function that returns the observer while its owner lives.
 
-    torch's wrappers keep what they are given out of the garbage collector's sight, or with the user's model: through a
-    method of the engine's parts they would keep an engine that was dropped.
+    torch's wrappers keep their arguments invisible to the garbage collector, or alive with the user's model: a bound
+    method of the engine's parts would keep a dropped engine alive.
     """
     if inspect.ismethod(observer):
         return weakref.WeakMethod(observer)

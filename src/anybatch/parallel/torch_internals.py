@@ -1,4 +1,4 @@
-"""Private interfaces of torch that ranks use. Seen on the versions in `anybatch.core.torch_internals.SEEN`."""
+"""Private interfaces of torch for ranks, verified on the versions in `anybatch.core.torch_internals.SEEN`."""
 
 import ctypes
 from collections import OrderedDict
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-# Before any group: its functions have the default group of the moment of their import as a default argument. DDP and
-# torch.compile import it too, and if that comes first within a group, that group never ends, with threads and sockets.
+# Imported before any group exists: its functions capture the default group at import as a default argument. DDP and
+# torch.compile import it too; if that happens first within a group, that group never ends, with threads and sockets.
 import torch
 import torch.distributed.nn.functional
 from torch import nn
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anybatch.core.torch_internals import needed_for
 
-if TYPE_CHECKING:  # they are public, and torch's annotations know them by their private home alone
+if TYPE_CHECKING:  # public classes, which torch's annotations only know by their private modules
     from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
 else:
     from torch.distributed import GradBucket, HashStore, PrefixStore, Store, TCPStore
@@ -33,7 +33,6 @@ __all__ = [
     "default_store",
     "drop_engine_hooks",
     "has_thread_state",
-    "is_in_forward",
     "keeps_graph",
     "leave_groups_alone",
     "local_offset",
@@ -49,55 +48,41 @@ _REPLICAS = "Training replicas in threads (strategy='data_parallel')"
 
 
 def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
-    """Return the key-value store by which the default group's ranks have met: `_get_default_store`.
-
-    Raises:
-        UnsupportedTorchError: torch does not hand it out, so that a rank could not say why it failed.
-    """
+    """Return the default group's key-value store: `_get_default_store`."""
     with needed_for("Training on several ranks"):
         store: Store = of._get_default_store()
     return store
 
 
 def set_timeout(timeout: timedelta, of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
-    """Set how long collectives of the default group wait for other ranks: `_set_pg_timeout`.
-
-    Raises:
-        UnsupportedTorchError: torch does not let it be set.
-    """
+    """Set how long collectives of the default group wait for other ranks: `_set_pg_timeout`."""
     with needed_for("Training on several ranks"):
         of._set_pg_timeout(timeout)
 
 
 def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
-    """Never let the process groups of this process end: gloo's destructor would wait for a host that is gone.
+    """Never destroy the process groups of this process: gloo's destructor would wait for a host that is gone.
 
-    The system ends them together with the process. Does nothing where torch does not say which there are.
+    The system ends them with the process. Does nothing if torch does not list them.
     """
     for group in getattr(getattr(of, "_world", None), "pg_map", ()):
-        # A reference that nobody returns: the interpreter, too, would run destructors on its way out.
+        # A leaked reference: the interpreter, too, would run destructors at exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def store_address(store: Store) -> tuple[str, int] | None:
-    """Return the host and port at which a store is kept; None for one that is kept elsewhere, such as in a file."""
+    """Return the host and port of a store; None for another kind, such as a file."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Return a module that computes as another does, with other parameters and with copies of its buffers.
+    """Return a module that computes like another, with other parameters and copies of its buffers.
 
-    It is made of shallow copies of the modules, as `nn.DataParallel` makes them: of the same classes, with the same
-    attributes and the user's hooks. Hooks of the engine stay with the module itself.
-
-    Args:
-        module: of any depth; what it shares inside of it is shared inside of the replica too.
-        parameters: by the id of each parameter what takes its place.
-
-    Raises:
-        UnsupportedTorchError: torch makes replicas otherwise.
+    It consists of shallow copies of the modules, as in `nn.DataParallel`: the same classes, attributes and user hooks;
+    modules that are shared inside the original are shared in the replica. The engine's hooks stay with the original.
+    `parameters` maps the id of each parameter to its replacement.
     """
     buffers = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
     with needed_for(_REPLICAS):
@@ -109,7 +94,7 @@ def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.
             for name, parameter in original._parameters.items():
                 if parameter is None:
                     replica._parameters[name] = None
-                else:  # by the module itself: recurrent layers keep a list of them besides
+                else:  # in the module itself: recurrent layers also keep a list of them
                     setattr(replica, name, parameters[id(parameter)])
             for name, buffer in original._buffers.items():
                 replica._buffers[name] = None if buffer is None else buffers[id(buffer)]
@@ -118,13 +103,9 @@ def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.
 
 
 def drop_engine_hooks(replica: nn.Module) -> None:
-    """Leave the user's forward hooks alone on a replica: the engine's go by what the module itself sees.
+    """Keep only the user's forward hooks on a replica: the engine's apply to the original module.
 
-    Args:
-        replica: a module whose tables of hooks it shares with others; it gets its own.
-
-    Raises:
-        UnsupportedTorchError: torch keeps hooks elsewhere.
+    The replica shares its hook tables with others, so it gets its own.
     """
     with needed_for(_REPLICAS):
         for part in replica.modules():
@@ -133,11 +114,7 @@ def drop_engine_hooks(replica: nn.Module) -> None:
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same parts and attributes, without the hooks of the module itself.
-
-    Args:
-        module: what it shares everything with.
-    """
+    """Return a module with the same class, parts and attributes, without the hooks of the module itself."""
     copy: nn.Module = object.__new__(type(module))
     vars(copy).update(vars(module))
     vars(copy).update({name: value for name, value in vars(nn.Module()).items() if "_hooks" in name})
@@ -145,11 +122,7 @@ def without_hooks(module: nn.Module) -> nn.Module:
 
 
 def has_thread_state() -> bool:
-    """Whether torch does something in this thread that a new thread would not do: modes, hooks on saved tensors.
-
-    Raises:
-        UnsupportedTorchError: torch does not say.
-    """
+    """Whether torch has state in this thread that a new thread lacks: modes, hooks on saved tensors."""
     with needed_for(_REPLICAS):
         return bool(
             torch._C._len_torch_function_stack()
@@ -159,39 +132,22 @@ def has_thread_state() -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs in this thread was called with retain_graph=True.
-
-    Raises:
-        UnsupportedTorchError: torch does not say.
-    """
+    """Whether the running backward of this thread was called with retain_graph=True."""
     with needed_for(_REPLICAS):
         keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
 
 
 def begin_as_root(root: nn.Module) -> None:
-    """Make a module the root of all sharded modules inside it, before one of them runs by itself and becomes one.
-
-    Args:
-        root: a module that `fully_shard` was called on.
-
-    Raises:
-        UnsupportedTorchError: FSDP2 keeps its state elsewhere.
-    """
+    """Make a `fully_shard`ed module the root of its sharded modules before one of them runs alone."""
     with needed_for(_SHARDING):
         root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def carry_over(old: nn.Parameter, new: torch.Tensor, *, hooks: bool) -> None:
-    """Give the replacement of a parameter its attributes and, if asked, its hooks, whose handles stay valid.
+    """Copy the attributes of a parameter to its shard or gathered form, and if asked its hooks, with valid handles.
 
-    Args:
-        old: the parameter as the user knows it.
-        new: its shard, or its gathered form.
-        hooks: also the hooks of `Tensor.register_hook`: `Tensor._backward_hooks`.
-
-    Raises:
-        UnsupportedTorchError: tensors keep hooks elsewhere.
+    The hooks come from `Tensor.register_hook`: `Tensor._backward_hooks`.
     """
     vars(new).update(vars(old))
     with needed_for(_SHARDING):
@@ -199,70 +155,36 @@ def carry_over(old: nn.Parameter, new: torch.Tensor, *, hooks: bool) -> None:
             new._backward_hooks = old._backward_hooks
 
 
-def is_in_forward(root: nn.Module) -> bool:
-    """Return whether the forward of a sharded root still counts as running: a backward inside it ends that.
-
-    Args:
-        root: a module that `fully_shard` was called on, whose forward runs.
-
-    Raises:
-        UnsupportedTorchError: FSDP2 keeps its state elsewhere.
-    """
-    with needed_for(_SHARDING):
-        return root._get_fsdp_state()._state_ctx.iter_forward_root is not None  # type: ignore[operator]
-
-
 def root_of(module: nn.Module) -> nn.Module | None:
-    """Return the root that a sharded module has run under; None if none has run yet.
-
-    Args:
-        module: a module that `fully_shard` was called on.
-
-    Raises:
-        UnsupportedTorchError: FSDP2 keeps its state elsewhere.
-    """
+    """Return the root under which a sharded module has run; None if none has run yet."""
     with needed_for(_SHARDING):
         states = module._get_fsdp_state()._state_ctx.all_states  # type: ignore[operator]
         return states[0]._modules[0] if states else None
 
 
 def local_offset(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 (a DTensor, whose import takes a second)
-    """Return where this process's part of a `DTensor` begins in the whole: `compute_local_shape_and_global_offset`.
-
-    Raises:
-        UnsupportedTorchError: torch computes it elsewhere.
-    """
+    """Return the start of this process's part of a `DTensor` in the whole: `compute_local_shape_and_global_offset`."""
     with needed_for("Saving a checkpoint in parts"):
-        from torch.distributed.tensor import _utils as placed  # noqa: PLC0415 (where there is a DTensor, it is imported)
+        from torch.distributed.tensor import _utils as placed  # noqa: PLC0415 (imported already if there is a DTensor)
 
         _, offset = placed.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
 
 
 def sharded_group(module: nn.Module) -> "ShardedGroup | None":
-    """Return the parameters that a sharded module gathers and reduces together, without those of its children.
-
-    Args:
-        module: a module that `fully_shard` was called on.
-
-    Raises:
-        UnsupportedTorchError: FSDP2 keeps its state elsewhere.
-    """
+    """Return the parameters that a sharded module gathers and reduces together, without its children's."""
     with needed_for(_SHARDING):
-        # None if its children have taken all parameters.
+        # None if its children own all parameters.
         group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
     return None if group is None else ShardedGroup(group)
 
 
 class ShardedGroup:
-    """Parameters that FSDP2 gathers in one collective, and whose gradients it reduces in one.
-
-    Args:
-        group: torch's own `FSDPParamGroup`.
+    """Parameters that FSDP2 gathers in one collective, and whose gradients it reduces in one: `FSDPParamGroup`.
 
     Attributes:
         shards: the parameters, as the optimizer sees them.
-        mesh: over which they are sharded; where it has two dimensions, replicas are along the first.
+        mesh: the mesh of the shards; if it has two dimensions, replicas are along the first.
     """
 
     def __init__(self, group: Any) -> None:  # noqa: ANN401 (torch)
@@ -278,14 +200,9 @@ class ShardedGroup:
                 one.unsharded_accumulated_grad  # noqa: B018 (see above)
 
     def on_whole_gradient(self, function: Callable[[int], None]) -> list[Any]:
-        """Have a function called whenever a backward has added to the gradient of a gathered parameter.
+        """Call a function with an index in `shards` whenever a backward has added to a gathered parameter's gradient.
 
-        Args:
-            function: called with the parameter's place in `shards`. The gathered parameters must have been gathered
-                once, which makes them.
-
-        Returns:
-            Handles that remove the hooks.
+        The parameters must have been gathered once. Returns handles that remove the hooks.
         """
         handles = []
         for place, one in enumerate(self._members):
@@ -296,14 +213,14 @@ class ShardedGroup:
 
     @property
     def gathered(self) -> list[torch.Tensor]:
-        """The parameters as they are while gathered, in the order of `shards`; they must have been gathered once."""
+        """The gathered parameters, in the order of `shards`; they must have been gathered once."""
         with needed_for(_SHARDING):
             return [one._unsharded_param for one in self._members]
 
     def reduce_unused(self) -> None:
-        """Have zeros reduced for what a rank has not used, before torch 2.13, which does so when it is asked to.
+        """Reduce zeros for parameters that a rank has not used; torch 2.13 and later have an option for this.
 
-        Otherwise ranks that use different parameters would hand over messages of different lengths.
+        Otherwise ranks that use different parameters would send messages of different lengths.
         """
         with needed_for(_SHARDING):
             group, post_backward = self._group, self._group.post_backward
@@ -320,9 +237,9 @@ class ShardedGroup:
         group.post_backward = with_zeros
 
     def drop_whole_gradients(self) -> None:
-        """Forget gradients that have not been reduced yet, of parameters and of replicas.
+        """Drop gradients that have not been reduced yet, of parameters and of replicas.
 
-        From torch 2.15 on they are in `.grad` of the whole parameter alone, and the other name is read-only.
+        From torch 2.15 on they are only in `.grad` of the whole parameter, and the other name is read-only.
         """
         for one in self._members:
             if not isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property):

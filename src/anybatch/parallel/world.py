@@ -1,7 +1,7 @@
 """The ranks of a run and their control plane.
 
-Gradients travel in the data group: torch's default process group, or that of one dimension of a mesh. Counts, votes
-and errors travel in a small gloo group of all processes beside it, so that no control message can ever pair with a
+Gradients travel in the data group: torch's default process group, or the group of one dimension of a mesh. Counts,
+votes and errors travel in a small separate gloo group of all processes, so that no control message can ever pair with a
 gradient.
 """
 
@@ -35,20 +35,20 @@ from anybatch.parallel.signatures import signed, unsigned
 
 _T = TypeVar("_T")
 _NOTHING = nullcontext()
-_LEAVES_STEP = "leaves the step too: no rank has updated its parameters, and all may go on with the next batch."
+_LEAVES_STEP = "leaves the step too: no rank has updated its parameters, and all may continue with the next batch."
 _SIZE_BYTES, _FIRST_BYTES = 8, 1016
-"""The first message of a value: how many bytes it has, and as many of them as most values have."""
+"""The first message of a value: its size, and its first bytes, which are enough for most values."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which rank this process is, of how many, and on which device it computes.
+    """The rank of this process, the number of ranks, and the device that it computes on.
 
-    Make it with `World.from_environment()`; the engine does so when it is given none. A world of several ranks that is
-    made by hand has no control group: its other ranks are imagined, and say whatever this one says (for planning).
+    Make it with `World.from_environment()`, as the engine does by default. A world of several ranks that is constructed
+    directly has no control group: its other ranks are simulated copies of this one (for planning).
 
-    A world holds a process group with threads and sockets. Close it, with `close` or as a context manager; one that is
-    dropped ends its own group when it is collected. Closing waits for no other rank.
+    A world holds a process group with threads and sockets. Close it, with `close` or as a context manager; a dropped
+    world ends its own group when it is garbage-collected. Closing does not wait for other ranks.
 
     Ranks are data-parallel ranks: batches are dealt to them, and gradients summed over them. With a model that several
     processes run together, by tensor parallelism, each such group of processes is one rank, see `of_mesh`.
@@ -56,9 +56,9 @@ class World:
     Attributes:
         rank: number of this data-parallel rank, from 0.
         size: number of data-parallel ranks.
-        device: where this process computes.
-        device_bytes: memory that every rank may take of its device, the least of all ranks; None where no device limits
-            it, as on a CPU, and as long as no engine has asked.
+        device: device of this process.
+        device_bytes: memory that every rank may use on its device, the minimum over ranks; None if no device limits it,
+            as on a CPU, and until an engine sets it.
     """
 
     rank: int = 0
@@ -67,6 +67,9 @@ class World:
     device_bytes: int | None = None
     _control: ControlGroup | None = field(default=None, repr=False, compare=False)
     _grid: RankGrid | None = field(default=None, repr=False, compare=False)
+    # Kept, because each step asks for them several times.
+    _silent: bool = field(init=False, repr=False, compare=False)
+    roll_call: RollCall | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse values of a wrong type or size."""
@@ -77,29 +80,32 @@ class World:
         refuse_unless(isinstance(self.device, torch.device), "device", self.device, "a torch.device", WorldError)
         if self.device_bytes is not None:
             checked_int("device_bytes", self.device_bytes, least=0, error=WorldError)
+        silent = self._control is None or self.num_processes == 1
+        object.__setattr__(self, "_silent", silent)
+        object.__setattr__(self, "roll_call", None if silent or self._control is None else self._control.roll_call)
 
     @classmethod
     def from_environment(cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0) -> "World":
         """Join the ranks that a launcher started, or be the only one.
 
-        An initialised `torch.distributed` is used as it is. Otherwise RANK and WORLD_SIZE, which torchrun and operators
-        of Kubernetes set, or the variables of srun or mpirun say whether there are other ranks, and the process group
-        is started.
+        An initialised `torch.distributed` is used unchanged. Otherwise RANK and WORLD_SIZE, which torchrun and
+        Kubernetes operators set, or the variables of srun or mpirun determine whether there are other ranks, and the
+        process group is started.
 
         Args:
-            device: where to compute; None takes this rank's accelerator where there is one, else the CPU.
+            device: device to compute on; None uses this rank's accelerator if there is one, else the CPU.
             timeout_seconds: how long a rank waits for the others before it gives up.
 
         Raises:
-            WorldError: RANK without WORLD_SIZE or the reverse, values that do not fit together, or mpirun without an
-                address to meet at; or another rank has not come before the time-out.
+            WorldError: RANK without WORLD_SIZE or the reverse, values that contradict each other, or mpirun without a
+                rendezvous address; or another rank has not come before the timeout.
             RankFailedError: another rank has ended while the ranks connected to each other.
             RanksDifferError: other ranks wait in a call of another world, so they will not make this one.
         """
         launch = find_launch(joined=dist.is_initialized())
         chosen = _own_accelerator(launch) if device is None else torch.device(device)
         if chosen.type == "cuda":
-            # Before the process group is started: NCCL takes the current device of the process.
+            # Before the process group starts: NCCL uses the current device of the process.
             torch.cuda.set_device(chosen)
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
@@ -118,12 +124,12 @@ class World:
         """Return the ranks along the data-parallel dimension of a mesh, for a model that is parallel along the others.
 
         `World.of_mesh(mesh["dp"])`, where `mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))`: four
-        ranks of two processes each. The processes of a rank are dealt the same samples, draw the same random numbers,
-        and sum gradients each with those that hold the same part of the model. Every process of the run calls it.
+        ranks of two processes each. The processes of a rank get the same samples, draw the same random numbers, and
+        each sums gradients with the processes that hold the same part of the model. Every process of the run calls it.
 
         Args:
             mesh: one dimension of a mesh over all processes.
-            device: where to compute; None takes this process's accelerator where there is one, else the CPU.
+            device: device to compute on; None uses this process's accelerator if there is one, else the CPU.
             timeout_seconds: how long a process waits for the others before it gives up.
 
         Raises:
@@ -139,22 +145,22 @@ class World:
         return replace(everyone, rank=own[0], size=len(own[1]), _grid=grid)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the control group. Doing it again changes nothing; whatever needs other ranks raises `WorldError` then.
+        """End the control group. A second call does nothing; later calls that need other ranks raise `WorldError`.
 
         The default group ends too, if `from_environment` has started it and this is the last open world of the process.
-        After that `from_environment` joins the ranks once more. Close worlds at the same place of the program on every
-        rank, therefore; a world that is only dropped leaves the default group as it is.
+        `from_environment` can then join the ranks again. Therefore close worlds at the same point of the program on
+        every rank; a world that is only dropped leaves the default group open.
 
         Args:
-            error: what has ended the work of this rank, if anything. NCCL ends a group only together with all ranks,
-                so a default group that uses it is left alone then.
+            error: the error that ended this rank's work, if any. NCCL ends a group only together with all ranks, so a
+                default group that uses it stays open then.
         """
         # A second call ends here: the number of open worlds has been reduced already.
         if self._control is None or not self._control.close():
             return
         try:
             num_open = count_open_worlds(-1)
-        except (RuntimeError, ValueError):  # the store went with its rank, or the user has destroyed the groups
+        except (RuntimeError, ValueError):  # the store ended with its rank, or the user has destroyed the groups
             return
         if num_open == 0 and (error is None or dist.get_backend() == "gloo"):
             end_default_group()
@@ -169,7 +175,7 @@ class World:
 
     @property
     def connected(self) -> bool:
-        """Whether torch.distributed is there: with a launcher, also for a single rank."""
+        """Whether torch.distributed is initialised, as under a launcher, even for a single rank."""
         return self._control is not None or self.size > 1
 
     @property
@@ -189,12 +195,12 @@ class World:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process speaks for its rank: the first of those that are this rank together."""
+        """Whether this process represents its rank: the first of the rank's processes."""
         return self._grid is None or self.process == self._grid.first_of_each[self.rank]
 
     @property
     def is_first(self) -> bool:
-        """Whether this process alone writes what the run writes once: it speaks for rank 0."""
+        """Whether this process writes files and messages of the whole run: it represents rank 0."""
         return self.rank == 0 and self.speaks
 
     @property
@@ -209,12 +215,12 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The data-parallel dimension that this world was made of; None for a world of all processes."""
+        """The data-parallel dimension of this world; None for a world of all processes."""
         return None if self._grid is None else self._grid.mesh
 
     @property
     def model_groups(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the processes that are that rank together, one of each data group: one, unless a rank is several."""
+        """By rank, the processes of that rank, one of each data group: a single one, unless a rank is several."""
         return tuple((rank,) for rank in range(self.size)) if self._grid is None else self._grid.model_groups
 
     @property
@@ -231,33 +237,28 @@ class World:
         """Return the process of another rank that is in this process's data group."""
         return self.data_groups[self.data_group][rank]
 
-    @property
-    def _silent(self) -> bool:
-        """Whether there is no other process to talk to: this is the only one, or the other ranks are imagined."""
-        return self._control is None or self.num_processes == 1
-
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return what every rank passed, in rank order. All ranks must pass equally many numbers.
+        """Return the numbers of every rank, in rank order. All ranks must pass the same number of numbers.
 
-        Where a rank is several processes, what the first of them passed: all processes get the same.
+        If a rank is several processes, the first one's numbers count: all processes get the same.
         """
         return self.of_ranks(self._gather_rows(numbers))
 
     def gather_objects(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
-        """Return what every rank passed, in rank order. For small values outside the hot loop: they are pickled.
+        """Return the values of every rank, in rank order. For small values outside the hot loop: they are pickled.
 
-        Where a rank is several processes, what the first of them passed: all processes get the same.
+        If a rank is several processes, the first one's value counts: all processes get the same.
         """
         return self.of_ranks(self.gather_from_processes(value))
 
     def gather_from_processes(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
-        """Return what every process passed, in their order in the default group; ranks may be several of them."""
+        """Return the values of every process, in their order in the default group; ranks may be several of them."""
         if self._silent:
             return [value] * self.size
-        # torch's all_gather_object needs numpy, which torch does not bring along.
+        # torch's all_gather_object needs numpy, which torch does not install.
         assert self._control is not None
         written = signed(pickle.dumps(value), self._control.secret)
-        # Most values are small, and go along with their size in one message; what is left of larger ones, in another.
+        # Most values are small and fit in one message with their size; larger ones need another.
         first, rest = written[:_FIRST_BYTES], written[_FIRST_BYTES:]
         begun = self._gather_bytes(len(written).to_bytes(_SIZE_BYTES) + first, _SIZE_BYTES + _FIRST_BYTES)
         sizes = [int.from_bytes(row[:_SIZE_BYTES]) for row in begun]
@@ -269,10 +270,10 @@ class World:
         return [pickle.loads(row) for row in own]  # noqa: S301 (signed by our own ranks)
 
     def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
-        """Run `function` on every rank that has one, and return what every rank's returned; if one raises, all raise.
+        """Run `function` on every rank that has one, and return every rank's result; if one raises, all raise.
 
         Args:
-            function: what it returns is pickled, so keep it small; None for a rank that only waits for the others.
+            function: its result is pickled, so keep it small; None for a rank that only waits for the others.
 
         Raises:
             RankFailedError: on the ranks whose function did not raise.
@@ -280,7 +281,7 @@ class World:
         return self.of_ranks(self.run_on_all_processes(function))
 
     def run_on_all_processes(self, function: Callable[[], Any] | None) -> list[Any]:
-        """Do as `run_on_all_ranks` does, and return what every process's function returned."""
+        """Like `run_on_all_ranks`, with the result of every process."""
         value, error = None, None
         try:
             value = None if function is None else function()
@@ -304,7 +305,7 @@ class World:
         return [value for value, _ in outcomes]
 
     def start_sum(self, numbers: torch.Tensor) -> PendingMessage | None:
-        """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for what is returned."""
+        """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for the returned message."""
         return None if self._control is None or self._silent else self._control.start_sum(numbers)
 
     def gather_from(self, function: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
@@ -312,9 +313,9 @@ class World:
 
         Raises:
             RankFailedError: on the ranks whose function did not raise.
-            RanksDifferError: processes of one rank do not return the same, so they have not got the same samples.
+            RanksDifferError: processes of one rank return different numbers, so they have different samples.
         """
-        if self._silent:  # most worlds are one rank, and this is asked in every step
+        if self._silent:  # most worlds are one rank, and this runs in every step
             return self.gather_numbers(function())
         numbers, error = [0.0] * width, None
         try:
@@ -334,25 +335,20 @@ class World:
         self._refuse_differing(rows)
         return [row[1:] for row in self.of_ranks(rows)]
 
-    @property
-    def roll_call(self) -> RollCall | None:
-        """Where the ranks stand; None where there is no other process to talk to."""
-        return None if self._control is None or self._silent else self._control.roll_call
-
     def wait(self, work: "dist.Work") -> None:
         """Wait for a collective in the data group.
 
         Raises:
-            RankFailedError, RanksDifferError: another rank is not going to join it.
+            RankFailedError, RanksDifferError: another rank will not join it.
         """
-        # Waiting for an accelerator's collective only orders it before what comes next there.
+        # On an accelerator, waiting only orders later work after the collective.
         if self.device.type == "cpu" and self.roll_call is not None:
             self.roll_call.wait(work)
         else:
             work.wait()
 
     def collective(self) -> AbstractContextManager[None]:
-        """Turn what torch raises when a collective breaks into the error of the rank that broke it.
+        """Convert torch's error about a broken collective into the error of the failed rank.
 
         Raises:
             RankFailedError: another rank ended while this one was waiting for it.
@@ -365,45 +361,43 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            # Memory that ran out on this rank is a RuntimeError for torch too, and breaks no collective; a WorldError
-            # says already what is wrong between the ranks.
+            # An out-of-memory error of this rank is a RuntimeError of torch too, but breaks no collective; a WorldError
+            # already describes the problem between ranks.
             if isinstance(error, (torch.OutOfMemoryError, WorldError)):
                 raise
             assert self.roll_call is not None
             raise self.roll_call.cause_of(error) from error
 
     def publish_failure(self, error: BaseException, step: int | None, *, ahead: bool = False) -> bool:
-        """Publish this rank's error for ranks that will only see a broken connection. The first one published stays.
+        """Publish this rank's error for ranks that will only see a broken connection. The first published one stays.
 
         Args:
-            error: what has ended the work of this rank.
-            step: number of the step it failed in, from 0 on; None for what failed between steps.
-            ahead: the others have come through this step, and will wait in the next one.
+            error: the error that ended this rank's work.
+            step: number of the step in which it failed, from 0 on; None between steps.
+            ahead: the others have completed this step, and will wait in the next one.
 
         Returns:
-            Whether it is up to this rank to inform the user: no other rank has published an error before.
+            Whether this rank should inform the user: no other rank has published an error before.
         """
-        # That error repeats what the rank that failed first has published.
+        # That error repeats the published failure of the first failed rank.
         if self._silent or isinstance(error, RankFailedError):
             return self.published_failure() is None
         try:
             failure = RankFailure.of(error, self.process, step)
             return self.roll_call is None or self.roll_call.publish(failure, ahead=ahead)
-        except (RuntimeError, ValueError):  # the store went with its rank: there is no rank left to inform
+        except (RuntimeError, ValueError):  # the store ended with its rank: no rank is left to inform
             return True
 
     def fail_between_calls(self, error: BaseException, step: int) -> None:
-        """Publish this rank's error for ranks that wait in the next call, and that it will not come there.
+        """Publish this rank's error, unless it is published already, for ranks that wait for it in the next call.
 
-        Args:
-            error: what has ended the work of this rank; one that has been published already stays.
-            step: number of the step it failed in or before.
+        `step` is the number of the step in or before which it failed.
         """
         if self.roll_call is not None and self.publish_failure(error, step):
             self.roll_call.fail(ahead=True)
 
     def published_failure(self) -> RankFailure | None:
-        """Return what another rank has published about its error; None if nothing."""
+        """Return the failure that another rank has published, if any."""
         if self.roll_call is None:
             return None
         try:
@@ -415,7 +409,8 @@ class World:
     def leave_together(self) -> None:
         """Wait until all processes of this rank leave the effective batch, as this one does.
 
-        One that does not leave waits for this one in the middle of a forward or backward, where nobody can reach it.
+        A process that does not leave waits for this one in the middle of a forward or backward, where nothing can reach
+        it.
 
         Raises:
             CannotRedoError: with a clause: not all of them have left.
@@ -430,18 +425,18 @@ class World:
             raise CannotRedoError(message, rank=self.process)
 
     def of_ranks(self, rows: Sequence[_T]) -> list[_T]:
-        """Return, of what was gathered from processes, what those passed that speak for ranks."""
+        """Return, from the values of all processes, the values of the processes that represent ranks."""
         return list(rows) if self._grid is None else [rows[process] for process in self._grid.first_of_each]
 
     def _gather_rows(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return what every process passed."""
+        """Return the numbers of every process."""
         if self._silent:
             return [list(numbers) for _ in range(self.size)]
         row = array("d", numbers).tobytes()
         return [list(memoryview(gathered).cast("d")) for gathered in self._gather_bytes(row, len(row))]
 
     def _refuse_differing(self, rows: Sequence[Sequence[float]]) -> None:
-        """Refuse numbers that follow from samples, and differ between processes that are one rank."""
+        """Refuse numbers that depend on samples but differ between processes of one rank."""
         for group in self.model_groups:
             for process in group:
                 if rows[process] != rows[group[0]]:
@@ -454,32 +449,27 @@ class World:
                     raise RanksDifferError(message)
 
     def _gather_bytes(self, written: bytes, size: int) -> list[bytearray]:
-        """Return what every process has written, each filled up to `size` bytes."""
+        """Return every process's bytes, each padded to `size` bytes."""
         assert self._control is not None
         with self.collective():
             return self._control.gather(written.ljust(size, b"\0"))
 
     def error_of_failed_rank(self) -> RankFailedError:
-        """Return the error to raise on a rank that another one has told, in time, that it has failed."""
+        """Return the error to raise on a rank that another rank has informed of its failure."""
         failure = self.published_failure()
         if failure is None:
             return RankFailedError(f"another rank failed. Rank {self.process} {_LEAVES_STEP}")
-        where = f"The cause is in the traceback of rank {failure.rank}, whichever rank a launcher names first."
+        where = f"The cause is in the traceback of rank {failure.rank}, even if the launcher names another rank first."
         return failure.error(f"{failure}. Rank {self.process} {_LEAVES_STEP} {where}")
 
     def enter(self, name: str, step: int | None, *, barrier: bool = False) -> None:
-        """Begin what every rank has to call; see `RollCall.enter` and `RollCall.wait_at_barrier`, which comes next.
-
-        Args:
-            name: of what was called, such as "engine.save".
-            step: number of the engine's step; None between steps.
-            barrier: wait for all ranks before anything else.
+        """Begin a call that every rank must make; see `RollCall.enter`, and then `RollCall.wait_at_barrier`.
 
         Raises:
             WorldError: the world is closed.
         """
         if self._control is not None and not self._silent:
-            _ = self._control.group  # raises where the world is closed
+            _ = self._control.group  # raises if the world is closed
             self._control.roll_call.enter(name, step, barrier=barrier)
 
 
@@ -488,13 +478,13 @@ def _own_accelerator(launch: Launch | None) -> torch.device:
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    # Ranks may share an accelerator where there are more of them than of these.
+    # Ranks may outnumber accelerators, and then share them.
     local_rank = 0 if launch is None else launch.local_rank
     return torch.device(kind.type, local_rank % torch.accelerator.device_count())
 
 
 def _backend(device: torch.device, local_size: int) -> str:
-    """NCCL wants a GPU of its own per rank; ranks that share one, and CPUs, use gloo."""
+    """Return the backend: NCCL needs one GPU per rank; ranks that share one, and CPUs, use gloo."""
     if device.type == "cuda" and local_size <= torch.cuda.device_count():
         return "cuda:nccl,cpu:gloo"
     return "gloo"

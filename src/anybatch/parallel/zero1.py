@@ -1,4 +1,4 @@
-"""Replicas as under `all_reduce`, whose optimizer states are shared out over the ranks (ZeRO stage 1)."""
+"""Replicas as under `all_reduce`, with optimizer states sharded over the ranks (ZeRO stage 1)."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,13 +19,14 @@ from anybatch.parallel.world import World
 class Zero1:
     """Gradients are summed by `AllReduce`; each rank updates the parameters it owns, and broadcasts them.
 
-    An optimizer's state then takes 1 / ranks of its memory on each. It must update each parameter by itself, as all of
-    `torch.optim` do. Not torch's `ZeroRedundancyOptimizer`: that makes an optimizer of its own out of a class and
-    arguments, whereas here the user's stays, given as an instance or as a function, with its groups and its scheduler.
+    Each rank then holds 1 / ranks of the optimizer's state. The optimizer must update each parameter independently, as
+    all of `torch.optim` do. torch's `ZeroRedundancyOptimizer` is not used: it constructs a new optimizer from a class
+    and arguments, but here the user's optimizer is kept, given as an instance or as a function, with its groups and
+    scheduler.
 
     Args:
         bucket_bytes: gradient bytes per all-reduce.
-        initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
+        initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
     """
 
     capabilities = Capabilities(name="zero1", feature=Feature.ZERO1, replicas=True, tensor_parallel=True)
@@ -41,17 +42,17 @@ class Zero1:
         return replace(prepared, shard_update=partial(ShardedUpdate, world=world))
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """As `AllReduce` does."""
+        """Like `AllReduce`."""
         return self._sums.micro_batch(turn)
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """As `AllReduce` does: every rank has all gradients, which clipping and hooks need."""
+        """Like `AllReduce`: every rank has all gradients, which clipping and hooks need."""
         return self._sums.finish_gradients(numbers)
 
     def place_gradients(self) -> None:
-        """Give every parameter its place in the buckets."""
+        """Make every `.grad` a view of the buckets."""
         self._sums.place_gradients()
 
     def clear_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a training step may take of a device."""
+"""The memory budget of a training step on a device."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,15 +11,16 @@ from anybatch.planner.cost.device import Device
 from anybatch.planner.cost.devices import parse_budget
 
 CONTEXT_BYTES: Final = 500 * 2**20
-"""A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509).
-837 MiB were measured on an H200 with torch 2.11 and CUDA 13; the headroom covers the difference, and
+"""A CUDA context with its kernels: reports say 287 MB with lazy loading and 667 MB without (pytorch issue 86509).
+We measured 837 MiB on an H200 with torch 2.11 and CUDA 13. The headroom covers the difference, and
 `anybatch plan --verify` measures it.
 """
 COMMUNICATOR_BYTES: Final = 688 * 10**6
-"""One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
+"""An NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Like the context, it is outside of torch's
+allocator."""
 WORKSPACE_BYTES: Final = 32 * 2**20
-"""cuBLAS's workspace on Hopper; 8.1 MiB before. It comes from torch's allocator, and is never freed.
-Forward and backward run in threads of their own, so an H200 took two of them and 1 MiB of cuBLASLt; the headroom covers
+"""cuBLAS's workspace on Hopper; 8.1 MiB on older devices. It comes from torch's allocator and is never freed.
+Forward and backward run in separate threads, so an H200 used two workspaces and 1 MiB for cuBLASLt; the headroom covers
 the difference.
 """
 NOT_MEASURED: Final = "nothing has been measured on it yet"
@@ -27,13 +28,13 @@ NOT_MEASURED: Final = "nothing has been measured on it yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMeasurements:
-    """Facts about a device that only measured steps can give.
+    """Measured facts about a device.
 
     Attributes:
         headroom: share of its memory to leave free, from 0 to 1.
-        outside_bytes: memory taken outside of torch's allocator on one rank; None if that was not measured.
-        why: the reason for this headroom, as plans print it.
-        notes: remarks for the user.
+        outside_bytes: memory used outside of torch's allocator on one rank; None if not measured.
+        why: the reason for this headroom, as printed in plans.
+        notes: notes for the user.
     """
 
     headroom: float = HEADROOM
@@ -44,16 +45,16 @@ class DeviceMeasurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A device's memory, and the part of it that tensors can have.
+    """A device's memory, and the part of it available to tensors.
 
     Attributes:
         total_bytes: all of the device's memory.
-        device: the device, if it is known by name.
-        headroom: share of it that is left free, from 0 to 1.
-        outside_bytes: memory taken outside of torch's allocator, for context and communicators.
-        workspace_bytes: memory that libraries keep inside of it.
-        why: the reason for this headroom, as plans print it.
-        notes: remarks for the user.
+        device: the device, if it was given by name.
+        headroom: share of the memory to leave free, from 0 to 1.
+        outside_bytes: memory outside of torch's allocator, for context and communicators.
+        workspace_bytes: memory of libraries inside torch's allocator.
+        why: the reason for this headroom, as printed in plans.
+        notes: notes for the user.
     """
 
     total_bytes: int
@@ -66,7 +67,7 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that are left for tensors; negative where overheads take more than there is."""
+        """The bytes available to tensors; negative if overheads exceed the memory."""
         return int(self.total_bytes * (1.0 - self.headroom)) - self.outside_bytes - self.workspace_bytes
 
     def __str__(self) -> str:
@@ -86,13 +87,13 @@ def budget_of(
 
     Args:
         device: a device, a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is
-            enforced by counting tensors, which has no context.
+            enforced by counting tensors, without a context.
         world_size: number of ranks.
         headroom: share to leave free, from 0 to below 1; None for the measured one, or else the default.
-        measured: results of measured steps; they are ignored where a headroom is given.
+        measured: results of measured steps; ignored if a headroom is given.
 
     Raises:
-        UserError: nothing is known of such a device, or the headroom leaves nothing.
+        UserError: the device is unknown, or the headroom is out of range.
     """
     if headroom is not None:
         measured = DeviceMeasurements(headroom=headroom, why="as asked")
@@ -100,9 +101,9 @@ def budget_of(
         measured = DeviceMeasurements()
     headroom = measured.headroom
     if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
-        message = f"{headroom=} must be a part of the memory to leave free, from 0 to below 1: 0.15 leaves 15%."
+        message = f"{headroom=} must be the share of memory to leave free, from 0 to below 1: 0.15 leaves 15%."
         raise UserError(message)
-    # A budget on a CPU is enforced by counting tensors: there is no context and no cached memory beside them.
+    # A CPU budget is enforced by counting tensors, without a context or cached memory.
     on_cpu = isinstance(device, str) and device.startswith("cpu:")
     known: Device | None = None
     if isinstance(device, int):
@@ -113,7 +114,7 @@ def budget_of(
         refuse_unless(isinstance(device, str), "device", device, "a name, a size such as '24GiB', bytes, or a Device")
         total_bytes, known = parse_budget(device.removeprefix("cpu:"))
     context_bytes = CONTEXT_BYTES if measured.outside_bytes is None else measured.outside_bytes
-    # Made by the first collective, so it is absent from what a single rank measures.
+    # The first collective creates the communicator, so measurements of a single rank do not include it.
     communicators = COMMUNICATOR_BYTES if world_size > 1 else 0
     return Budget(
         total_bytes=total_bytes,
@@ -122,15 +123,12 @@ def budget_of(
         outside_bytes=0 if on_cpu else context_bytes + communicators,
         workspace_bytes=0 if on_cpu else WORKSPACE_BYTES,
         why=measured.why,
-        notes=(*measured.notes, *(() if known is None else _told(known))),
+        notes=(*measured.notes, *(() if known is None else _device_notes(known))),
     )
 
 
-def _told(device: Device) -> list[str]:
-    """Return what plans say of a device."""
+def _device_notes(device: Device) -> list[str]:
     notes = [device.note] if device.note else []
     if device.autocast == "fp16":
-        notes.append(
-            f"{device.name} has no units for products in bf16, which are no faster than in fp32; in fp16 it has"
-        )
+        notes.append(f"{device.name} has fp16 units but no bf16 units: bf16 products run at fp32 speed")
     return notes

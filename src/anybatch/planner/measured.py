@@ -1,7 +1,7 @@
 """Measurements of `--verify`, kept in a file and used by the next plan for that device.
 
-Two things are the same for every step on a device: the size of its context, and that the planner's model was compared
-with it. The error of a plan belongs to the model that was trained: to its convolutions rather than to the device.
+The size of a device's context applies to every step on it. The error of a plan applies to the model that was measured:
+it depends on its convolutions more than on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,18 +32,18 @@ _CPU = "cpu:"
 def measured_of(device: str | int | Device, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
     """Return the measurements of a device by its name or memory.
 
-    A step counts that was measured on a device of that name, or under a budget of as many bytes, with the same versions
-    of torch, of anybatch and of the driver. By how much the plan of the same model was too low is kept free beside 10%;
-    what is known of other models lowers the headroom only.
+    A measured step is used if its device has that name, or its budget that many bytes, and the versions of torch,
+    anybatch and the driver are the same. The headroom is 10% plus the error of the plan for the same model; errors for
+    other models can only lower the default.
 
     Args:
-        device: as `budget_of` takes it.
-        name: of what is trained.
+        device: a device, as for `budget_of`.
+        name: name of the trained model.
         precision: number formats of forward and backward.
         known: the file of measured steps.
 
     Raises:
-        UserError: nothing is known of such a device.
+        UserError: the device is unknown.
     """
     return _measured(_belongs(device), subject(name, precision), known, _versions(on_cpu=_is_cpu(device)))
 
@@ -52,8 +52,8 @@ def measured_here(device: torch.device, name: str, precision: str, known: KnownD
     """Return the measurements of a device of this machine; see `measured_of`.
 
     Args:
-        device: of this machine.
-        name: of what is trained.
+        device: a device of this machine.
+        name: name of the trained model.
         precision: number formats of forward and backward.
         known: the file of measured steps.
     """
@@ -68,62 +68,61 @@ def _measured(
     """Combine the measured steps of one device."""
     steps, refused = known.steps()
     mine = [step for step in steps if belongs(step)]
-    # Other versions of torch or of the driver allocate otherwise, so their measurements do not count.
+    # Other versions of torch or of the driver allocate differently, so their measurements are ignored.
     fresh = [step for step in mine if step.versions == versions]
     notes = (refused,) if refused else ()
     if not fresh:
-        # Of the stale measurements only the newest is mentioned.
+        # Mention only the newest outdated measurement.
         return DeviceMeasurements(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
     same = [step for step in fresh if step.subject == of]
     excess = max(step.excess for step in same or fresh)
-    # An error seen on another model may lower the headroom, and never raises it.
+    # The error of another model may lower the headroom, but never raises it.
     headroom = measured_headroom(excess) if same else min(HEADROOM, measured_headroom(excess))
     seen = [step.outside_bytes for step in fresh if step.outside_bytes is not None]
     last = (same or fresh)[-1]
     why = f"measured on {last.date} with torch {versions['torch']}"
-    said = f"{why}: headroom {100 * headroom:.0f}%; {_compared(excess)} for {last.subject}"
+    note = f"{why}: headroom {100 * headroom:.0f}%; {_compared(excess)} for {last.subject}"
     return DeviceMeasurements(
-        headroom=headroom, outside_bytes=seen[-1] if seen else None, why=f"as {why}", notes=(*notes, said)
+        headroom=headroom, outside_bytes=seen[-1] if seen else None, why=f"as {why}", notes=(*notes, note)
     )
 
 
 def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
-    """Keep what a plan was found to take; return a sentence that says so, or why it was not.
+    """Store the measurements of a plan; return a sentence with the file, or with the reason for not storing them.
 
     Args:
-        found: the step that was run.
-        plan: the plan it was run for.
-        known: the file to keep it in.
+        found: measurements of the step.
+        plan: the verified plan.
+        known: the file of measured steps.
     """
     step = _step(found, plan, known)
     if found.too_large:
-        return "not kept: the planned size ran out of memory, so what was measured is another one's"
+        return "not kept: the planned size ran out of memory, so a smaller one was measured"
     device = plan.budget.device
     if device is not None and _catalogued(step.device) is not device:
         return f"not kept: this device is a {step.device.partition(': ')[2]}, and the plan is for {device.name}"
     if step.excess > MOST_EXCESS:
-        return "not kept: more than twice of what was planned was taken, which says nothing of other plans"
+        return "not kept: the step needed more than twice the planned memory, so other plans cannot use the result"
     if not known.keep(step):
-        return f"it could not be kept for later plans: {known.path} cannot be written"
+        return f"not kept for later plans: cannot write {known.path}"
     return (
-        f"kept in {known.path}\n"
-        "later plans for this device keep 10% free; delete the file to forget it, name --headroom to pass it over"
+        f"kept in {known.path}\nlater plans for this device keep 10% free; override with --headroom, or delete the file"
     )
 
 
 def subject(name: str, precision: str) -> str:
-    """Return the key of a step in the file: the name of what was trained, and its precision."""
-    # The end of a long name is kept, since the precision is there.
+    """Return the key of a step in the file: name and precision."""
+    # Keep the end of a long name, which contains the precision.
     return "".join(letter for letter in f"{name} in {precision}" if letter.isprintable())[-MOST_LETTERS:]
 
 
 def _step(found: Verification, plan: Plan, known: KnownDevices) -> MeasuredStep:
-    """Return the pair of planned and measured bytes that is further apart: of tensors, or of the allocator."""
+    """Return the measured step, with the bytes of tensors or of the allocator: the ones with the larger error."""
     workspace, outside = plan.budget.workspace_bytes, found.outside_bytes
     pairs = [(found.planned_bytes + workspace, found.measured_bytes)]
     if found.planned_reserved_bytes is not None and found.measured_reserved_bytes is not None:
         pairs.append((found.planned_reserved_bytes + workspace, found.measured_reserved_bytes))
-    # The worse of the two errors decides the headroom of later plans.
+    # The larger error determines the headroom of later plans.
     planned, measured = max(pairs, key=lambda pair: pair[1] / pair[0])
     of_a_context = outside is not None and LEAST_OUTSIDE_BYTES <= outside <= MOST_OUTSIDE_BYTES
     return MeasuredStep(
@@ -143,10 +142,10 @@ def _is_cpu(device: str | int | Device) -> bool:
 
 
 def _belongs(device: str | int | Device) -> Callable[[MeasuredStep], bool]:
-    """Return the question whether a step was measured on this device.
+    """Return a predicate: was a step measured on this device?
 
     Raises:
-        UserError: nothing is known of such a device.
+        UserError: the device is unknown.
     """
     if _is_cpu(device):
         here = full_name(torch.device("cpu"))
@@ -160,7 +159,7 @@ def _belongs(device: str | int | Device) -> Callable[[MeasuredStep], bool]:
 
 
 def _catalogued(full: str) -> Device | None:
-    """Return the device of the table that a driver calls so; None for one that is not in it."""
+    """Return the device in the table by its driver's name; None if it is missing."""
     kind, _, name = full.partition(": ")
     if kind == "cpu":
         return None
@@ -180,14 +179,14 @@ def _versions(*, on_cpu: bool) -> dict[str, str | None]:
 
 
 def _stale(step: MeasuredStep, versions: dict[str, str | None]) -> str:
-    """Say of a step why it does not count."""
+    """Return a note on why a measured step is ignored."""
     other: Sequence[str] = [
         f"{name} {step.versions.get(name) or 'unknown'} (now {now or 'unknown'})"
         for name, now in versions.items()
         if step.versions.get(name) != now
     ]
-    return f"what was measured on {step.date} was with {', '.join(other) or 'other versions'}, and does not count"
+    return f"measurements of {step.date} are ignored: they used {', '.join(other) or 'other versions'}"
 
 
 def _compared(excess: float) -> str:
-    return f"{100 * excess:.1f}% more than planned was taken" if excess else "no more than planned was taken"
+    return f"{100 * excess:.1f}% more memory used than planned" if excess else "no more memory used than planned"

@@ -1,4 +1,4 @@
-"""Makes a plan: the micro-batch size that fits, the memory by purpose, and changes; without the device."""
+"""Plan a training step without the device: the micro-batch size that fits, memory by purpose, and changes."""
 
 import dataclasses
 import time
@@ -44,24 +44,23 @@ def make_plan(
         spec: the step.
         budget: the device's memory.
         effective_batch_size: samples of one step, over all ranks.
-        name: of the recipe, model or class, as the plan prints it.
-        rates: measured rates of the device; None for the data sheet's, where it is known by name.
-        proposals: also plan every possible change, which takes as long for each.
-        fit: look for the changes that let the step fit together, instead of planning each by itself.
-        precision_is_open: bf16 or fp16 may be proposed with these, where the step is in float32.
-        asked: changes that are made in any case; what they say of the step itself is in `spec` already.
+        name: printed name of the recipe, model or class.
+        rates: measured rates of the device; None for its data sheet, if it was given by name.
+        proposals: also plan every possible change; each takes as long as the plan itself.
+        fit: search for a combination of changes that fits, instead of planning each change alone.
+        precision_is_open: with `fit`, bf16 or fp16 may be proposed for a step in float32.
+        asked: changes requested by the user; changes of the step itself are already in `spec`.
         micro_batch_size: samples of a micro-batch; None for the largest that fits.
-        expandable_segments: the allocator's segments grow.
+        expandable_segments: the allocator uses expandable segments.
 
     Raises:
-        CannotPlanError: the step cannot be traced; says why.
-        UserError: the engine refuses what it is asked to run.
+        CannotPlanError: the step cannot be traced.
+        UserError: the engine rejects the step.
     """
     start = time.perf_counter()
-    # No device limits the memory of a CPU, so that strategies do not go by it.
+    # A CPU has no device limit for strategies to use.
     spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
     ready, reason = built(spec)
-    # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
         budget=budget,
@@ -93,15 +92,18 @@ def make_plan(
         answer=answer,
         batch_norms=tuple(batch_norms(as_module(ready.trained.model))),
         exact=envelopes.verdict == "exact",
-        notes=(*_of_building(reason), *(_told(envelopes.decisions) if spec.world_size > 1 else ()), *envelopes.notes),
+        notes=(
+            *_notes_on_building(reason),
+            *(_notes_on_decisions(envelopes.decisions) if spec.world_size > 1 else ()),
+            *envelopes.notes,
+        ),
         seconds=time.perf_counter() - start,
     )
 
 
-def _of_building(reason: str | None) -> list[str]:
-    return [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
+def _notes_on_building(reason: str | None) -> list[str]:
+    return [] if reason is None else [f"the model could not be created on the meta device: {reason}"]
 
 
-def _told(decisions: Mapping[str, str]) -> list[str]:
-    """Return what the engine decides about devices, as notes."""
+def _notes_on_decisions(decisions: Mapping[str, str]) -> list[str]:
     return [f"{name}: {decisions[name]}" for name in ("strategy", "sharding", "reduction") if name in decisions]

@@ -1,4 +1,4 @@
-"""A plan as a picture: memory over the course of the step that was planned."""
+"""Draw a plan: memory over the course of the planned step."""
 
 import dataclasses
 import re
@@ -12,27 +12,26 @@ from anybatch.planner.report import Plan
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw what tensors will hold over the course of a step, at the micro-batch size that is proposed.
+    """Draw the predicted memory of tensors over a step, at the proposed micro-batch size.
 
-    The line for what there is stands where tensors may go: context, libraries and the allocator's rounding are below
-    it already.
+    The limit is drawn at the memory available to tensors, without context, libraries and the allocator's rounding.
 
     Args:
-        plan: whose proposed size is drawn.
+        plan: the plan to draw.
         path: the file, which ends in .png, .svg or .pdf.
 
     Raises:
-        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-        OSError: it cannot be written.
+        UserError: matplotlib is not installed, or the file name does not end in .png, .svg or .pdf.
+        OSError: the file cannot be written.
     """
     fit, budget = plan.baseline, plan.budget
-    beside = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
+    overhead = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
     shown = "two of " if fit.accumulation_steps > 1 else "all of "
     picture = MemoryPicture(
         title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
         below=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
-        f"{in_bytes(beside)} beside tensors",
-        limit_bytes=budget.total_bytes - beside,
+        f"plus {in_bytes(overhead)} overhead",
+        limit_bytes=budget.total_bytes - overhead,
         headroom=budget.headroom,
     )
     course = timeline(fit.envelope.at(fit.micro_batch_size))
@@ -40,7 +39,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _beginnings(marks: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-    """Return where micro-batches, counted from 1, and the update begin."""
+    """Return the marks at the beginning of each micro-batch, counted from 1, and of the update."""
     found = []
     for place, name in marks:
         if match := re.fullmatch(r"micro-batch (\d+) begins", name):

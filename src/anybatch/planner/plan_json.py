@@ -1,4 +1,4 @@
-"""A plan as plain values, for programs that read it: bytes, seconds and names, and no sentence to take apart."""
+"""Convert a plan to plain values for programs: bytes, seconds and names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from anybatch.planner.report import Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as a value that `json.dumps` takes. Keys stay; new ones may come.
+    """Return a plan as plain values for `json.dumps`. Keys are stable; later versions may add keys.
 
     Args:
-        plan: of a step.
+        plan: the plan.
     """
     budget, best = plan.budget, None if plan.answer is None else plan.answer.best
     return {
@@ -61,7 +61,7 @@ def _of_fit(fit: Fit) -> dict[str, Any]:
         "largest": fit.largest,
         "binds": fit.binds,
         "peak_bytes": fit.peak.num_bytes,
-        "tensor_bytes": fit.tensor_bytes,
+        "tensor_bytes": fit.peak.num_bytes,
         "reserved_bytes": fit.reserved_bytes,
         "peak": {"phase": fit.peak.phase, "operation": fit.peak.operation},
         "seconds": None if fit.seconds is None or not fit.fits else _of_seconds(fit.seconds),

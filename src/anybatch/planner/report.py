@@ -8,7 +8,7 @@ from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.units import in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory.bar import MemoryBar
-from anybatch.memory.counted import Counted, what_is_counted
+from anybatch.memory.counted import Counted, counting_text
 from anybatch.memory.timeline import ORDER
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, StepSeconds
@@ -25,22 +25,22 @@ class Plan:
     """The micro-batch size that fits into a device, and why; `print(plan)` shows it.
 
     Attributes:
-        name: of the recipe, model or class.
+        name: name of the recipe, model or class.
         spec: the step.
-        num_parameters: of the model, frozen ones included.
-        optimizer: its class name.
+        num_parameters: number of parameters, including frozen ones.
+        optimizer: class name of the optimizer.
         precision: number formats of forward and backward.
         target: the device's memory and rates, and the effective batch size.
         batch: how the effective batch is cut and dealt at the proposed size.
-        baseline: the step as it is, with the largest micro-batch that fits.
-        costs: of its operations, at any micro-batch size.
+        baseline: the step without proposed changes, with the largest micro-batch that fits.
+        costs: costs of its operations, at any micro-batch size.
         changes: the step with each proposed change, the fastest first.
         exact: whether every allocation is linear in the micro-batch size; False if some are quadratic.
-        notes: remarks for the user on how the plan was made.
+        notes: notes for the user about the plan.
         seconds: time that planning took.
-        asked: changes that were asked for, and are in the step.
-        answer: the changes that let the step fit together, where that was asked.
-        batch_norms: names of the layers with BatchNorm, whose statistics are those of a micro-batch.
+        asked: changes requested by the user and included in the step.
+        answer: the combination of changes that fits, if requested.
+        batch_norms: names of BatchNorm layers, which compute statistics per micro-batch.
     """
 
     name: str
@@ -62,34 +62,34 @@ class Plan:
 
     @property
     def budget(self) -> Budget:
-        """The device's memory, and the part of it that tensors can have."""
+        """The device's memory, and the part of it available to tensors."""
         return self.target.budget
 
     @property
     def micro_batch_size(self) -> int:
-        """The proposed size, in samples; 0 if not even one fits."""
+        """The proposed size in samples; 0 if not even one sample fits."""
         return self.baseline.micro_batch_size if self.baseline.fits else 0
 
     @property
     def fits(self) -> bool:
-        """Whether it fits as it is, or with the changes that were looked for."""
+        """Whether the step fits without changes, or with the combination of changes in `answer`."""
         return self.baseline.fits or (self.answer is not None and self.answer.best is not None)
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per rank and step at that size."""
+        """Micro-batches per rank and step at the proposed size."""
         return self.baseline.accumulation_steps
 
     def seconds_on(self, world_size: int) -> StepSeconds | None:
-        """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
+        """Return the time of a step of the same effective batch on another number of devices; None if unknown.
 
-        The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
+        The micro-batch size is the largest that fits, limited by the rank share.
 
         Args:
             world_size: number of devices.
         """
         fit = self.baseline
-        # How long gathers take is not known, and so neither is the time on any number of devices.
+        # Without a time for gathers, the time on any number of devices is unknown.
         if not fit.fits or (self.target.rates is not None and fit.seconds is None):
             return None
         share = self.target.share(world_size)
@@ -97,14 +97,14 @@ class Plan:
         return self.target.seconds(self.costs, size, world_size)
 
     def summary(self) -> Mapping[str, str]:
-        """Return what fits and why, in words: the text's rows by their labels.
+        """Return the rows of the printed summary by label.
 
-        These are fits, peak, left and largest; where not even one sample fits: fits, because, peak and smallest.
+        The labels are fits, peak, left and largest; if not even one sample fits: fits, because, peak and smallest.
         """
         return _fitting(self) if self.baseline.fits else _nothing_fits(self)
 
     def bytes_by_purpose(self) -> Mapping[str, int]:
-        """Return bytes of the device at the peak: tensors by category, the allocator's rounding, and libraries."""
+        """Return the device's memory at the peak: tensors by category, the allocator's rounding, and libraries."""
         fit = self.baseline
         sizes: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
         sizes["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
@@ -112,7 +112,7 @@ class Plan:
         return {name: size for name, size in sizes.items() if size}
 
     def __str__(self) -> str:
-        """Return the plan as text, 80 columns wide, for a terminal and for a pipe."""
+        """Return the plan as text, 80 columns wide."""
         lines = [
             f"{self.name}: {self.num_parameters:,} parameters, {self.optimizer}, {self.precision}",
             f"on {self.batch.world_size} x {self.budget}, {self.batch.num_samples:,} samples a step",
@@ -127,41 +127,39 @@ class Plan:
             lines += ["", *_table(self)]
         if self.answer is not None:
             lines += ["", *_answer(self, self.answer)]
-        # Also below an answer, whose figures are counted in the same ways.
-        lines += ["", *what_is_counted(*counted_ways(self.baseline)).splitlines()]
+        lines += ["", *counting_text(*counted_kinds(self.baseline)).splitlines()]
         lines += [*(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
         return "\n".join(lines)
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time with three digits: `85.0 ms`, `1.23 s`."""
+    """Format a time with three digits: `85.0 ms`, `1.23 s`."""
     return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
-def counted_ways(fit: Fit) -> tuple[Counted, Counted]:
-    """Return the meaning of the two figures of `peak_text` count."""
-    return "in tensors", "allocated" if fit.on_cpu else "in all"
+def counted_kinds(fit: Fit) -> tuple[Counted, ...]:
+    """Return the kinds of memory in `peak_text`; on a CPU, only tensors are planned."""
+    return ("in tensors",) if fit.on_cpu else ("in tensors", "in all")
 
 
 def peak_text(fit: Fit, budget: Budget) -> str:
-    """Return the most memory of a step: of its tensors, and of the device."""
+    """Format the peak memory of a step: of its tensors, and of the device."""
     taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
-    sizes = zip((fit.tensor_bytes, taken), counted_ways(fit), strict=True)
-    return ", ".join(f"{in_bytes(num_bytes)} {way}" for num_bytes, way in sizes)
+    sizes: dict[Counted, int] = {"in tensors": fit.peak.num_bytes, "in all": taken}
+    return ", ".join(f"{in_bytes(sizes[way])} {way}" for way in counted_kinds(fit))
 
 
 def _time(plan: Plan) -> list[str]:
-    """Return how long a step takes on one device, on eight, and on the planned number of them."""
+    """Return rows with the time of a step and the samples per second on several numbers of devices."""
     seconds = plan.baseline.seconds
     if seconds is None or not plan.baseline.fits:
         return []
     known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
     band = f"{in_seconds(seconds.least)} and {in_seconds(seconds.greatest)}"
     rows = _rows(time=f"{in_seconds(seconds.total)} a step, between {band} ({known})")
-    # One device and a node of eight are the usual choices; the planned number is added where it is another.
     for world_size in sorted({1, 8, plan.batch.world_size}):
         other = plan.seconds_on(world_size)
-        # Without a device by name the speed of its links is not known.
+        # The speed of links is only known for a device given by name.
         if other is None or (world_size > 1 and plan.budget.device is None):
             continue
         rate = plan.batch.num_samples / other.total
@@ -182,7 +180,7 @@ def _fitting(plan: Plan) -> dict[str, str]:
 
 
 def _bound(plan: Plan) -> str:
-    """Return, as text, the limit that a larger micro-batch would exceed."""
+    """Format the limit that a larger micro-batch would exceed."""
     fit, usable = plan.baseline, plan.budget.usable_bytes
     if fit.binds == "batch":
         return ", which is all there is for a rank"
@@ -197,9 +195,9 @@ def _bound(plan: Plan) -> str:
 
 
 def _nothing_fits(plan: Plan) -> dict[str, str]:
-    """Return the rows for a step of which not even one sample fits, with the smallest change that would."""
+    """Return the rows if not even one sample fits, with the smallest change that would fit."""
     fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
-    # A category that exceeds the budget by itself is the reason, whatever else is there.
+    # A category that alone exceeds the budget is the reason, regardless of the others.
     nothing_left = (
         f"libraries take {in_bytes(plan.budget.outside_bytes + plan.budget.workspace_bytes)} of "
         f"{in_bytes(plan.budget.total_bytes)}, and {100 * plan.budget.headroom:.0f}% is kept free"
@@ -214,12 +212,12 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
         largest = sorted(((size, name) for name, size in fit.peak.by_category.items()), reverse=True)[:3]
         term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
     fitting = [change for change in plan.changes if change.fits]
-    cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "nothing of what was tried"
+    cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "none of those tried"
     return {
         "fits": f"nothing: {_asked(fit)} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
         "because": term,
         "peak": _moment(fit),
-        # What fits together is said below.
+        # A combination is printed below.
         **({} if plan.answer is not None else {"smallest": f"change that would fit: {cure}"}),
     }
 
@@ -234,11 +232,11 @@ def _moment(fit: Fit) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    """Return the table of changes, the fastest first, below the step as it is, and the code of the best one."""
+    """Return the table of changes, with the baseline first and then the fastest, and the code of the best change."""
     rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
     rows += [_row("as it is", plan.baseline, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]
-    # Without known rates there are no times: an empty column reads better than one of dashes.
+    # Without rates, leave the column of times empty.
     if not any(fit.seconds for fit in (plan.baseline, *plan.changes)):
         rows = [(*row[:-1], "") for row in rows]
     width = max(len(row[0]) for row in rows)
@@ -246,16 +244,16 @@ def _table(plan: Plan) -> list[str]:
         f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}  {time:>9}".rstrip()
         for name, size, steps, memory, time in rows
     ]
-    # Changes are sorted, so the first one is the fastest that fits, if any does.
+    # The first change is the fastest that fits, if any does.
     best = plan.changes[0]
     return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
 
 
 def _answer(plan: Plan, answer: Answer) -> list[str]:
-    """Return the combination that fits, its cost, the lines to write, and the other attempts."""
+    """Return the combination that fits, its costs, its code, and the other attempts."""
     best = answer.best
     if best is None or best.fit is None:
-        lines = _wrapped("fits with", ["nothing of what was tried"])
+        lines = _wrapped("fits with", ["none of the changes tried"])
     else:
         lines = [
             *_wrapped("fits with", [best.name, *_sizes_of(best.fit, plan.target)]),
@@ -286,16 +284,19 @@ def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
 
 
 def _costs(best: Combination, fit: Fit, batch_norms: Sequence[str]) -> list[str]:
-    """Return the cost of each change, and what splitting the batch does to BatchNorm."""
+    """Return the costs of each change, and the effect of splitting the batch on BatchNorm."""
     lines = [f"{one.name}: {one.costs}" for one in best.changes if one.costs]
     if best.same_step:
-        lines.append("nothing in exactness: gradient and update are those of the step as it is, up to rounding")
+        lines.append("exact: gradient and update are the same as without changes, up to rounding")
     if batch_norms and (fit.accumulation_steps > 1 or fit.world_size > 1):
         shown = ", ".join(batch_norms[:_MAX_NAMES]) + (", ..." if len(batch_norms) > _MAX_NAMES else "")
         whole = fit.micro_batch_size * fit.accumulation_steps * fit.world_size
         seen = f"see {fit.micro_batch_size} samples, not {whole}: cutting changes the result"
         lines.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
-        lines.append('ab.Engine(..., norms="exact") sees the whole batch, "freeze" needs none; GroupNorm does not care')
+        lines.append(
+            'use ab.Engine(..., norms="exact") for statistics of the whole batch, norms="freeze" for fixed ones, or '
+            "GroupNorm, which does not depend on the batch"
+        )
     return lines
 
 
@@ -310,8 +311,8 @@ def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
 def _made(plan: Plan) -> str:
     if not plan.baseline.fits:
         return f"planned in {plan.seconds:.1f} s without the device"
-    sure = "each allocation follows its line" if plan.exact else "allocations follow lines and quadratics"
-    return f"planned in {plan.seconds:.1f} s without the device; {sure}, seen at a third size"
+    growth = "linear" if plan.exact else "linear or quadratic"
+    return f"planned in {plan.seconds:.1f} s without the device; {growth} in the batch, checked at a third size"
 
 
 def _wrapped(name: str, texts: Sequence[str]) -> list[str]:

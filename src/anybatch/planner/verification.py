@@ -1,4 +1,4 @@
-"""A plan against the device, where it is there: a step of the real engine, measured."""
+"""Verify a plan: run a step of the real engine on the device, and measure its memory."""
 
 import dataclasses
 import warnings
@@ -16,25 +16,24 @@ from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.memory.host_memory import device_name
 from anybatch.parallel.world import World
-from anybatch.planner.envelopes import of_tensors
 from anybatch.planner.proposals.fit import Fit
-from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_there
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_in_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Predicted memory of a step beside the measured one.
+    """Predicted and measured memory of a step.
 
     Attributes:
-        device: where it ran.
-        name: the device's type, and what its driver calls it.
+        device: the device that ran the step.
+        name: the device's type, and its driver's name.
         planned_bytes: predicted peak of tensors.
         measured_bytes: measured peak of tensors.
         planned_reserved_bytes: predicted peak of the allocator, without a limit; None on a CPU.
         measured_reserved_bytes: measured peak of the allocator; None on a CPU.
-        outside_bytes: memory of the device taken outside of the allocator; None on a CPU.
-        too_large: micro-batch sizes that ran out of memory on the way.
-        num_micro_batches: of the step.
+        outside_bytes: memory used outside of the allocator; None on a CPU.
+        too_large: micro-batch sizes that ran out of memory.
+        num_micro_batches: micro-batches of the step.
     """
 
     device: str
@@ -48,7 +47,7 @@ class Verification:
     num_micro_batches: int = NUM_MICRO_BATCHES
 
     def __str__(self) -> str:
-        """Return predicted beside measured."""
+        """Return a table of planned and measured memory."""
         pairs = [("tensors", self.planned_bytes, self.measured_bytes)]
         if self.planned_reserved_bytes is not None and self.measured_reserved_bytes is not None:
             pairs.append(("allocator", self.planned_reserved_bytes, self.measured_reserved_bytes))
@@ -63,40 +62,38 @@ class Verification:
 
 
 def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification:
-    """Run the planned step on a device, and compare.
-
-    A new model is made there, and nothing is kept. Samples are the planned one, over and over.
+    """Run the planned step on a device with a new model and repeated samples, and compare the memory.
 
     Args:
-        spec: what was planned, on one rank, with a function that makes what is trained.
-        fit: what fits of it.
-        device: where.
+        spec: the planned step, for one rank, with a function in `train`.
+        fit: the planned micro-batch size and memory.
+        device: the device.
 
     Raises:
-        PlanError: the spec is for several ranks, or its model or optimizer is made already.
+        PlanError: the spec is for several ranks, or its model or optimizer already exists.
     """
     if spec.world_size > 1 or isinstance(spec.train, TrainSpec):
-        message = "a plan is verified on one rank, with a function that makes what is trained: plan it so."
+        message = "only a plan for one rank whose train is a function can be verified: plan it that way."
         raise PlanError(message)
     made = spec.train()
     if isinstance(made.optimizer, Optimizer):
-        message = "a plan is verified with a function that makes the optimizer: plan it so."
+        message = "only a plan whose optimizer is a function can be verified: plan it that way."
         raise PlanError(message)
     device = torch.device(device)
     size = fit.micro_batch_size
-    # As many as were traced; all of them where the whole batch was planned to be there.
+    # Run the traced number of micro-batches, or all if the plan holds the whole batch in memory.
     several = min(NUM_MICRO_BATCHES, fit.accumulation_steps)
     built_spec = dataclasses.replace(spec, train=made)
-    num_there = samples_there(built_spec, fit.accumulation_steps * size)
+    num_there = samples_in_memory(built_spec, fit.accumulation_steps * size)
     num_micro_batches = several if num_there is None else fit.accumulation_steps
-    # The loss is not checked, as the plan does not: the check's own forwards would be in the peak.
+    # Like the plan, skip the check of the loss, whose extra forwards could raise the peak.
     norms = made.norms or "keep"
     train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False, norms=norms)
     engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run shows them
         batch = _repeated(spec.sample, num_micro_batches * size)
-        # The first step makes the optimizer's state, and is not the one that was planned.
+        # The first step creates the optimizer's state; the plan is for a later step.
         too_large = engine.step(batch).too_large
         recording = record_memory(engine)
         with recording:
@@ -107,9 +104,9 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     return Verification(
         device=found.device,
         name=full_name(device),
-        planned_bytes=fit.peak.num_bytes if allocator is not None else of_tensors(fit.envelope).peak_bytes(size),
+        planned_bytes=fit.peak.num_bytes,
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
-        # This run has no limit, so the prediction without a limit is the one to compare with.
+        # This run has no limit, so compare with the prediction without a limit.
         planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes or fit.reserved_bytes,
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
         outside_bytes=outside,
@@ -119,12 +116,12 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
 
 
 def full_name(device: torch.device) -> str:
-    """Return a device's type, and what its driver calls it."""
+    """Return a device's type and its driver's name."""
     return f"{device.type}: {device_name(device)}"
 
 
 def _repeated(sample: Batch, num_samples: int) -> Batch:
-    """Return a batch of the first samples of another one, over and over."""
+    """Return a batch with the samples repeated in order."""
 
     def repeat(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim():

@@ -1,4 +1,4 @@
-"""Complete runnable jobs, and how one is described: `Job` is what a recipe returns and what every verb takes."""
+"""Complete runnable jobs. A recipe returns a `Job`, which every command accepts."""
 
 from anybatch.recipes.job import Defaults, Evaluation, Job
 from anybatch.recipes.load import load_function, load_recipe

@@ -1,7 +1,7 @@
 """`contrastive`: two encoders learn which halves of handwritten digits belong together, in seconds on a CPU.
 
 One sees the even columns of an image, the other the odd ones. The loss compares every half with all others of the
-effective batch, so it needs `ab.joint`: with fewer to choose from in each micro-batch the task would be an easier one.
+effective batch, so it needs `ab.joint`: a micro-batch alone has fewer negatives, which makes the task easier.
 """
 
 import torch
@@ -16,7 +16,7 @@ Vectors = tuple[Float[Tensor, "image 32"], Float[Tensor, "image 32"]]
 
 
 def contrastive() -> ab.Job:
-    """Return the job: 1,437 images to train on; judged by how often a held-out half finds its other one among 360."""
+    """Return the job: 1,437 training images; evaluated by retrieval of the other half among 360 held-out images."""
     scikit_learn_folder("contrastive")
     return ab.Job(
         model=Encoders,
@@ -32,7 +32,7 @@ def contrastive() -> ab.Job:
 
 
 class Encoders(nn.Module):
-    """Two perceptrons that make vectors of half-images, and the temperature at which these are compared."""
+    """Two perceptrons that embed half-images, and the temperature of their similarities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class Encoders(nn.Module):
             )
             for _ in range(2)
         )
-        # CLIP's initial temperature; its logarithm is learned, so that the factor stays positive.
+        # CLIP's initial temperature; its logarithm is learned, which keeps the factor positive.
         self.logit_scale = nn.Parameter(torch.tensor(1 / 0.07).log())
 
 
 def encode(model: Encoders, batch: dict[str, Tensor]) -> Vectors:
-    """Return the vectors, of length 1, of the even and of the odd columns of each image."""
+    """Return the normalised embeddings of the even and of the odd columns of each image."""
     even, odd = batch["image"][..., ::2], batch["image"][..., 1::2]
     return F.normalize(model.even(even), dim=1), F.normalize(model.odd(odd), dim=1)
 
 
 def loss(model: Encoders, vectors: Vectors) -> Float[Tensor, ""]:
-    """Return the mean cross-entropy of finding the other half among those of all images, from both sides.
+    """Return the symmetric cross-entropy of finding the other half among all images.
 
     Source: Radford et al. 2021, arXiv 2103.00020, figure 3.
     """
@@ -64,7 +64,7 @@ def loss(model: Encoders, vectors: Vectors) -> Float[Tensor, ""]:
 
 
 def retrieval(_model: Encoders, vectors: Vectors) -> dict[str, Float[Tensor, ""]]:
-    """Return how many halves are nearest to their own other half, of both sides, as a share."""
+    """Return the share of halves whose nearest embedding is their own other half, over both sides."""
     likeness = vectors[0] @ vectors[1].T
     own = torch.arange(len(likeness), device=likeness.device)
     found = torch.cat([likeness.argmax(side) == own for side in (0, 1)])

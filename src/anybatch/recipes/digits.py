@@ -1,6 +1,6 @@
 """`digits`: a small convolutional network learns to read handwritten digits, in seconds on a CPU.
 
-The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn. Nothing is downloaded.
+Trains on the 1,797 images of 8 x 8 pixels that scikit-learn includes; downloads nothing.
 """
 
 import importlib
@@ -21,8 +21,8 @@ HELD_OUT_PER_DIGIT = 36
 
 
 def digits() -> ab.Job:
-    """Return the job: 1,437 images to train on, 360 held out, accuracy on those."""
-    scikit_learn_folder("digits")  # an error at once, not when the images are read
+    """Return the job: 1,437 training images, 360 held-out images, accuracy on those."""
+    scikit_learn_folder("digits")  # raises early if scikit-learn is missing
     return ab.Job(
         model=Network,
         optimizer=torch.optim.AdamW,
@@ -35,7 +35,7 @@ def digits() -> ab.Job:
 
 
 class Network(nn.Sequential):
-    """Three convolutions and a linear layer. GroupNorm looks at one image at a time, so any cut of a batch is exact."""
+    """Three convolutions and a linear layer. GroupNorm is per image, so every split of a batch is exact."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -52,18 +52,16 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
 
 
 def accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " image"]]:
-    """Return 1 for each image that is read right, 0 for the others; their mean is the accuracy."""
+    """Return 1 for each image that is classified correctly, else 0; the mean is the accuracy."""
     right = model(batch["image"]).argmax(dim=1) == batch["label"]
     return {"accuracy": right.float()}
 
 
 class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Images of handwritten digits and which digit each one is.
+    """Images of handwritten digits with labels.
 
-    Args:
-        split: "train" or "held_out". The latter is 36 images of each digit, always the same ones.
-        shifted: move each image by up to one pixel in each direction, drawn again whenever it is loaded. Loaded through
-            `ab.batches`, an image is moved the same way in the same epoch, in whatever process.
+    "held_out" is 36 images of each digit, always the same ones. With `shifted`, each image moves by up to one pixel in
+    each direction, drawn for each sample and epoch.
     """
 
     def __init__(self, split: Literal["train", "held_out"], *, shifted: bool = False) -> None:
@@ -78,10 +76,10 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one image, from 0 (white) to 1, and its label."""
+        """Return one image (values from 0, white, to 1) and its label."""
         image = self.images[index]
         if self.shifted:
-            # From torch's global generator, which `ab.batches` seeds for each sample and epoch.
+            # Drawn from torch's global generator, which `ab.batches` seeds for each sample and epoch.
             down, right = torch.randint(0, 3, (2,)).tolist()
             image = F.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8]
         return {"image": image, "label": self.labels[index]}
@@ -92,14 +90,14 @@ def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
     if file.is_file():
         table = np.loadtxt(file, delimiter=",", dtype=np.float32)
         pixels, labels = table[:, :-1], table[:, -1]
-    else:  # its place is no promise of scikit-learn; its function is
+    else:  # scikit-learn guarantees its function, not the path of its file
         pixels, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
     # Pixels are whole numbers from 0 to 16.
     return torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(labels).long()
 
 
 def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
-    # A generator of its own: the split must not depend on the run's seed.
+    # A separate generator: the split must not depend on the run's seed.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(10):
@@ -108,18 +106,11 @@ def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
 
 
 def scikit_learn_folder(recipe: str) -> Path:
-    """Return the folder of the package that the images come with, which is not imported: that would take a second.
-
-    Args:
-        recipe: name of the recipe, for the error.
-
-    Raises:
-        DataError: scikit-learn is not installed.
-    """
+    """Return scikit-learn's folder, without importing the package, which would take a second."""
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         message = (
-            f"the recipe {recipe!r} reads its images from scikit-learn, and there is no module 'sklearn'. "
+            f"the recipe {recipe!r} reads images from scikit-learn, which is not installed (module 'sklearn'). "
             "Install it: pip install 'anybatch[recipes]'"
         )
         raise DataError(message)

@@ -1,8 +1,8 @@
-"""`finetune`: a causal language model of Hugging Face goes on learning from passages of text, padded or packed.
+"""`finetune`: fine-tune a causal language model of Hugging Face on passages of text, padded or packed.
 
-Passages differ in length by a factor of hundreds, so it is the recipe to cut by tokens: `--micro-batch-tokens 2048`.
-By default a small Llama with random weights reads the source code of Python's standard library, byte by byte; given a
-folder with a saved model and its tokeniser, these are taken. Nothing is downloaded.
+Passages differ in length by a factor of hundreds, so this is the recipe for token budgets: `--micro-batch-tokens 2048`.
+By default a small Llama with random weights reads the source code of Python's standard library, byte by byte; pass a
+folder with a saved model and its tokeniser to use those. Downloads nothing.
 """
 
 import importlib
@@ -32,18 +32,18 @@ def finetune(
     longest: int = 512,
     max_bytes: int | None = None,
 ) -> ab.Job:
-    """Return the job: predict each token of a passage from those before it; a passage ends at a blank line.
+    """Return the job: predict the next token of passages, which end at blank lines.
 
     Args:
-        model: folder of a saved model and its tokeniser, as `save_pretrained` writes them; None for a small Llama with
+        model: folder of a saved model and its tokeniser, as `save_pretrained` writes them; None: a small Llama with
             random weights that reads bytes.
-        folder: the text, in files at any depth; None for the standard library without its tests.
-        pattern: which files; None for "*.py" in the standard library and "*" in a folder.
-        layout: "padded" to the longest of a micro-batch, "packed" into one row without padding, or "auto", the faster
-            one where batches are cut by tokens; padded where they are not.
-        longest: tokens; passages that have more are taken as several.
-        max_bytes: no more files are read after this many bytes; None for 1 million in the standard library, and no
-            limit in a folder.
+        folder: folder of text files, at any depth; None: the standard library without its tests.
+        pattern: file name pattern; None: "*.py" in the standard library, "*" in a folder.
+        layout: "padded" to the longest sample of a micro-batch, "packed" into one row without padding, or "auto": the
+            faster one under a token budget, otherwise padded.
+        longest: maximum tokens of a passage; longer ones are split.
+        max_bytes: stop reading files after this many bytes; None: 1 million in the standard library, no limit in a
+            folder.
 
     Raises:
         DataError: there are fewer than two files, or transformers is not installed.
@@ -72,7 +72,7 @@ def finetune(
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
-    """Return the mean over the tokens that count, as the model itself computes it."""
+    """Return the mean over the unmasked tokens, as computed by the model."""
     value: Float[Tensor, ""] = model(**batch, use_cache=False).loss
     return value
 
@@ -103,13 +103,9 @@ def _saved_model(transformers: ModuleType, folder: str) -> nn.Module:
 
 
 def _transformers() -> ModuleType:
-    """Return transformers, which is not a dependency of the library.
-
-    Raises:
-        DataError: it is not installed.
-    """
+    """Import transformers, an optional dependency."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        message = "the recipe finetune trains models of transformers, which is not installed: pip install transformers"
+        message = "the recipe finetune needs transformers, which is not installed: pip install transformers"
         raise DataError(message) from error

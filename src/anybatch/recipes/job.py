@@ -1,4 +1,4 @@
-"""`Job`: everything that is learned, and nothing that is only hardware."""
+"""`Job`: a training task, without anything about hardware."""
 
 import inspect
 import math
@@ -18,7 +18,6 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.data.batches import Batches, batches
 from anybatch.data.fetch import Collate
 from anybatch.data.lengths import Lengths
-from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import Metric
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
@@ -27,6 +26,7 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument, clip_policy
 from anybatch.engine.update.precision import PrecisionName
+from anybatch.engine.update.schedule import Scheduler
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 
@@ -38,22 +38,22 @@ SchedulerFactory = Callable[[Optimizer, int], Scheduler]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """The numbers a job is run with unless others are given.
+    """The default numbers of a job; options override them.
 
     Args:
-        effective_batch_size: samples of one optimizer step, over all ranks; or a `BatchRamp` of them, whose first stage
-            is what the learning rate is scaled to. Other verbs than train take its largest stage.
-        learning_rate: found with `base_batch_size`; it is what the optimizer function receives.
-        base_batch_size: samples per step that `learning_rate` was found with; None for `effective_batch_size`,
-            the first stage of a ramp.
-        learning_rate_rule: how the learning rate follows the effective batch size: "linear", "sqrt" or "none"; None
-            for the rule that has a source for the optimizer (`default_rule`).
+        effective_batch_size: samples of one optimizer step, over all ranks; or a `BatchRamp`, whose first stage the
+            learning rate is scaled to. Commands other than train use its largest stage.
+        learning_rate: learning rate at `base_batch_size`, passed to the optimizer function.
+        base_batch_size: samples per step that `learning_rate` was tuned with; None: `effective_batch_size`, or the
+            first stage of a ramp.
+        learning_rate_rule: how the learning rate follows the effective batch size: "linear", "sqrt" or "none"; None:
+            the published rule for the optimizer (`default_rule`).
         epochs: passes over the data set.
         steps: optimizer steps, instead of epochs. Neither: one epoch.
 
     Raises:
-        BatchSizeError: a batch size is not a whole number of at least 1.
-        UserError: any other number that cannot be used, or both `epochs` and `steps`.
+        BatchSizeError: a batch size is not an integer of at least 1.
+        UserError: another number is invalid, or both `epochs` and `steps` are given.
     """
 
     effective_batch_size: int | BatchRamp
@@ -64,7 +64,7 @@ class Defaults:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every number by itself, and the two lengths against each other."""
+        """Check every number, and that only one length is given."""
         if not isinstance(self.effective_batch_size, BatchRamp):  # a ramp has checked its own sizes
             checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
         for name in ("base_batch_size", "epochs", "steps"):
@@ -72,7 +72,7 @@ class Defaults:
                 error = BatchSizeError if name == "base_batch_size" else UserError
                 checked_int(name, getattr(self, name), error=error)
         if self.epochs is not None and self.steps is not None:
-            message = f"epochs={self.epochs} and steps={self.steps} both say where to stop. Give one of them."
+            message = f"epochs={self.epochs} and steps={self.steps} contradict each other. Pass one of them."
             raise UserError(message)
         rate = self.learning_rate
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate < math.inf:
@@ -87,23 +87,23 @@ class Defaults:
 
     @property
     def largest_batch_size(self) -> int:
-        """Samples of the largest step: the one that has to fit."""
+        """Samples of the largest step, which has to fit into memory."""
         return max(sizes_of(self.effective_batch_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out data, and the metric on it that judges a job.
+    """Held-out data and the metric that evaluates a job.
 
     Args:
-        dataset: function () -> data set, as in `Job`. It is read in its own order, once per evaluation.
-        metric: what `Engine.evaluate` takes: a declared loss, or a function of (model, batch) that returns one value
+        dataset: function () -> data set, as in `Job`. Read in its own order, once per evaluation.
+        metric: a metric for `Engine.evaluate`: a declared loss, or a function of (model, batch) that returns one value
             per sample, `LossSum(total, count)`, or a dict of those by name. None: the job's loss.
-        effective_batch_size: samples that are evaluated at a time; None: as many as are trained with. The result does
-            not depend on it.
+        effective_batch_size: samples evaluated together; None: the training batch size. The result does not depend on
+            it.
 
     Raises:
-        DataError, LossError, BatchSizeError: an argument cannot be used; says which and what to give.
+        DataError, LossError, BatchSizeError: an argument is invalid; the message has the fix.
     """
 
     dataset: DatasetFactory
@@ -111,7 +111,7 @@ class Evaluation:
     effective_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without calling anything."""
+        """Check the arguments without calling any function."""
         _check_function("Evaluation", "dataset", self.dataset, "()", DataError)
         if self.metric is not None and not isinstance(self.metric, Loss):
             _check_function("Evaluation", "metric", self.metric, "(model, batch)", LossError)
@@ -121,36 +121,36 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that defines what is learned: the one contract between a recipe and every verb.
+    """A training task: model, optimizer, loss and data. A recipe returns it, and every command accepts it.
 
-    A job holds functions, not objects, so that a verb can build the model again: in float64, under fake tensors, once
+    A job holds functions, not objects, so that a command can build the model again: in float64, on fake tensors, once
     per strategy. Each call must return a new object.
 
     Args:
-        model: function () -> `nn.Module`, or a dict of named modules; a class without arguments will do.
-        optimizer: function (named_parameters, learning_rate) -> optimizer. Most of torch's classes are such functions
-            themselves: `optimizer=torch.optim.AdamW`. The learning rate is that of `defaults.base_batch_size`; the
-            result is scaled to the effective batch size afterwards.
-        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns
-            one loss per item or `ab.LossSum`.
-        dataset: function () -> data set, with an index or iterable, as `ab.batches` takes it.
-        collate: makes a micro-batch of a list of samples; None for torch's own.
-        lengths: how long each sample is, as `ab.batches` takes it, for runs that are cut by length; None for unknown.
-        shuffle: whether each epoch has an order of its own; must be False for a data set without an index.
-        evaluate: held-out data and metric; None for none.
-        scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None for a constant
-            learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` is such a function itself.
-        clip: largest gradient norm, a clipping policy, or one per parameter group; once per effective batch.
-        norms: what to do about BatchNorm in train mode, as `Engine` takes it.
-        rng: what random numbers belong to, as `Engine` takes it.
-        average_decay: keep an exponential moving average of the weights, such as 0.999, and evaluate with it; None for
-            none.
-        noise: measure the gradient's noise scale, as `Engine` takes it; None does not.
-        bf16_weights: what is kept beside weights in bf16, as `Engine` takes it.
+        model: function () -> `nn.Module`, or a dict of named modules; a class without arguments also works.
+        optimizer: function (named_parameters, learning_rate) -> optimizer. Most classes of torch fit:
+            `optimizer=torch.optim.AdamW`. It receives the learning rate at `defaults.base_batch_size`; the result is
+            then scaled to the effective batch size.
+        loss: a declared loss, such as `ab.mean_over_samples(fn)`, or a function of (model, batch) that returns one
+            loss per item or `ab.LossSum`.
+        dataset: function () -> data set, indexed or iterable, as for `ab.batches`.
+        collate: makes a micro-batch from a list of samples; None: torch's default.
+        lengths: length of each sample, as for `ab.batches`, for splits by length; None: unknown.
+        shuffle: whether to shuffle every epoch; must be False for an iterable data set.
+        evaluate: held-out data and metric; None: no evaluation.
+        scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None: constant
+            learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` fits.
+        clip: maximum gradient norm, a clipping policy, or one per parameter group; once per effective batch.
+        norms: policy for BatchNorm in train mode, as for `Engine`.
+        rng: what random numbers depend on, as for `Engine`.
+        average_decay: decay of an exponential moving average of the weights, used for evaluation, such as 0.999; None:
+            no average.
+        noise: gradient noise measurement, as for `Engine`; None: none.
+        bf16_weights: how bf16 weights are updated, as for `Engine`.
         defaults: batch size, length and learning rate.
 
     Raises:
-        ParameterError, LossError, DataError, UserError: an argument cannot be used; says which and what to give.
+        ParameterError, LossError, DataError, UserError: an argument is invalid; the message has the fix.
     """
 
     model: ModelFactory
@@ -171,7 +171,7 @@ class Job:
     bf16_weights: Bf16Weights = "copied"
 
     def __post_init__(self) -> None:
-        """Check what can be checked without calling anything."""
+        """Check the arguments without calling any function."""
         _check_function("Job", "model", self.model, "()", ParameterError)
         _check_function("Job", "optimizer", self.optimizer, "(named_parameters, learning_rate)", ParameterError)
         _check_function("Job", "dataset", self.dataset, "()", DataError)
@@ -188,11 +188,11 @@ class Job:
                 raise UserError(message)
 
     def train_batches(self, dataset: Any = None, **options: Any) -> Batches:  # noqa: ANN401 (what `batches` takes)
-        """Return effective batches of the job's data, in the order and layout that the job says.
+        """Return effective batches of the job's data, in its order and layout.
 
         Args:
-            dataset: what `self.dataset()` has returned before; None calls it.
-            **options: the other arguments of `ab.batches`.
+            dataset: an earlier result of `self.dataset()`; None calls it.
+            **options: further arguments of `ab.batches`.
         """
         data = self.dataset() if dataset is None else dataset
         return batches(data, shuffle=self.shuffle, collate=self.collate, lengths=self.lengths, **options)
@@ -205,14 +205,14 @@ class Job:
         effective_batch_size: int | None = None,
         precision: PrecisionName = "fp32",
     ) -> TrainSpec:
-        """Return the job as a value for an engine, with a new model; without a scheduler, which needs the steps.
+        """Return the job as a `TrainSpec` with a new model, without its scheduler, which needs the number of steps.
 
         Args:
-            seed: of the initial parameters; None draws them from the caller's generator.
-            learning_rate: handed to the optimizer function; None for that of the defaults.
-            effective_batch_size: samples of one optimizer step, over all ranks; None for those of the defaults,
-                the largest of a ramp.
-            precision: number formats of forward and backward.
+            seed: seed of the initial parameters; None uses the caller's generator.
+            learning_rate: learning rate for the optimizer function; None: the default.
+            effective_batch_size: samples of one optimizer step, over all ranks; None: the default, the
+                largest size of a ramp.
+            precision: number format of forward and backward.
         """
         rate = self.defaults.learning_rate if learning_rate is None else learning_rate
         return TrainSpec(
@@ -231,9 +231,9 @@ class Job:
 
 
 def make_model(job: Job, seed: int) -> Model:
-    """Return a new model whose initial parameters depend on `seed` alone; the caller's random numbers are as before.
+    """Return a new model whose initial parameters depend only on `seed`; the caller's generators are restored.
 
-    Parameters are drawn on the CPU, so that they are the same whatever the run's device is.
+    Parameters are drawn on the CPU, so they do not depend on the run's device.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -241,15 +241,15 @@ def make_model(job: Job, seed: int) -> Model:
 
 
 def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:
-    """Refuse what cannot be called with these arguments, and objects in the place of what makes them."""
+    """Refuse a value that cannot be called with these arguments, and an object instead of a function that makes it."""
     form = f"a function {name}{arguments}"
-    # A module is callable as well, and is what people give by mistake.
+    # A module is callable too, and a frequent mistake.
     if isinstance(value, nn.Module) or not callable(value):
         cure = f"{form} that makes it: {name}=lambda: ..." if arguments == "()" else form
-        message = f"{owner}({name}=...) was given {_kind(value)}, already made; pass {cure}."
+        message = f"{owner}({name}=...) is {_kind(value)}, already made; pass {cure}."
         raise error(message)
     try:
-        # Called for real it would cost a model; binding shows a wrong number of arguments as well.
+        # Binding checks the number of arguments without calling the function, which might build a model.
         signature = inspect.signature(value)
     except ValueError:  # some built-in functions have no signature
         return
@@ -267,12 +267,12 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
 def _check_loss(loss: object) -> None:
     function = loss.function if isinstance(loss, Loss) else loss
     encode = loss.kind.encode if isinstance(loss, Loss) else None
-    # A loss with parameters would be made once and shared by every model that a verb builds.
+    # A loss with parameters would be shared by all models that a command builds.
     own = next((f for f in (function, encode) if isinstance(f, nn.Module) and any(True for _ in f.parameters())), None)
     if own is not None:
         message = (
-            f"Job(loss=...) is {_kind(own)} with parameters, which every verb would train on. Put it into the "
-            'model, as in model=lambda: {"net": Net(), "loss": Loss()}, and give a function of (model, batch).'
+            f"Job(loss=...) is {_kind(own)} with parameters, which all commands would share. Put it into the "
+            'model, as in model=lambda: {"net": Net(), "loss": Loss()}, and pass a function of (model, batch).'
         )
         raise LossError(message)
     if not callable(function):

@@ -1,4 +1,4 @@
-"""From what a user types to a `Job`: a built-in recipe, a function in a file, or a function in a module."""
+"""Finds the `Job` of a name: a built-in recipe, a function in a file, or a function in a module."""
 
 import ast
 import functools
@@ -50,7 +50,7 @@ _JOB_NAMES = ("job", "recipe")
 
 @dataclass(frozen=True, slots=True)
 class _FunctionKind:
-    """A kind of function to look for, in the words of messages: its name, where it can be, what it does."""
+    """A kind of function to look for, for messages: its name, its places, its purpose."""
 
     noun: str
     known: str
@@ -62,19 +62,19 @@ _RECIPE = _FunctionKind("recipe", f"A recipe is one of {', '.join(map(repr, RECI
 
 
 def load_recipe(name: str) -> Job:
-    """Return the job that `name` stands for.
+    """Return the job with this name.
 
-    As `python file.py` would, this puts a file's folder in front of `sys.path`, or the working directory for a module,
-    and leaves it there: what the job's functions import later, and what workers import, is found the same way.
+    Like `python file.py`, this puts the file's folder (or the working directory, for a module) at the front of
+    `sys.path` and leaves it there, so that later imports of the job's functions and of workers find the same modules.
 
     Args:
         name: a built-in recipe ("digits", "text", "contrastive", "finetune"), "file.py:function" or
-            "package.module:function". Without ":function" it is the one function that is called `job` or `recipe`,
-            or whose annotation says that it returns a `Job`.
+            "package.module:function". Without ":function", the only function that is called `job` or `recipe` or is
+            annotated to return a `Job`.
 
     Raises:
-        UserError: there is no such thing, importing or calling it fails (with the traceback from the user's own file
-            on), or it returns no `Job`.
+        UserError: the recipe does not exist, importing or calling it fails (with the traceback from the user's own
+            file), or it does not return a `Job`.
     """
     place, function_name = _split(RECIPES.get(name, name))
     module = _import_place(place, _RECIPE)
@@ -83,8 +83,8 @@ def load_recipe(name: str) -> Job:
     needed = _needed_arguments(function)
     if needed:
         message = (
-            f"{where} needs the arguments {', '.join(needed)}, and a recipe is called without any. Give them defaults, "
-            f"or name a function that calls it: def job(): return {function.__name__}(...)"
+            f"{where} needs the arguments {', '.join(needed)}, but a recipe is called without arguments. Give them "
+            f"defaults, or choose a function that passes them: def job(): return {function.__name__}(...)"
         )
         raise UserError(message)
     with _users_traceback(f"calling {where} failed"):
@@ -99,18 +99,18 @@ def load_recipe(name: str) -> Job:
 
 
 def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
-    """Return the function that `name` stands for, imported as `load_recipe` does, and not called.
+    """Return the function with this name, imported as by `load_recipe`, without calling it.
 
     Args:
-        name: "file.py:function" or "package.module:function", or ":Class.method"; without it the only function that is
-            there. A file that defines no such thing is refused before it is run.
-        noun: its name in messages.
+        name: "file.py:function" or "package.module:function", or ":Class.method"; without it, the only function there.
+            A file that does not define the function is refused before it is run.
+        noun: what such a function is called in messages.
         does: what such a function does, in the third person.
 
     Raises:
-        UserError: there is no such thing, or importing it fails.
+        UserError: the function does not exist, or importing it fails.
     """
-    sought = _FunctionKind(noun, f"A {noun} is named as {_PLACES}", does)
+    sought = _FunctionKind(noun, f"A {noun} is in {_PLACES}", does)
     place, function_name = _split(name)
     if function_name and _is_file_name(place):
         _refuse_undefined(Path(place), function_name, sought)
@@ -123,14 +123,14 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     functions = _functions(module)
     if len(functions) == 1:
         return next(iter(functions.values()))
-    message = f"which function of {place} is the {noun}? Name it: {place}:function. {_listed(functions)}"
+    message = f"which function of {place} is the {noun}? Choose one: {place}:function. {_listed(functions)}"
     raise UserError(message)
 
 
 def method_of(owner: type, name: str) -> Callable[..., Any]:
-    """Return a method as a function that also takes the arguments of its class.
+    """Return a method as a function that also accepts the arguments of its class.
 
-    The object is made again only when those arguments change, so that it lives for one run of the loop.
+    A new object is made only when those arguments change, so it lives for one run of the loop.
     """
     method = inspect.getattr_static(owner, name)
     if isinstance(method, staticmethod | classmethod):
@@ -162,7 +162,7 @@ def _import_place(place: str, sought: _FunctionKind) -> ModuleType:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split "place:function"; the colon of a Windows drive is not that colon."""
+    """Split "place:function", ignoring the colon of a Windows drive."""
     place, _, function = name.rpartition(":")
     is_name = all(part.isidentifier() for part in function.split("."))
     return (place, function) if place and is_name else (name, "")
@@ -173,33 +173,33 @@ def _is_file_name(place: str) -> bool:
 
 
 def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
-    """Import a file under its own name, so that worker processes can find what it defines."""
+    """Import a file under its own name, so that worker processes can find its definitions."""
     if not path.is_file():
         message = f"there is no file {str(path)!r} (looked in {Path.cwd()}). {sought.known}."
         raise UserError(message)
     path, name = path.resolve(), path.stem
     _find_first(path.parent)
     loaded = sys.modules.get(name)
-    # Two files of one name would replace each other for workers, which import by name.
+    # Workers import by name, so two files of one name would replace each other.
     if loaded is not None:
         if getattr(loaded, "__file__", None) == str(path):
             return loaded
         message = (
-            f"{path.name} cannot be imported as {name!r}: a module of that name is loaded already, from "
+            f"{path.name} cannot be imported as {name!r}: a module of that name is already loaded, from "
             f"{getattr(loaded, '__file__', None) or 'Python itself'}. Rename the file."
         )
         raise UserError(message)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        message = f"{str(path)!r} is no Python source file: its name must end in .py. {sought.known}."
+        message = f"{str(path)!r} is not a Python source file: its name must end in .py. {sought.known}."
         raise UserError(message)
     module = importlib.util.module_from_spec(spec)
-    # Before it is executed, as Python does: dataclasses and pickling look their module up there.
+    # Registered before execution, as Python does: dataclasses and pickling look the module up.
     sys.modules[name] = module
     try:
         with _users_traceback(f"importing {path} failed"):
             spec.loader.exec_module(module)
-    # A module that has failed half-way must not be found by the next import.
+    # A module that failed half-way must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise
@@ -216,24 +216,24 @@ def _import_module(name: str, sought: _FunctionKind) -> ModuleType:
 
 
 def _is_missing(name: str) -> bool:
-    """Return whether the module itself, or a package it is in, cannot be found."""
+    """Return whether the module, or a package around it, cannot be found."""
     try:
         return name not in sys.modules and importlib.util.find_spec(name) is None
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return True
-        raise  # it is there, and a package it is in imports something that is not
+        raise  # the module exists, but a package around it imports a missing one
 
 
 def _refuse_undefined(path: Path, name: str, sought: _FunctionKind) -> None:
-    """Refuse a file that surely does not define a function or a class's method, without running it."""
+    """Refuse a file that cannot define a function or a class's method, without running it."""
     if not path.is_file():
-        return  # said by the import
+        return  # the import raises the error
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:
         return
-    # Names may come by import or assignment too; what is imported as a whole may define anything.
+    # Names may also come from an import or assignment; a star import may define anything.
     for part in name.split("."):
         body = tree.body
         if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body):
@@ -252,7 +252,7 @@ def _refuse_undefined(path: Path, name: str, sought: _FunctionKind) -> None:
             message = f"{path} has no {sought.noun} {name!r}, and was not run. {has}"
             raise UserError(message)
         if not isinstance(node := named.get(part), ast.ClassDef) or node.bases:
-            return  # what a class inherits is not in sight
+            return  # inherited methods are not visible here
         tree = ast.Module(node.body, [])
 
 
@@ -276,16 +276,16 @@ def _named(module: ModuleType, name: str, place: str, sought: _FunctionKind) -> 
 
 
 def _only_one(module: ModuleType, place: str) -> Callable[..., Any]:
-    """Return the function that must be meant where none is named."""
+    """Return the only function that qualifies."""
     functions = _functions(module)
-    likely = {name: function for name, function in functions.items() if name in _JOB_NAMES or _says_job(function)}
+    likely = {name: function for name, function in functions.items() if name in _JOB_NAMES or _returns_job(function)}
     ready = {name: function for name, function in likely.items() if not _needed_arguments(function)}
-    # A function that can be called as it is goes before one that needs arguments.
+    # A function without required arguments takes precedence.
     found = ready or likely
     if len(found) == 1:
         return next(iter(found.values()))
     what = "several functions may be" if found else "no function is called 'job' or 'recipe', or annotated '-> Job', as"
-    message = f"in {place} {what} the recipe. Name it: {place}:function. {_listed(found or functions)}"
+    message = f"in {place} {what} the recipe. Choose one: {place}:function. {_listed(found or functions)}"
     raise UserError(message)
 
 
@@ -298,9 +298,9 @@ def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _says_job(function: Callable[..., Any]) -> bool:
-    """Return whether the annotation is `Job`, also as text, and with or without the module it is in."""
-    # It is text under `from __future__ import annotations`, with quotes of its own where it had some.
+def _returns_job(function: Callable[..., Any]) -> bool:
+    """Return whether the annotation is `Job`, also as text, and with or without its module."""
+    # Annotations are text under `from __future__ import annotations`, perhaps with quotes inside.
     annotation = getattr(function, "__annotations__", {}).get("return")
     return annotation is Job or (isinstance(annotation, str) and annotation.strip("'\"").rpartition(".")[2] == "Job")
 
@@ -320,20 +320,20 @@ def _listed(functions: Mapping[str, Callable[..., Any]]) -> str:
 
 @contextmanager
 def _users_traceback(what: str) -> Iterator[None]:
-    """Turn an error of the user's code into one that shows the user's part of the traceback; ours pass as they are."""
+    """Convert an error of the user's code to one with the user's part of the traceback; ours pass unchanged."""
     try:
         yield
     except AnyBatchError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the user's code raises)
-        lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
-        # `from None`: the traceback in the message is all of it that concerns the user.
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code may raise anything)
+        lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
+        # `from None`: the message has the relevant part of the traceback.
         message = f"{what}:\n\n{''.join(lines).rstrip()}"
         raise UserError(message) from None
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames, from the top, of this file and of Python's import system."""
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the top frames of this file and of Python's import system."""
     ours = (__file__, importlib.__file__)
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

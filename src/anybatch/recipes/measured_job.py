@@ -1,4 +1,4 @@
-"""A recipe as the verbs run it that measure steps: made again from its name, in whatever process."""
+"""A recipe for commands that measure steps; any process can build it from its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,12 @@ from anybatch.recipes.job import Job
 from anybatch.recipes.load import load_recipe
 
 _SMALL = 1e-6
-"""Times the learning rate: one batch over and over may diverge."""
+"""Factor of the learning rate: repeated steps on one batch may diverge at the full rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredJob:
-    """A recipe and what is asked of it; a value that other processes can be sent.
-
-    Args:
-        recipe: as `load_recipe` takes it.
-        effective_batch_size: samples of one optimizer step, over all ranks; None for the recipe's.
-        precision: number format of forward and backward.
-        seed: of the initial parameters and the order of samples.
-    """
+    """A recipe with its options; can be pickled. `effective_batch_size=None` is the recipe's."""
 
     recipe: str
     effective_batch_size: int | None = None
@@ -30,11 +23,7 @@ class MeasuredJob:
     seed: int = 0
 
     def train_spec(self) -> TrainSpec:
-        """Return what is trained, made anew, with a learning rate at which parameters hardly move.
-
-        Raises:
-            UserError: the recipe cannot be loaded or made.
-        """
+        """Build what to train, with a learning rate at which parameters hardly move."""
         job = load_recipe(self.recipe)
         return job.train_spec(
             seed=self.seed,
@@ -44,15 +33,9 @@ class MeasuredJob:
         )
 
     def data(self, *, steps: int) -> Callable[[int], Batches]:
-        """Return a function of the number of loading processes to the first effective batches; 0 loads in this one.
+        """Return a function that maps a number of loading processes to the first `steps` effective batches.
 
         The data set is made once, here.
-
-        Args:
-            steps: how many batches.
-
-        Raises:
-            UserError: the recipe cannot be loaded, or its data cannot be used.
         """
         job = load_recipe(self.recipe)
         dataset = job.dataset()

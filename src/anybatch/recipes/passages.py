@@ -1,4 +1,4 @@
-"""Passages of text: samples of different lengths, and how micro-batches of them are laid out."""
+"""Passages of text, which differ in length, and the layouts of their micro-batches."""
 
 import itertools
 import re
@@ -17,30 +17,21 @@ from anybatch.errors import DataError
 
 Encode = Callable[[str], list[int]]
 Layout = Literal["padded", "packed", "auto"]
-"""Padded to the longest of a micro-batch, packed into one row, or the faster one where batches are cut by tokens."""
+"""Padded to the longest of a micro-batch, packed into one row, or the faster one under a token budget."""
 
 
 class Passages(Dataset[dict[str, Tensor]]):
-    """Passages of some files, of different lengths.
-
-    Args:
-        files: what to read, as UTF-8; passages end at blank lines.
-        encode: from text to tokens.
-        longest: most tokens of a passage; longer ones are taken as several.
-
-    Attributes:
-        tokens: of each passage, at least two: one to predict from and one to predict.
-    """
+    """Passages of files, which end at blank lines; longer ones than `longest` tokens are split."""
 
     def __init__(self, files: Sequence[Path], encode: Encode, longest: int) -> None:
         texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
         passages = itertools.chain.from_iterable(re.split(r"\n\s*\n", text) for text in texts)
         encoded = (encode(passage.strip("\n")) for passage in passages)
         parts = (row[start : start + longest] for row in encoded for start in range(0, len(row), longest))
-        # As tensors of the smallest type: a list would take eight times the memory.
+        # Tensors of the smallest type: a list would need eight times the memory.
         self.tokens: list[Int[Tensor, " token"]] = [torch.tensor(part, dtype=torch.int32) for part in parts if part[1:]]
         if not self.tokens:
-            message = f"{len(files)} files hold no passage of at least 2 tokens. Give more text."
+            message = f"{len(files)} files hold no passage of at least 2 tokens. Add more text."
             raise DataError(message)
 
     def __len__(self) -> int:
@@ -48,7 +39,7 @@ class Passages(Dataset[dict[str, Tensor]]):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the tokens of a passage, and the same as labels: two tensors (token,) of int64."""
+        """Return the tokens of a passage, and the same as labels: two int64 tensors (token,)."""
         tokens = self.tokens[index].long()
         return {"input_ids": tokens, "labels": tokens}
 
@@ -59,16 +50,7 @@ def encode_bytes(text: str) -> list[int]:
 
 
 def collate_of(layout: Layout, padded: Padded, *, boundaries: bool = False) -> Collate:
-    """Return what makes micro-batches in a layout.
-
-    Args:
-        layout: which.
-        padded: how they are padded.
-        boundaries: whether packed ones say where each sample begins.
-
-    Raises:
-        DataError: there is no such layout.
-    """
+    """Return the collate function of a layout; `boundaries` adds where packed samples begin."""
     packed = Packed(shift=padded.shift, longest=padded.longest, boundaries=boundaries)
     layouts: dict[str, Collate] = {
         "padded": padded,

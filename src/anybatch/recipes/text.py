@@ -1,6 +1,6 @@
-"""`text`: a decoder-only transformer learns to write, byte by byte, from any folder of text.
+"""`text`: a decoder-only transformer learns to write, byte by byte, from a folder of text.
 
-By default it reads the source code of the standard library of the Python that runs it. Nothing is downloaded.
+By default it reads the source code of Python's standard library; downloads nothing.
 """
 
 import itertools
@@ -43,28 +43,28 @@ def text(
     num_heads: int = 4,
     max_bytes: int | None = None,
 ) -> ab.Job:
-    """Return the job: predict each byte from those before it; judged in bits per byte on files it has not seen.
+    """Return the job: predict the next byte; evaluated in bits per byte on held-out files.
 
     Args:
-        folder: the text, in files at any depth; None for the standard library without its tests.
-        pattern: which files; None for "*.py" in the standard library and "*" in a folder.
-        context: bytes that a prediction looks back at most.
-        layout: None reads windows, all of them of `context` bytes. Otherwise passages, which end at blank lines and
-            differ in length, and their micro-batches are "padded", "packed" into one row without padding, or "auto",
-            the faster one where batches are cut by tokens.
-        width: size of the vector that stands for a byte.
-        num_layers: transformer blocks.
-        num_heads: attention heads per block; each is an even part of `width`.
-        max_bytes: no more files are read after this many bytes; None for 4 million in the standard library, and no
-            limit in a folder.
+        folder: folder of text files, at any depth; None: the standard library without its tests.
+        pattern: file name pattern; None: "*.py" in the standard library, "*" in a folder.
+        context: maximum bytes that a prediction depends on.
+        layout: None reads windows of `context` bytes. Otherwise passages, which end at blank lines and differ in
+            length, in micro-batches that are "padded", "packed" into one row without padding, or "auto": the faster
+            one under a token budget.
+        width: width of the embeddings.
+        num_layers: number of transformer blocks.
+        num_heads: attention heads per block; the width of a head must be even.
+        max_bytes: stop reading files after this many bytes; None: 4 million in the standard library, no limit in a
+            folder.
 
     Raises:
         UserError: the heads do not divide the width.
         DataError: there are fewer than two files.
     """
-    # Rotary positions turn pairs of numbers, so each head needs an even width.
+    # Rotary positions rotate pairs of numbers, so each head needs an even width.
     if width % (2 * num_heads):
-        message = f"{width=} must be a multiple of 2 x {num_heads=}: each head gets an even part of it."
+        message = f"{width=} must be a multiple of 2 x {num_heads=}, because each head needs an even width."
         raise UserError(message)
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
@@ -73,7 +73,7 @@ def text(
     return ab.Job(
         model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
         optimizer=adamw,
-        # Windows are equally long, so a mean over samples would be the same; this one stays right where they are not.
+        # For windows, which have equal lengths, a mean over samples would be the same.
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
         dataset=lambda: read(files[num_held_out:]),
         lengths=None if layout is None else "inputs",
@@ -86,7 +86,7 @@ def text(
 
 
 class Transformer(nn.Module):
-    """Bytes in; out, for each of them, the logits of the byte that follows."""
+    """A decoder: bytes to next-byte logits."""
 
     def __init__(self, *, width: int, num_layers: int, num_heads: int) -> None:
         super().__init__()
@@ -95,31 +95,29 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds two terms to the stream; scaled down, their sum starts with the size of one (GPT-2).
+                # Each block adds two terms to the residual stream; scaled so that their sum has unit size (GPT-2).
                 num_added = 2 * num_layers if name.endswith(("merge.weight", "down.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(num_added))
 
     def forward(
         self, inputs: Int[Tensor, "batch time"], lengths: Sequence[int] | None = None
     ) -> Float[Tensor, "batch time 256"]:
-        """Return the logits; those at position t depend on the bytes up to and with t.
+        """Return the logits; position t depends on the bytes up to and including t.
 
-        Args:
-            inputs: bytes. Padding goes on the right, where no byte looks.
-            lengths: of samples that lie one behind the other in a single row; None: each row is one sample.
+        `lengths` belong to samples packed into a single row; None: each row is one sample, padded on the right.
         """
         x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x, lengths)
-        return F.linear(self.norm(x), self.embedding.weight)  # what reads a byte also writes it
+        return F.linear(self.norm(x), self.embedding.weight)  # tied to the input embedding
 
 
 class Block(nn.Module):
-    """Attention over time, then a gated layer (SwiGLU) at each time; each sees a normed copy and adds to the rest."""
+    """Attention, then a gated MLP (SwiGLU), each on a normed copy and added to the residual stream."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        hidden = 8 * width // 3  # three matrices of this size hold as much as the usual two of 4 x width
+        hidden = 8 * width // 3  # three matrices of this size have the weights of two of 4 x width
         self.num_heads = num_heads
         self.attention_norm = nn.RMSNorm(width)
         self.split = nn.Linear(width, 3 * width, bias=False)
@@ -131,7 +129,7 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch time width"], lengths: Sequence[int] | None = None
     ) -> Float[Tensor, "batch time width"]:
-        """Return x with what both layers add to it; of `lengths`, see `Transformer.forward`."""
+        """Return x plus the outputs of both layers; for `lengths` see `Transformer.forward`."""
         heads = self.split(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))  # batch time 3 head per_head
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each: batch head time per_head
         mixed = attend(query, key, value) if lengths is None else attend_apart(query, key, value, lengths)
@@ -146,7 +144,7 @@ def attend(
     key: Float[Tensor, "*head time head_width"],
     value: Float[Tensor, "*head time head_width"],
 ) -> Float[Tensor, "*head time head_width"]:
-    """Return the values, mixed by how much each time looks at those up to it."""
+    """Return causal attention."""
     return F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
 
 
@@ -156,15 +154,8 @@ def attend_apart(
     value: Float[Tensor, "*head time head_width"],
     lengths: Sequence[int],
 ) -> Float[Tensor, "*head time head_width"]:
-    """Return the same for packed samples: each by itself, so that none sees another, and no time is spent in between.
-
-    Args:
-        query: of samples that lie one behind the other in time; so are the others.
-        key: the same.
-        value: the same.
-        lengths: times of each sample.
-    """
-    # Turned together: by sample, these small operations cost as much as packing saves.
+    """Return causal attention within each packed sample of `lengths`."""
+    # Rotated together: per sample, these small operations cost as much as packing saves.
     times = torch.cat([torch.arange(length, device=query.device) for length in lengths])
     parts = (part.split(list(lengths), dim=-2) for part in (rotate(query, times), rotate(key, times), value))
     mixed = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*parts, strict=True)]
@@ -174,15 +165,11 @@ def attend_apart(
 def rotate(
     x: Float[Tensor, "*head time head_width"], times: Int[Tensor, " time"] | None = None
 ) -> Float[Tensor, "*head time head_width"]:
-    """Turn each pair (x[i], x[i + head_width / 2]) by time * 10000 ** (-2 i / head_width).
+    """Rotate each pair (x[i], x[i + head_width / 2]) by time * 10000 ** (-2 i / head_width); times=None counts from 0.
 
-    A product of a rotated query and a rotated key then depends on how far apart they are, not on where they are.
+    The product of a rotated query and a rotated key depends only on their distance.
 
     Source: Su et al. 2021, arXiv 2104.09864, with the two halves of the vector as pairs.
-
-    Args:
-        x: what to turn.
-        times: of each row of it; None: they count from 0.
     """
     time, head_width = x.shape[-2:]
     exponents = torch.arange(0, head_width, 2, device=x.device, dtype=torch.float32) / head_width
@@ -195,19 +182,19 @@ def rotate(
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
-    """Return the mean cross-entropy over all bytes to predict."""
+    """Return the mean cross-entropy over all target bytes."""
     return F.cross_entropy(_logits(model, batch), batch["targets"].flatten(), ignore_index=IGNORED)
 
 
 def bits_per_byte(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, ab.LossSum]:
-    """Return how many bits a byte costs on average if it is coded by the model's predictions; 8 without a model."""
+    """Return the mean bits per byte under the model's predictions; 8 for uniform ones."""
     targets = batch["targets"].flatten()
     nats = F.cross_entropy(_logits(model, batch), targets, reduction="sum", ignore_index=IGNORED)
     return {"bits_per_byte": ab.LossSum(nats / math.log(2), (targets != IGNORED).sum())}
 
 
 def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, "byte 256"]:
-    """Return the logits of all bytes of a micro-batch, of packed samples each by itself."""
+    """Return the logits of all bytes of a micro-batch; packed samples do not see each other."""
     ends = batch.get("cu_seqlens")
     apart = {} if ends is None else {"lengths": ends.diff().tolist()}
     logits: Float[Tensor, "batch time 256"] = model(batch["inputs"], **apart)
@@ -215,7 +202,7 @@ def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, "byte 2
 
 
 def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float) -> Optimizer:
-    """Return AdamW that decays matrices, and leaves the scales of norms alone."""
+    """Return AdamW with weight decay on matrices only."""
     parameters = [parameter for _, parameter in named_parameters]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
@@ -225,7 +212,7 @@ def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: f
 
 
 def warm_up_and_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:
-    """Return a scheduler that warms up over a tenth of the run and comes down along a cosine for the rest."""
+    """Return a scheduler with a warm-up over a tenth of the run and a cosine decay after it."""
     warm_up = num_steps // 10
     return attach_schedule(
         optimizer,
@@ -234,12 +221,7 @@ def warm_up_and_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:
 
 
 class NextBytes(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Passages of some files, byte by byte: each byte of one but the first is a target.
-
-    Args:
-        files: what to read.
-        context: bytes that a prediction looks back at most; longer passages are taken as several.
-    """
+    """Passages of files, byte by byte: every byte but the first is a target; longer ones than `context` are split."""
 
     def __init__(self, files: Sequence[Path], context: int) -> None:
         self.passages = Passages(files, encode_bytes, context + 1)
@@ -249,20 +231,15 @@ class NextBytes(torch.utils.data.Dataset[dict[str, Tensor]]):
         return len(self.passages)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the inputs and, one byte on, the targets of a passage: two tensors (time,) of int64."""
+        """Return the inputs and the targets, shifted by one byte, of a passage: two int64 tensors (time,)."""
         tokens = self.passages.tokens[index].long()
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The bytes of some files, end to end, in windows: each byte but the first is a target once.
+    """The bytes of concatenated files in windows of `context`: every byte but the first is a target once.
 
-    Args:
-        files: what to read; a zero byte marks the end of each.
-        context: bytes of a window. What is left over at the end is not used.
-
-    Raises:
-        DataError: the files hold less than one window.
+    A zero byte marks the end of each file; the incomplete last window is dropped.
     """
 
     def __init__(self, files: Sequence[Path], context: int) -> None:
@@ -271,8 +248,8 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.context = context
         if len(self) < 1:
             message = (
-                f"{len(files)} files hold {len(content)} bytes together, and one window needs {context + 1}. "
-                "Give more text, or a smaller context."
+                f"{len(files)} files hold {len(content)} bytes in total, but one window needs {context + 1}. "
+                "Add more text, or use a smaller context."
             )
             raise DataError(message)
 
@@ -281,20 +258,17 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return (len(self.bytes) - 1) // self.context
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the inputs and, one byte on, the targets of a window: two tensors (context,) of int64."""
+        """Return the inputs and the targets, shifted by one byte, of a window: two int64 tensors (context,)."""
         start = index * self.context
-        # Widened window by window: as int64 the whole text would take eight times the memory.
+        # Converted per window: as int64 the whole text would need eight times the memory.
         window = self.bytes[start : start + self.context + 1].long()
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
 def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | None) -> list[Path]:
-    """Return the files to read, in an order that looks random and depends on their names inside the folder alone.
+    """Return the files to read, in a pseudo-random order that depends only on their names inside the folder.
 
-    Hidden files and folders are left out.
-
-    Raises:
-        DataError: there is no such folder, or fewer than two files in it match.
+    Hidden files and folders are skipped.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder).absolute()
     pattern = pattern or ("*.py" if folder is None else "*")
@@ -302,10 +276,10 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     left_out = _NOT_CODE if folder is None else frozenset()
     found = {}
     for path, folders, names in os.walk(root):
-        # In place: `os.walk` does not enter folders that are taken out of its list.
+        # In place: `os.walk` does not enter folders removed from its list.
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
-            # Sorted by a digest, the split does not depend on the file system's order, nor on where the folder lies.
+            # Sorted by digest, the split does not depend on the file system's order or on the folder's path.
             found[sha256(file.relative_to(root).as_posix().encode()).digest()] = file
     files = [file for _, file in sorted(found.items()) if file.is_file()]
     before = itertools.accumulate((file.stat().st_size for file in files), initial=0)
@@ -313,7 +287,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     if len(files) <= 1:
         message = (
             f"{str(root)!r} is {'a folder' if root.is_dir() else 'no folder'}, and holds {len(files)} files that match "
-            f"{pattern!r} within {max_bytes=}. At least 2 are needed: one to train on, one to be judged by."
+            f"{pattern!r} within {max_bytes=}. At least 2 are needed: one for training, one for evaluation."
         )
         raise DataError(message)
     return files

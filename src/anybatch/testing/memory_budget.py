@@ -1,7 +1,7 @@
-"""Running out of memory on purpose, on any machine: budgets that are enforced, and faults at a chosen allocation.
+"""Run out of memory on purpose, on any machine: enforce a budget, or fail a chosen allocation.
 
-Both see memory as `anybatch.memory.ledger` does: what operations of torch return. What a kernel takes for itself is
-seen by neither, nor is what threads of others allocate. Nothing is changed, and nothing costs, outside of the contexts.
+Both count the results of torch operations, like `anybatch.memory.ledger`, but neither temporary memory inside kernels
+nor allocations of other threads. They change nothing and cost nothing outside of their contexts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from anybatch.memory.torch_internals import tree_leaves
 from anybatch.memory.trace import Phase
 
 Holder = nn.Module | Optimizer | torch.Tensor
-"""Something that holds memory from before: parameters, buffers and gradients; an optimizer's state; a tensor."""
+"""An existing owner of memory: parameters, buffers and gradients; an optimizer's state; a tensor."""
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
@@ -41,10 +41,9 @@ class MemoryBudget:
     """A limit on the memory of tensors, and the memory in use; made by `memory_budget`.
 
     Attributes:
-        num_bytes: the budget. Set it to lower or raise it in the middle of a run, as another tenant of a device would;
-            tensors that exist already stay.
-        peak_bytes: the most that was allocated at once, counting only allocations that were let through.
-        num_refused: allocations that were not.
+        num_bytes: the budget. Change it during a run to simulate other programs on the device; existing tensors stay.
+        peak_bytes: peak of allocated memory, without refused allocations.
+        num_refused: number of refused allocations.
         ledger: records the memory of tensors.
     """
 
@@ -56,11 +55,11 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that tensors hold now, of those that the budget has seen."""
+        """Current bytes of the tensors that the budget has seen."""
         return self.ledger.held_bytes
 
     def hold(self, *holders: Holder) -> None:
-        """Book what was there before. A storage is booked once, however many tensors show it."""
+        """Register existing memory; a storage counts once, regardless of its views."""
         for holder in holders:
             self.ledger.hold("weights", _tensors_of(holder))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -83,26 +82,25 @@ class MemoryBudget:
 
 @contextmanager
 def memory_budget(num_bytes: int, *holders: Holder) -> Iterator[MemoryBudget]:
-    """Let tensors hold at most so many bytes at once: the operation that would pass it raises `torch.OutOfMemoryError`.
+    """Limit the memory of tensors: an operation that would exceed it raises `torch.OutOfMemoryError`.
 
     ```python
     with memory_budget(64 * 2**20, model, optimizer) as budget:
         engine.step(batch)
-        budget.num_bytes //= 2  # another tenant comes
+        budget.num_bytes //= 2  # another program needs memory
         engine.step(batch)
     ```
 
-    The error comes out of the operation, in forward, backward or update, with sizes in its message, as a device's
-    allocator raises it. Only this thread's operations are seen, those that autograd runs for it, and those of the
-    engine's own threads.
+    Like on a device, the operation raises in forward, backward or update, with sizes in the message. Counts operations
+    of this thread, of autograd for this thread, and of the engine's threads.
 
     Args:
         num_bytes: the budget.
-        holders: modules, optimizers and tensors that hold memory already. What else was there before is booked when an
-            operation first takes it as an argument; that alone never raises.
+        holders: existing modules, optimizers and tensors. Other existing memory counts from its first use as an
+            argument, which never raises.
 
     Yields:
-        The budget, to read and to change.
+        The budget, which can be changed.
     """
     budget = MemoryBudget(num_bytes)
     budget.hold(*holders)
@@ -120,7 +118,7 @@ class AllocationFault:
     Attributes:
         num_allocations: allocations of the phase, or of all, in the context so far, failed ones included.
         failed: (operation, phase) of each allocation that failed.
-        ledger: books what tensors hold, and says which phase it is.
+        ledger: records the memory of tensors and the current phase.
     """
 
     def __init__(self, number: int, phase: Phase | None, times: int) -> None:
@@ -144,7 +142,7 @@ class AllocationFault:
         self._since_last = 0
         # Counting starts again here, so that `times=2` fails once more in the retry.
         self.failed.append((operation, phase))
-        self.ledger.phase = None  # the update does not come to its end
+        self.ledger.phase = None  # the failed update does not reset it
         message = (
             f"Tried to allocate {_in_words(num_bytes)}. AllocationFault on purpose at allocation {self._number} of "
             f"{self._phase or 'any phase'}, in {operation}."
@@ -152,11 +150,11 @@ class AllocationFault:
         raise torch.OutOfMemoryError(message)
 
     def begin_update(self, *_: object) -> None:
-        """Count what follows as the phase "update"."""
+        """Start the phase "update"."""
         self.ledger.phase = "update"
 
     def end_update(self, *_: object) -> None:
-        """Count what follows as forward or backward again."""
+        """End the phase "update"."""
         self.ledger.phase = None
 
 
@@ -167,13 +165,13 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
     The same program fails at the same place every time. Without a fault, `number=0`, allocations are only counted.
 
     Args:
-        number: which allocation.
-        phase: count only those in "forward" (whatever is neither of the others), "backward" (what autograd runs) or
-            "update" (inside of an optimizer's step); None counts all.
-        times: how many fail: after each fault counting starts again, so that `times=2` fails again in what comes next.
+        number: number of the allocation that fails.
+        phase: count only allocations in "forward" (neither of the others), "backward" (run by autograd) or
+            "update" (in an optimizer's step); None counts all.
+        times: number of faults: counting starts again after each, so that `times=2` also fails in the retry.
 
     Yields:
-        What has failed and how many allocations there were.
+        The failed allocations and the number of allocations.
     """
     fault = AllocationFault(number, phase, times if number else 0)
     ledger = fault.ledger
@@ -191,7 +189,7 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
 
 def _tensors_of(holder: Holder) -> list[torch.Tensor]:
     if isinstance(holder, torch.Tensor):
-        # torch warns if `.grad` of a tensor that is no leaf is read.
+        # torch warns if `.grad` of a non-leaf tensor is read.
         gradient = holder.grad if holder.is_leaf else None
         return [holder] if gradient is None else [holder, gradient]
     if isinstance(holder, nn.Module):
@@ -207,7 +205,7 @@ def _tensors_in(nested: object) -> list[torch.Tensor]:
 
 
 def _in_words(num_bytes: int) -> str:
-    """Return a size as torch's allocator writes it."""
+    """Format a size like torch's allocator."""
     for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.2f} {name}"

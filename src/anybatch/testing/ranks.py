@@ -55,7 +55,7 @@ class RankPool:
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for another, and the caller for all.
         backend: of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
-        start_processes: ranks may start processes of their own, such as those that load.
+        start_processes: ranks may start processes, such as loading workers.
         context: how they are started; None is `rank_context()`.
     """
 
@@ -123,7 +123,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            # A closed pipe ends a rank by itself; one that hangs is killed.
+            # A closed pipe ends a rank; a hanging one is killed.
             process.join(self._timeout_seconds / 10)
             if process.is_alive():
                 process.kill()
@@ -186,7 +186,7 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
 ) -> None:
     for end in inherited:
         end.close()
-    # What was imported before the fork lives as long as the rank: collections need not look through it every time.
+    # Objects imported before the fork live as long as the rank, so garbage collections need not visit them.
     gc.freeze()
     # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Ways of using devices, side by side: what is run, what is measured, what is said."""
+"""Comparisons of ways to use devices: the ways that run, their measurements, and the report."""
 
 import dataclasses
 import json
@@ -24,7 +24,6 @@ from anybatch.planner.forecast.workload import Cluster
 from anybatch.recipes.measured_job import MeasuredJob
 from tests.cli.small import SPEC
 from tests.diagnostics.told_lines import note_in
-from tests.faults import sees
 
 
 def ways(effective: int = 16, micro: int = 2, devices: int = 2) -> dict[str, Way]:
@@ -34,14 +33,14 @@ def ways(effective: int = 16, micro: int = 2, devices: int = 2) -> dict[str, Way
 
 
 def test_a_batch_is_ranks_times_steps_times_micro_batch() -> None:
-    """Every way but the small batch covers the effective batch: ranks x micro-batches x their size."""
+    """Every way except the small batch covers the effective batch: ranks x micro-batches x their size."""
     for name, way in ways().items():
         product = way.num_ranks * way.num_micro_batches * way.micro_batch_size
         assert product == way.num_samples == (2 if name == "small batch" else 16)
 
 
 def test_what_cannot_be_run_says_why() -> None:
-    """One device runs no way that needs several; a share of one micro-batch accumulates nothing."""
+    """One device runs no multi-device way, and a share of one micro-batch cannot accumulate; each has its reason."""
     alone = ways(devices=1)
     assert {name for name, way in alone.items() if not way.unmeasured} == {"small batch", "native", "accumulated"}
     assert "several devices" in alone["DDP"].unmeasured
@@ -52,20 +51,20 @@ def test_what_cannot_be_run_says_why() -> None:
 
 @pytest.mark.parametrize(("effective", "micro", "devices"), [(4, 5, 1), (4, 0, 1), (2, 1, 3)])
 def test_sizes_that_do_not_fit_are_refused(effective: int, micro: int, devices: int) -> None:
-    """A micro-batch beyond the batch, none at all, fewer samples than devices."""
+    """Raise for a micro-batch above the batch, for none, and for fewer samples than devices."""
     with pytest.raises(BatchSizeError, match=r"samples|sample for each"):
         ways(effective, micro, devices)
 
 
 def test_the_variance_is_that_of_the_samples() -> None:
-    """`sum |g - m|^2 / (n - 1) / |m|^2`, over all parameters; an unused parameter adds nothing."""
+    """The variance is `sum |g - m|^2 / (n - 1) / |m|^2` over all parameters; an unused parameter adds nothing."""
     values = [{"a": torch.tensor([1.0, 2.0]), "b": None}, {"a": torch.tensor([3.0, 2.0]), "b": None}]
     assert variance_of(values) == pytest.approx(2.0 / (4.0 + 4.0))
     assert variance_of(values[:1]) is None
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    """The slowest rank of each step, not the mean and not one rank's."""
+    """A step takes the time of its slowest rank."""
     assert slowest([[1.0, 4.0, 2.0], [3.0, 1.0, 2.5]]) == [2.5, 3.0, 4.0]
 
 
@@ -101,14 +100,8 @@ def report(*results: WayResult, price: float | None = None) -> ComparisonReport:
     )
 
 
-@sees(
-    "device-hours forget the number of devices",
-    "src/anybatch/diagnostics/comparison/report.py",
-    "return self.way.num_devices * self.seconds_per_sample",
-    "return self.seconds_per_sample",
-)
 def test_what_it_costs() -> None:
-    """Device-hours are devices x seconds per sample x samples / 3600; the price is a column of its own."""
+    """Device-hours are devices x seconds per sample x samples / 3600; a price adds a cost column."""
     one = result("DDP accumulated", 1.6)
     assert one.seconds_per_sample == pytest.approx(0.1)
     assert one.device_hours(3_600_000) == pytest.approx(200.0)
@@ -118,7 +111,7 @@ def test_what_it_costs() -> None:
 
 
 def test_what_the_figures_say() -> None:
-    """The fastest, the smallest, accumulated against native, what no_sync saves, and whose gradient is another one."""
+    """The report names the fastest way, accumulated against native, the gain of no_sync, and wrong gradients."""
     text = str(
         report(
             result("native", 1.0, peak=400),
@@ -130,7 +123,7 @@ def test_what_the_figures_say() -> None:
     assert "fastest: DDP accumulated, 32.0 samples/s." in text
     assert "25% of the memory, 1.50 times the time" in text
     assert "2.00 KiB reduced per step instead of 8.00 KiB, 2.00 times the speed" in text
-    assert "another gradient than the un-split batch's: DDP accumulated." in text
+    assert "gradients that differ from the unsplit batch: DDP accumulated." in text
     assert "  FSDP accumulated: no reason" in text
 
 
@@ -140,7 +133,7 @@ def test_nothing_measured_is_said() -> None:
 
 
 def test_a_variance_is_handed_on_with_the_gradient_only() -> None:
-    """A way with the native gradient has its variance; one with another gradient, or another batch, has not."""
+    """A way with the native gradient gets its variance; one with another gradient or batch does not."""
     native = result("native", 1.0)
     assert result("accumulated", 1.0).with_variance_of(native).gradient_variance == 0.5
     assert result("accumulated", 1.0, error=0.1).with_variance_of(native).gradient_variance is None
@@ -149,13 +142,13 @@ def test_a_variance_is_handed_on_with_the_gradient_only() -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for what a comparison says while it is made."""
+    """A file for the progress messages of a comparison."""
     return tmp_path_factory.mktemp("told") / "words"
 
 
 @pytest.fixture(scope="module")
 def measured(told: Path) -> ComparisonReport:
-    """Return a small job in all ways on two ranks."""
+    """Return the comparison of a small job, in all ways, on two ranks."""
     job = MeasuredJob(recipe=SPEC, effective_batch_size=16)
     return compare(
         job.train_spec,
@@ -169,7 +162,7 @@ def measured(told: Path) -> ComparisonReport:
 
 @pytest.mark.ranks
 def test_what_is_done_next_is_told_once(measured: ComparisonReport, told: Path) -> None:
-    """Before each way is measured one rank names it: of its memory and gradient, then of its steps."""
+    """One rank reports each way once for memory and gradient, and once for its steps."""
     lines = told.read_text(encoding="utf-8").splitlines()
     names = [one.way.name for one in measured.results]
 
@@ -179,15 +172,9 @@ def test_what_is_done_next_is_told_once(measured: ComparisonReport, told: Path) 
     assert [line.partition(",")[0] for line in lines[len(names) + 1 :]] == [f"steps of {name}" for name in names]
 
 
-@sees(
-    "gradients of the loop by hand are not those of the batch",
-    "src/anybatch/diagnostics/comparison/measure.py",
-    "divisors = [sum(column) for column in zip(*self._world.gather_numbers(totals), strict=True)]",
-    "divisors = totals",
-)
 @pytest.mark.ranks
 def test_all_ways_have_the_gradient_of_the_unsplit_batch(measured: ComparisonReport) -> None:
-    """On two real ranks every way runs, and its gradient is that of plain PyTorch on the whole batch, to rounding."""
+    """On two real ranks every way runs, with the gradient of plain PyTorch on the full batch up to rounding."""
     assert not measured.unmeasured
     for one in measured.results:
         if one.way.name == "small batch":
@@ -201,7 +188,7 @@ def test_all_ways_have_the_gradient_of_the_unsplit_batch(measured: ComparisonRep
 
 @pytest.mark.ranks
 def test_bytes_are_those_of_the_gradient(measured: ComparisonReport) -> None:
-    """One gradient per step on every rank, however many micro-batches; one in each of them without no_sync."""
+    """Each rank reduces one gradient per step, regardless of micro-batches; without no_sync, one per micro-batch."""
     model = MeasuredJob(recipe=SPEC).train_spec().model
     assert isinstance(model, torch.nn.Module)
     gradient = sum(p.numel() * p.itemsize for p in model.parameters())
@@ -216,7 +203,7 @@ def test_bytes_are_those_of_the_gradient(measured: ComparisonReport) -> None:
 
 @pytest.mark.ranks
 def test_a_small_batch_has_more_variance(measured: ComparisonReport) -> None:
-    """The gradient of an eighth of the samples differs more from one batch to the next."""
+    """The gradient of an eighth of the samples varies more from batch to batch."""
     by_name = {one.way.name: one.gradient_variance for one in measured.results}
     small, native = by_name["small batch"], by_name["native"]
     assert small is not None
@@ -227,7 +214,7 @@ def test_a_small_batch_has_more_variance(measured: ComparisonReport) -> None:
 
 @pytest.mark.ranks
 def test_it_is_drawn_and_written(measured: ComparisonReport, tmp_path: Path) -> None:
-    """The picture is a file with every way in it, and the values go through JSON."""
+    """The picture shows every way, and the values can be written as JSON."""
     draw_comparison(measured, tmp_path / "ways.svg")
     drawn = (tmp_path / "ways.svg").read_text(encoding="utf-8")
     assert all(one.way.name in drawn for one in measured.results)
@@ -237,7 +224,7 @@ def test_it_is_drawn_and_written(measured: ComparisonReport, tmp_path: Path) -> 
 
 @pytest.mark.ranks
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On one device three ways are run, the others are listed with the reason, and the file has the figures."""
+    """One device runs three ways, lists the others with reasons, and writes the figures to the file."""
     file = tmp_path / "ways.json"
     words = f"compare {SPEC} --effective-batch-size 8 --micro-batch-size 1 --devices 1 --seconds 0.1 --json {file}"
     assert main(words.split()) == Status.DONE
@@ -248,7 +235,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPUs that were asked for and are missing are refused with both numbers."""
+    """If there are fewer GPUs than requested, the error has both numbers."""
     job = MeasuredJob(recipe=SPEC, effective_batch_size=64)
     with pytest.raises(UserError, match="64 CUDA devices were asked for, and there are"):
         compare(
@@ -260,13 +247,13 @@ def test_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("option", "name"), [("--price", "price_per_hour"), ("--seconds", "most_seconds")])
 def test_numbers_below_zero_are_refused(option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A price or a time that is not above 0 is refused by name, before any rank is started."""
+    """A price or time that is not above 0 raises by name, before any rank starts."""
     assert main(["compare", SPEC, "--effective-batch-size", "8", option, "-1"]) == Status.USAGE
     assert f"{name}=-1.0 must be a finite number above 0" in capsys.readouterr().err
 
 
 def test_useful_ranks_follow_the_network() -> None:
-    """A free network is useful up to a sample per rank; the slower it is, the fewer ranks; each way has its number."""
+    """Over a free network one sample per rank is still useful; over a slow one, fewer ranks are."""
     made = report(
         *(result("small batch", 0.2, error=None), result("native", 1.6)),
         *(result("DDP accumulated", 1.0), result("DDP without no_sync", 1.0)),

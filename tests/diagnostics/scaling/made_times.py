@@ -1,4 +1,4 @@
-"""Times of ranks made by hand."""
+"""Made-up step times of ranks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ COMPUTE, UPDATE, MESSAGES = 0.1, 0.004, 0.01
 
 
 def steps(whole: float, **parts: Any) -> tuple[RankSeconds, ...]:
-    """Return as many steps as there are rounds, which differ by a microsecond or so."""
+    """Return one step per round; they differ by about a microsecond."""
     return tuple(
         RankSeconds(whole=whole + number * 1e-6, num_messages=1, message_bytes=1000, **parts)
         for number in range(ROUNDS)
@@ -20,7 +20,7 @@ def steps(whole: float, **parts: Any) -> tuple[RankSeconds, ...]:
 
 
 def rank_times(rank: int, **changed: Any) -> RankTimes:
-    """Return a healthy rank of two, whose reduction is hidden but for a hundredth of a second; one bucket is in use.
+    """Return the times of a healthy rank of two, with 0.01 s of exposed reduction and one bucket.
 
     Args:
         rank: its number.

@@ -1,4 +1,4 @@
-"""The parts of a step: what each is the difference of, and that they add up."""
+"""The parts of a step: how each is computed, and that they add up."""
 
 import dataclasses
 import math
@@ -8,17 +8,10 @@ import pytest
 from anybatch.diagnostics.scaling.breakdown import difference, evidence_of
 from anybatch.diagnostics.scaling.measure import CURRENT, UNREDUCED
 from tests.diagnostics.scaling.made_times import COMPUTE, MESSAGES, UPDATE, rank_times
-from tests.faults import sees
 
 
-@sees(
-    "a straggler is counted as communication",
-    "src/anybatch/diagnostics/scaling/breakdown.py",
-    "bare = _slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[key] for one in ranks])",
-    "bare = _slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[key] for one in ranks[:1]])",
-)
 def test_parts() -> None:
-    """Communication is the slowest step with reduction minus the slowest without; a straggler is not in it."""
+    """Communication is the slowest step with reduction minus the slowest without; stragglers are separate."""
     slow = COMPUTE + 0.05
     found = evidence_of([rank_times(0, slowest=slow), rank_times(1, compute=slow)])
 
@@ -34,7 +27,7 @@ def test_parts() -> None:
 
 
 def test_waiting_is_that_of_live_steps() -> None:
-    """Waiting for data is what live steps wait longer than those whose samples are there, on the worst rank."""
+    """Waiting for data is the extra time of live steps over steps with cached samples, on the worst rank."""
     found = evidence_of([rank_times(0, waiting=0.02), rank_times(1, waiting=0.03)])
 
     assert found.parts.waiting == pytest.approx(0.03)
@@ -44,7 +37,7 @@ def test_waiting_is_that_of_live_steps() -> None:
 
 
 def test_waiting_for_a_core_is_not_compute() -> None:
-    """Seconds in the queue for a core are a part of their own, and make no straggler."""
+    """Time spent waiting for a core is separate from compute and does not make a rank a straggler."""
     one = rank_times(0)
     queued = tuple(dataclasses.replace(step, compute=step.compute + 0.04, queued=0.04) for step in one.steps[UNREDUCED])
     found = evidence_of([dataclasses.replace(one, steps={**one.steps, UNREDUCED: queued}), rank_times(1)])
@@ -54,16 +47,10 @@ def test_waiting_for_a_core_is_not_compute() -> None:
     assert found.parts.stragglers == pytest.approx(0.0, abs=1e-5)
 
 
-@sees(
-    "bucket sizes are compared by medians of different moments",
-    "src/anybatch/diagnostics/scaling/breakdown.py",
-    "BucketTrial(cut, fastest + longer.seconds, longer)",
-    "BucketTrial(cut, statistics.median(taken), longer)",
-)
 def test_bucket_sizes_on_a_machine_that_changes_its_speed() -> None:
-    """A step in other buckets takes what the fastest does and what rounds say of the two, whenever those were."""
+    """Bucket sizes are compared within each round, so a machine that slows down does not change the result."""
     current = (1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0)
-    four = (1.01, 1.01, 1.01, 1.01, 2.01, 2.01, 2.01, 2.01)  # a slow moment comes between the two of one round
+    four = (1.01, 1.01, 1.01, 1.01, 2.01, 2.01, 2.01, 2.01)  # it slows down between the two steps of round 5
     times = {CURRENT: current, "buckets 0": four}
     ranks = []
     for one in (rank_times(0), rank_times(1)):
@@ -82,7 +69,7 @@ def test_bucket_sizes_on_a_machine_that_changes_its_speed() -> None:
 
 
 def test_the_link_is_latency_and_rate() -> None:
-    """Latency is that of the smallest message, and the rate that of what the largest takes longer."""
+    """The latency is the time of the smallest message; the bandwidth follows from the largest."""
     link = evidence_of([rank_times(0), rank_times(1)]).link
 
     assert link is not None
@@ -91,14 +78,8 @@ def test_the_link_is_latency_and_rate() -> None:
     assert link.seconds(3, 996) == pytest.approx(0.003 + 0.007)
 
 
-@sees(
-    "any difference is sure",
-    "src/anybatch/diagnostics/scaling/breakdown.py",
-    "return self.seconds > (1.0 if self.always else _SURE) * self.uncertainty",
-    "return self.seconds > 0.0",
-)
 def test_what_is_sure() -> None:
-    """A difference within what rounds scatter is not sure; one in every of many rounds is, though they scatter."""
+    """A difference within the noise of rounds is not sure; one present in every round is, despite the noise."""
     base = [1.0] * 8
     assert difference([1.1] * 8, base).is_sure
     assert not difference([1.1, 0.9, 1.2, 0.8, 1.1, 0.9, 1.3, 1.2], base).is_sure
@@ -108,7 +89,7 @@ def test_what_is_sure() -> None:
 
 
 def test_the_bucket_size_in_use_stays_unless_another_is_surely_faster() -> None:
-    """The best is the smallest that is as fast as the fastest; the one in use where nothing is surely faster."""
+    """The best bucket size is the smallest of the fastest, or the one in use if none is surely faster."""
     same = evidence_of([rank_times(0), rank_times(1)])
     assert same.best_bucket is same.current_bucket is same.buckets[1]
 

@@ -1,23 +1,16 @@
-"""Bucket sizes to try: which are the same buckets, and that they are those of the strategy."""
+"""Bucket sizes to try: sizes that give the same buckets are merged, and buckets match the strategy's."""
 
 import torch
 from torch import nn
 
 from anybatch.diagnostics.scaling.bucket_sizes import USUAL_SIZES, bucket_cuts, buckets_of
 from anybatch.parallel.gradient_buckets import GradientBuffers
-from tests.faults import sees
 
 SIZES = (8, 400, 40, 4, 4000, 100, 12)
 
 
-@sees(
-    "bucket sizes are tried on parameters from the first on",
-    "src/anybatch/diagnostics/scaling/bucket_sizes.py",
-    "in reversed(gradient_sizes):",
-    "in gradient_sizes:",
-)
 def test_buckets_are_those_of_the_strategy() -> None:
-    """The bytes of each bucket are those that `AllReduce` makes of the same parameters, in the same order."""
+    """`buckets_of` and `GradientBuffers` give the same bytes per bucket, for the same parameters in the same order."""
     parameters = [nn.Parameter(torch.zeros(size // 4)) for size in SIZES]
     for bucket_bytes in (1, 12, 100, 113, 4000, 4100, 10**6):
         buffers = GradientBuffers(parameters, bucket_bytes=bucket_bytes)
@@ -27,7 +20,7 @@ def test_buckets_are_those_of_the_strategy() -> None:
 
 
 def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
-    """All usual sizes are one bucket for a small model; its own candidates are beside them, and the size in use."""
+    """For a small model all default sizes give one bucket; model-specific sizes and the size in use are added."""
     cuts = bucket_cuts(SIZES, None, current=1)
 
     total = sum(SIZES)
@@ -40,6 +33,6 @@ def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
 
 
 def test_sizes_that_were_asked_for() -> None:
-    """No other sizes are tried than those, and the one in use; none that the strategy would take another one for."""
+    """Only the requested sizes and the one in use are tried, without sizes below the strategy's minimum."""
     assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7) for size in cut.sizes} == {7, 50, 200}
     assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7, least=60) for size in cut.sizes} == {7, 200}

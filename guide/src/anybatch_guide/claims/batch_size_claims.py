@@ -1,4 +1,4 @@
-"""Claims about the size of the batch, as they are often made."""
+"""Common claims about batch size."""
 
 from anybatch_guide.claims import batch_size, rules
 from anybatch_guide.claims.claim import Claim, Number

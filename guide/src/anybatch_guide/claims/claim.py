@@ -1,4 +1,4 @@
-"""`Claim`: a sentence that is often said, what is measured to judge it, and the rule that gives the verdict."""
+"""`Claim`: a common statement, the measurement to judge it, and the rule for the verdict."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ Verdict = Literal["true", "only_if", "false"]
 Side = Literal["advantage", "limitation", "recipe", "devices", "batch_size"]
 Numbers = Mapping[str, float]
 EXACT, WRONG = 1e-4, 1e-2
-"""A relative error below the one is rounding in float32; one above the other is another gradient."""
+"""Relative errors below the first count as float32 rounding; above the second, as a different gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How a number of a claim is shown.
+    """Display options of a number of a claim.
 
     Attributes:
-        label: what it is, for the card's table.
+        label: its label in the card's table.
         unit: "" for a plain number, "x" for a ratio, "bytes", "%", "lines" or "findings".
-        noisy: whether it is a time, or an error that is nothing but rounding.
+        noisy: whether it is a time, or only a rounding error.
     """
 
     label: str
@@ -30,23 +30,23 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Something that is said of gradient accumulation, of training on several devices, or of the size of the batch.
+    """A statement about gradient accumulation, training on several devices, or batch size.
 
     Attributes:
         name: its name in links and recordings.
         side: on which side of the trade-off of accumulation it is said; or that it is a recipe, about devices, or about
             the size of the batch.
-        title: what it is about, in a few words.
+        title: its topic, in a few words.
         said: the claim, in our words.
-        how: what was measured, in a sentence or two.
+        how: the measurement, in a sentence or two.
         measure: function (emit) -> numbers.
-        numbers: name of a number to how it is shown, in the order in which they are shown.
+        numbers: name of a number to its display options, in display order.
         rule: function (numbers) -> verdict.
-        rule_in_words: the rule, for readers.
-        texts: what is to be said with each verdict; `{name}` stands for a number.
-        seconds: about how long it takes on two cores.
-        tolerance: largest relative difference between two recordings: sums come in other orders on other processors.
-        runs_here: whether the page may measure it; what takes ranks is only recorded.
+        rule_in_words: description of the rule.
+        texts: text for each verdict; `{name}` is replaced by a number.
+        seconds: approximate duration on two cores.
+        tolerance: largest relative difference between two recordings, because processors sum in different orders.
+        runs_here: whether the page may measure it; claims that need ranks are only recorded.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Claim:
 
 
 def judged(claim: Claim, found: Numbers) -> Data:
-    """Return what a card shows: the claim, its numbers, the verdict that the rule gives, and its text.
+    """Return the data of a card: the claim, its numbers, the verdict of the rule, and its text.
 
     Raises:
         ValueError: other numbers were measured than the claim shows.
     """
-    # A number that is measured and not shown, or the other way round, is a mistake in the catalogue.
+    # Measured and displayed numbers must be the same.
     if found.keys() != claim.numbers.keys():
         message = f"{claim.name} measured {sorted(found)}, and shows {sorted(claim.numbers)}."
         raise ValueError(message)
@@ -92,7 +92,7 @@ def judged(claim: Claim, found: Numbers) -> Data:
 
 
 def experiment_of(claim: Claim) -> Experiment:
-    """Return the experiment behind a claim."""
+    """Return the experiment for a claim."""
 
     def run(emit: Emit) -> Data:
         return judged(claim, claim.measure(emit))

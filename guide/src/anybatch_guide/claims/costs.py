@@ -1,4 +1,4 @@
-"""Measurements of claims about what accumulation costs: time, and memory."""
+"""Measurements of claims about the cost of accumulation: time and memory."""
 
 import itertools
 
@@ -11,7 +11,7 @@ ROUNDS = 15
 
 
 def n_times_longer(emit: Emit) -> Numbers:
-    """Time a step of 16 x 4 against the same 64 samples at once, and against a step of one micro-batch."""
+    """Time a step of 16 x 4 against the same 64 samples in one pass, and against a step of one micro-batch."""
     accumulated, at_once, one = BatchCut(16, 4), BatchCut(64, 1), BatchCut(16, 1)
     times = step_seconds(load("digits"), (accumulated, at_once, one), emit, rounds=ROUNDS)
     return {
@@ -22,7 +22,7 @@ def n_times_longer(emit: Emit) -> Numbers:
 
 
 def small_micro_batches(emit: Emit) -> Numbers:
-    """Time a step over 64 samples, cut ever finer."""
+    """Time a step over 64 samples with smaller and smaller micro-batches."""
     cuts = {size: BatchCut(size, 64 // size) for size in (64, 16, 4, 1)}
     times = step_seconds(load("digits"), tuple(cuts.values()), emit, rounds=ROUNDS)
     return {f"ratio_{size}": median_ratio(times, cuts[size], cuts[64]) for size in (16, 4, 1)}
@@ -40,7 +40,7 @@ def larger_is_faster(emit: Emit) -> Numbers:
 
 
 def not_free(emit: Emit) -> Numbers:
-    """Compare what a step holds in its forward and at its peak, with one micro-batch and with four."""
+    """Compare the memory of a step in the forward and at the peak, with one micro-batch and with four."""
     task = load("digits")
     emit_progress(emit, 0, 2, "one micro-batch")
     alone = step_memory(task, micro_batch_size=16, effective_batch_size=16)
@@ -55,7 +55,7 @@ def not_free(emit: Emit) -> Numbers:
 
 
 def less_memory(emit: Emit) -> Numbers:
-    """Compare what a step over 64 samples holds at its peak: at once, in four parts, one by one."""
+    """Compare the peak memory of a step over 64 samples: in one pass, in four parts, one by one."""
     task = load("digits")
     peaks = {}
     for done, size in enumerate((64, 16, 1)):

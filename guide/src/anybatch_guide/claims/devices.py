@@ -34,7 +34,7 @@ FIXED = ("weights", "gradients", "optimizer")
 
 
 def no_average(emit: Emit) -> Numbers:
-    """Compare sums and averages of two ranks' gradients with the gradient of all their samples."""
+    """Compare sums and averages of the gradients of two ranks with the gradient of all samples."""
     emit_progress(emit, 0, 2, "equal shares")
     with RankPool(len(EVEN)) as pool:
         even = pool.run(rank_errors, EVEN)[0]
@@ -49,7 +49,7 @@ def no_average(emit: Emit) -> Numbers:
 
 
 def rank_errors(shares: tuple[int, ...]) -> dict[str, float]:
-    """Run on every rank: return how far gradients of all ranks together are from that of all samples at once.
+    """Run on every rank: return the errors of the combined gradients, compared with all samples in one batch.
 
     Args:
         shares: samples of each rank.
@@ -65,7 +65,7 @@ def rank_errors(shares: tuple[int, ...]) -> dict[str, float]:
     cross_entropy(summed(inputs[own]), targets[own]).backward()
     for parameter in summed.parameters():
         dist.all_reduce(parameter.grad)
-    wrapper = DistributedDataParallel(averaged)  # dropped before the backward, it would reduce nothing
+    wrapper = DistributedDataParallel(averaged)  # if freed before the backward, it would reduce nothing
     cross_entropy(wrapper(inputs[own]), targets[own]).backward()
     with ab.Engine(exact, torch.optim.SGD(exact.parameters()), task.loss, check_loss=False) as engine:
         (batch,) = ab.shares([{"inputs": inputs[own], "targets": targets[own]}], world=engine.world)
@@ -90,7 +90,7 @@ def sampler_overlap(emit: Emit) -> Numbers:
 
 
 def given_twice(num_samples: int, num_ranks: int) -> int:
-    """Return how many samples of an epoch more than one rank gets, or one rank twice."""
+    """Return the number of samples of an epoch that are used more than once."""
     numbers = TensorDataset(torch.arange(num_samples))
     samplers: list[DistributedSampler[tuple[Tensor, ...]]] = [
         DistributedSampler(numbers, num_replicas=num_ranks, rank=rank, shuffle=True, seed=0)
@@ -101,7 +101,7 @@ def given_twice(num_samples: int, num_ranks: int) -> int:
 
 
 def ddp_memory(emit: Emit) -> Numbers:
-    """Compare what does not shrink with the batch: on one device, on each of four under DDP, and under FSDP."""
+    """Compare memory that does not depend on the batch: one device, each of four with DDP, and with FSDP."""
     fixed = {}
     for done, (strategy, num_ranks) in enumerate((("single", 1), ("ddp", RANKS), ("fsdp", RANKS))):
         emit_progress(emit, done, 3, strategy)
@@ -130,7 +130,7 @@ def data_parallel(emit: Emit) -> Numbers:
 
 
 def all_reduce_saves(emit: Emit) -> Numbers:
-    """Time an all-reduce against sums on one rank that are sent back, and what is left of it in a step."""
+    """Time an all-reduce against sums through one rank, and its exposed part in a step."""
     emit_progress(emit, 0, 2, "messages")
     with RankPool(RANKS) as pool:
         times = pool.run(reduction_seconds)[0]
@@ -144,7 +144,7 @@ def all_reduce_saves(emit: Emit) -> Numbers:
 
 
 def reduction_seconds() -> tuple[list[float], list[float]]:
-    """Run on every rank: return the seconds of sums through one rank, and of all-reduces, in turns."""
+    """Run on every rank: return the seconds of sums through one rank, and of all-reduces, interleaved."""
     gradient = torch.ones(MESSAGE)
     ways: tuple[Callable[[Tensor], object], ...] = (through_first_rank, dist.all_reduce)
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -173,7 +173,7 @@ def through_first_rank(gradient: Tensor) -> None:
 
 
 def compared(effective_batch_size: int) -> ComparisonReport:
-    """Return the ways of running the digits on two ranks, side by side."""
+    """Return a comparison of the ways to run the digits on two ranks."""
     job = MeasuredJob(recipe="digits", effective_batch_size=effective_batch_size)
     return compare(
         job.train_spec,
@@ -186,7 +186,7 @@ def compared(effective_batch_size: int) -> ComparisonReport:
 
 
 def shards_travel(emit: Emit) -> Numbers:
-    """Compare a step of eight micro-batches with one of a single one, in either order of layers and micro-batches."""
+    """Compare steps of eight micro-batches and of one, in both orders of layers and micro-batches."""
     steps = {(one["order"], one["num_micro_batches"]): one for one in steps_in_both_orders(emit)["steps"]}
     found = {}
     for order, name in (("micro_batches", "by_micro_batch"), ("layers", "by_layer")):
@@ -213,7 +213,7 @@ def linear_to_eight(emit: Emit) -> Numbers:
 
 
 def usual_buckets(emit: Emit) -> Numbers:
-    """Forecast steps by bucket size: how far the usual sizes are from the best, on three networks and two models."""
+    """Forecast steps by bucket size: compare the usual sizes with the best, on three networks and two models."""
     emit_progress(emit, 0, 1, "forecasts")
     losses: dict[int, list[float]] = {25: [], 50: []}
     best = []

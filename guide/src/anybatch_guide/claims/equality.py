@@ -1,4 +1,4 @@
-"""Measurements of claims about equality: is the accumulated gradient that of the batch at once?"""
+"""Measurements of claims about equality: does the accumulated gradient equal the gradient of the unsplit batch?"""
 
 import difflib
 import inspect
@@ -33,7 +33,7 @@ EVEN, UNEVEN, SMALL = [16] * 4, [24, 24, 16], [4] * 16
 
 
 def equivalent(emit: Emit) -> Numbers:
-    """Compare gradients where accumulation is usual, and in each case where something stands against it."""
+    """Compare gradients in the usual case, and in each case that breaks equality."""
     digits, text = load("digits"), load("text")
     normed = load("shapes", norm="batch")
     cases: dict[str, Callable[[], float]] = {
@@ -54,20 +54,20 @@ def equivalent(emit: Emit) -> Numbers:
 def error_of(
     task: PlaygroundTask, sizes: list[int], *, by_share: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> float:
-    """Return how far the accumulated gradient of a batch is from that of the batch at once.
+    """Return the relative error of the accumulated gradient, compared with the unsplit batch.
 
     Args:
-        task: what is learned.
-        sizes: of the micro-batches.
-        by_share: weigh micro-batches by their items; otherwise each by one over N, as is usual.
+        task: the task.
+        sizes: micro-batch sizes.
+        by_share: weight micro-batches by their items; otherwise each by 1 / N.
         dtype: number format.
-        seed: of parameters and order, and of dropout.
+        seed: seed of parameters, order and dropout.
     """
     model = new_model(task, seed).to(dtype)
     inputs, targets = first_batch(task, sum(sizes), seed)
     batch = (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
     parts = cut(batch, sizes)
-    # Both gradients start from one seed, so that dropout differs only by the cut.
+    # Both gradients use the same seed, so that dropout differs only because of the split.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         found = weighted_gradient(model, parts, weights_by_items(parts) if by_share else equal_weights(parts))
@@ -77,7 +77,7 @@ def error_of(
 
 
 def divide_by_n(emit: Emit) -> Numbers:
-    """Compare dividing by N with weighing by items: equal sizes, unequal ones, and sentences of unequal length."""
+    """Compare dividing by N with weighting by items: equal sizes, unequal sizes, and sentences of unequal length."""
     digits, text = load("digits"), load("text")
     cases: dict[str, Callable[[], float]] = {
         "even_error": partial(error_of, digits, EVEN),
@@ -94,7 +94,7 @@ def divide_by_n(emit: Emit) -> Numbers:
 
 
 def stale(emit: Emit, steps: int = 20) -> Numbers:
-    """Watch the parameters inside windows while Adam trains; beside it, step after every micro-batch instead."""
+    """Observe the parameters within windows while Adam trains; for comparison, step after every micro-batch."""
     task = load("digits")
     model, other = new_model(task), new_model(task)
     engine = ab.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.003), task.loss, micro_batch_size=16)
@@ -108,7 +108,7 @@ def stale(emit: Emit, steps: int = 20) -> Numbers:
         accumulated = weighted_gradient(model, parts, weights_by_items(parts))
         moved = max(moved, float((_vector(model) - before).abs().max()))
         errors.append(relative(accumulated, weighted_gradient(model, [whole], [1.0])))
-        model.zero_grad()  # what was compared is not of the engine's step
+        model.zero_grad()  # the compared gradient does not belong to the engine's step
         before = _vector(other)
         for inputs, targets in parts:
             optimizer.zero_grad()
@@ -125,7 +125,7 @@ def stale(emit: Emit, steps: int = 20) -> Numbers:
 
 
 def on_cpus(emit: Emit) -> Numbers:
-    """Accumulate on this machine's processor, and compare gradient and memory with the batch at once."""
+    """Accumulate on the CPU, and compare gradient and memory with the unsplit batch."""
     task = load("digits")
     emit_progress(emit, 0, 2, "gradient")
     error = error_of(task, EVEN)
@@ -136,7 +136,7 @@ def on_cpus(emit: Emit) -> Numbers:
 
 
 def three_lines(emit: Emit) -> Numbers:
-    """Count the lines that change, and let the checker judge the loop that results."""
+    """Count the changed lines, and run the checker on the resulting loop."""
     emit_progress(emit, 0, 2, "lines")
     found = check_loop(loops.three_lines)
     right = check_loop(loops.right)
@@ -151,7 +151,7 @@ def three_lines(emit: Emit) -> Numbers:
 
 
 def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
-    """Return how many lines of the second function's body the first one does not have, whatever their indentation."""
+    """Return the number of lines in the second function's body that the first lacks, ignoring indentation."""
     former, latter = (
         # From the docstring on: signatures are not counted.
         [line.strip() for line in inspect.getsource(function).partition('"""')[2].splitlines()]
@@ -161,7 +161,7 @@ def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
 
 
 def sync_batch_norm(emit: Emit) -> Numbers:
-    """Compare cures for BatchNorm in a step of four micro-batches.
+    """Compare fixes for BatchNorm in a step of four micro-batches.
 
     On one rank SyncBatchNorm is what it is where no other rank is. What it computes over ranks is what BatchNorm
     computes over their micro-batches put together, so that stands for two and for four ranks here.
@@ -186,7 +186,7 @@ def sync_batch_norm(emit: Emit) -> Numbers:
 
 def _by_exact_engine(task: PlaygroundTask, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     model = new_model(task)
-    # Any optimizer will do, since `gradients` makes no update.
+    # Any optimizer works, because `gradients` makes no update.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with ab.Engine(model, optimizer, task.loss, micro_batch_size=16, norms="exact") as engine:
         gradients = engine.gradients({"inputs": inputs, "targets": targets})
@@ -200,6 +200,6 @@ def _vector(model: nn.Module) -> torch.Tensor:
 
 
 def _with_dropout(task: PlaygroundTask) -> nn.Module:
-    """Return the task's network with a tenth dropped after its first three layers, and before the last one."""
+    """Return the task's network with 10% dropout after its first three layers, and before the last one."""
     layers = list(task.model().children())
     return nn.Sequential(*layers[:3], nn.Dropout(0.1), *layers[3:-1], nn.Dropout(0.1), layers[-1])

@@ -1,4 +1,4 @@
-"""Measurements of claims about what is learned: whole runs, over several seeds."""
+"""Measurements of claims about training results: complete runs, over several seeds."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ NUM_EPOCHS = 2
 
 
 def forgetting(emit: Emit) -> Numbers:
-    """Train digits, 4 x 16 samples a step, as it should be and without dividing by 16; by SGD and by Adam."""
+    """Train digits, 4 x 16 samples per step, with and without dividing by 16, with SGD and with Adam."""
     task = load("digits")
     optimizers: dict[str, Callable[..., Optimizer]] = {
         "sgd": partial(torch.optim.SGD, lr=0.3),
@@ -54,7 +54,7 @@ def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimiz
             model,
             loader,
             optimizer=trained,
-            # The loops take a scheduler; this one leaves the learning rate as it is.
+            # The loops need a scheduler; this one keeps the learning rate.
             scheduler=LambdaLR(trained, lambda _: 1.0),
             criterion=cross_entropy,
             accumulation_steps=16,
@@ -66,7 +66,7 @@ def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimiz
 
 
 def batch_norm(emit: Emit) -> Numbers:
-    """Train shapes at 64 samples a step, with BatchNorm at three micro-batch sizes, and with GroupNorm at one."""
+    """Train shapes at 64 samples per step, with BatchNorm at three micro-batch sizes, and with GroupNorm at one."""
     normed, grouped = load("shapes", norm="batch"), load("shapes", norm="group")
     emit_progress(emit, 0, 3 * len(SEEDS) + 1, "gradients")
     found = {
@@ -86,7 +86,7 @@ def batch_norm(emit: Emit) -> Numbers:
 
 
 def _trained(task: PlaygroundTask, micro_batch_size: int, seed: int) -> tuple[float, float]:
-    """Return the mean loss of the last ten steps, and the accuracy on what was held out."""
+    """Return the mean loss of the last ten steps, and the held-out accuracy."""
     model = new_model(task, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     data = ab.batches(task.rows, effective_batch_size=64, steps=NUM_STEPS, seed=seed)
@@ -97,8 +97,8 @@ def _trained(task: PlaygroundTask, micro_batch_size: int, seed: int) -> tuple[fl
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, task: PlaygroundTask) -> float:
-    """Return the share of held-out samples whose class is found."""
-    # By running statistics, so that the accuracy does not depend on how held-out data is cut.
+    """Return the accuracy on held-out samples."""
+    # Use running statistics, so that the accuracy does not depend on the split of held-out data.
     model.eval()
     found = model(task.held_out.inputs).argmax(dim=1) == task.held_out.targets
     model.train()

@@ -1,4 +1,4 @@
-"""Shared parts of the measurements of claims: flat gradients, steps in plain PyTorch, times that can be compared."""
+"""Shared parts of the measurements of claims: flat gradients, steps in plain PyTorch, interleaved timing."""
 
 import statistics
 import time
@@ -21,12 +21,12 @@ Pair = tuple[Tensor, Tensor]
 
 
 def emit_progress(emit: Emit, done: int, of: int, what: str) -> None:
-    """Emit how much of a measurement is done; raises where `emit` does, to end it."""
+    """Emit the progress of a measurement; `emit` raises to cancel it."""
     emit({"kind": "guide.progress", "done": done, "of": of, "what": what})
 
 
 def new_model(task: PlaygroundTask, seed: int = 0) -> nn.Module:
-    """Return a new network of a task, initialized from `seed`; the process's random state is left as it was."""
+    """Return a new network of a task, initialized from `seed`; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return task.model()
@@ -44,7 +44,7 @@ def cut(pair: Pair, sizes: Sequence[int]) -> list[Pair]:
 
 
 def weighted_gradient(model: nn.Module, parts: Sequence[Pair], weights: Sequence[float]) -> Float[Tensor, " number"]:
-    """Return the sum of the gradients of the parts' mean losses, each times its weight, as one vector."""
+    """Return the weighted sum of the gradients of the parts' mean losses, as one vector."""
     model.zero_grad()
     for (inputs, targets), weight in zip(parts, weights, strict=True):
         (cross_entropy(model(inputs), targets) * weight).backward()
@@ -58,7 +58,7 @@ def flat_gradients(model: nn.Module) -> Float[Tensor, " number"]:
 
 
 def weights_by_items(parts: Sequence[Pair]) -> list[float]:
-    """Return each part's share of all items: the right weights."""
+    """Return each part's share of all items: the correct weights."""
     counts = [items(targets) for _, targets in parts]
     return [count / sum(counts) for count in counts]
 
@@ -75,7 +75,7 @@ def relative(found: Float[Tensor, " number"], expected: Float[Tensor, " number"]
 
 @dataclass(frozen=True, slots=True)
 class BatchCut:
-    """How one optimizer step is cut: so many micro-batches of one size."""
+    """The split of one optimizer step: a number of equal micro-batches."""
 
     size: int
     number: int
@@ -84,12 +84,12 @@ class BatchCut:
 def step_seconds(
     task: PlaygroundTask, cuts: Sequence[BatchCut], emit: Emit, *, rounds: int
 ) -> dict[BatchCut, list[float]]:
-    """Return the processor's time of one optimizer step by each cut, of each round; rounds are interleaved.
+    """Return the CPU time of one optimizer step for each split and round; rounds are interleaved.
 
     Processor time on one thread, so that another process on the machine takes less part in it.
     """
     steps = {one: _stepper(task, one) for one in cuts}
-    # Once without a clock: the first step makes the optimizer's state.
+    # Once without timing: the first step creates the optimizer state.
     for step in steps.values():
         step()
     found: dict[BatchCut, list[float]] = {one: [] for one in cuts}
@@ -103,7 +103,7 @@ def step_seconds(
 
 
 def median_ratio(times: Mapping[BatchCut, Sequence[float]], one: BatchCut, other: BatchCut) -> float:
-    """Return the median, over rounds, of the time by one cut as a multiple of that by another."""
+    """Return the median ratio over rounds of the times of two splits."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
@@ -125,13 +125,13 @@ def _stepper(task: PlaygroundTask, one: BatchCut) -> Callable[[], None]:
 def step_memory(
     task: PlaygroundTask, *, micro_batch_size: int, effective_batch_size: int
 ) -> Mapping[str, Mapping[str, int]]:
-    """Return what the engine's third step holds, by category: at its peak, and at the highest moment of a forward."""
+    """Return the memory of the engine's third step by category: at its peak, and at the peak of a forward."""
     model = new_model(task)
     engine = ab.Engine(model, torch.optim.AdamW(model.parameters()), task.loss, micro_batch_size=micro_batch_size)
     data = ab.batches(task.rows, effective_batch_size=effective_batch_size, steps=3)
     first, second, third = data
     with engine:
-        # The first step makes the optimizer's state; in that and in the second the loss is checked.
+        # The first step creates the optimizer state; the first two check the loss.
         engine.step(first)
         engine.step(second)
         with record_memory(engine) as recording:
@@ -143,5 +143,5 @@ def step_memory(
 
 
 def is_rising(values: Sequence[float], factor: float) -> bool:
-    """Whether each value is at least `factor` times the one before."""
+    """Whether each value is at least `factor` times the previous one."""
     return all(later >= factor * earlier for earlier, later in pairwise(values))

@@ -1,5 +1,5 @@
-"""The rules: from the numbers of a claim to its verdict. Each is said in words beside its claim."""
-# ruff: noqa: PLR2004 (the limits are said in words, in the catalogue)
+"""The rules from the numbers of a claim to its verdict. The catalogue describes each in words."""
+# ruff: noqa: PLR2004 (the catalogue describes the limits in words)
 
 from anybatch_guide.claims.claim import EXACT, WRONG, Numbers, Verdict
 
@@ -47,7 +47,7 @@ def small_micro_batches(found: Numbers) -> Verdict:
 
 
 def larger_is_faster(found: Numbers) -> Verdict:
-    """Judge: gains that stay, or that go."""
+    """Judge: gains that persist, or that vanish."""
     gains = list(found.values())
     if gains[0] < 1.1:
         return "false"
@@ -88,13 +88,13 @@ def divide_by_n(found: Numbers) -> Verdict:
 
 
 def forgetting(found: Numbers) -> Verdict:
-    """Judge: no better than chance, by both optimizers or by one."""
+    """Judge: no better than chance, with both optimizers or with one."""
     crashes = [found[f"{name}_no_division"] >= 0.95 * found["chance"] for name in ("sgd", "adam")]
     return "true" if all(crashes) else "only_if" if any(crashes) else "false"
 
 
 def no_average(found: Numbers) -> Verdict:
-    """Judge: the sum of ranks is the gradient."""
+    """Judge: the sum over ranks is the gradient."""
     return "true" if found["sum_error"] < EXACT else "false"
 
 
@@ -106,7 +106,7 @@ def sampler_overlap(found: Numbers) -> Verdict:
 
 
 def ddp_memory(found: Numbers) -> Verdict:
-    """Judge: four ranks at least halve what each holds."""
+    """Judge: four ranks at least halve the memory of each."""
     return "true" if found["ddp_ratio"] < 0.5 else "false"
 
 
@@ -137,7 +137,7 @@ def usual_buckets(found: Numbers) -> Verdict:
 
 
 def larger_batch(found: Numbers) -> Verdict:
-    """Judge: no more samples than the smallest batch takes, or at least fewer steps."""
+    """Judge: no more samples than the smallest batch needs, or at least fewer steps."""
     sizes = (64, 256)
     if any(found[f"steps_{size}"] >= found["steps_16"] for size in sizes):
         return "false"
@@ -145,7 +145,7 @@ def larger_batch(found: Numbers) -> Verdict:
 
 
 def one_rule(found: Numbers) -> Verdict:
-    """Judge: a rule of batch sizes within a quarter of the best loss everywhere, or only one that knows the noise."""
+    """Judge: a rule of batch sizes within a quarter of the best loss everywhere, or only one that uses the noise."""
     worst = {rule: max(value for name, value in found.items() if name.startswith(rule)) for rule in RULES}
     if min(worst[rule] for rule in RULES if rule != "gain") <= 1.25:
         return "true"
@@ -153,14 +153,14 @@ def one_rule(found: Numbers) -> Verdict:
 
 
 def less_noise(found: Numbers) -> Verdict:
-    """Judge: less noise, and a lower loss after as many samples, or only after as many steps."""
+    """Judge: less noise, and a lower loss after the same samples, or only after the same steps."""
     if found["noise_ratio"] > 1.25 or found["loss_same_steps"] >= found["loss_small"]:
         return "false"
     return "true" if found["loss_same_samples"] < found["loss_small"] else "only_if"
 
 
 def sharp(found: Numbers) -> Verdict:
-    """Judge: a quarter sharper at any rate, or only at a rate that does not follow the batch."""
+    """Judge: a quarter sharper at any rate, or only at an unscaled rate."""
     sharper = {
         name: found[f"eigenvalue_{name}"] > 1.25 * found["eigenvalue_base"]
         for name in ("same_rate", "scaled_rate", "scaled_rate_same_steps")
@@ -171,7 +171,7 @@ def sharp(found: Numbers) -> Verdict:
 
 
 def shards_travel(found: Numbers) -> Verdict:
-    """Judge: as many bytes are gathered for eight micro-batches as for one, in any order or only in one."""
+    """Judge: eight micro-batches gather the same bytes as one, in any order or only in one."""
     if found["by_micro_batch"] < 1.1:
         return "true"
     return "only_if" if found["by_layer"] < 1.1 else "false"

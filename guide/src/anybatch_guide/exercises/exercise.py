@@ -1,4 +1,4 @@
-"""The six loops by name: where each is, which line is wrong, why, and what the checker says of it."""
+"""The six loops by name: module, wrong line, reason, and the checker's finding."""
 
 import importlib
 import inspect
@@ -15,13 +15,13 @@ class Exercise:
     """A loop with a bug.
 
     Attributes:
-        module: where it is; the loop is its function `train`.
-        hint: what can be seen of it from outside.
-        why: what is wrong.
-        cure: what is to be written.
-        finding: what `anybatch check --loop` calls it.
-        wrong: a piece of the wrong line; None for lines that the right loop does not have.
-        is_missing: the line is right, and another one is missing after it.
+        module: its module; the loop is the function `train`.
+        hint: its visible symptom.
+        why: the reason.
+        cure: the fix.
+        finding: code of the finding of `anybatch check --loop`.
+        wrong: a piece of the wrong line; None for lines that the correct loop lacks.
+        is_missing: whether the line is correct, but the next one is missing.
     """
 
     module: str
@@ -34,18 +34,18 @@ class Exercise:
 
     @property
     def loop(self) -> Callable[..., None]:
-        """The loop itself."""
+        """The loop."""
         found: Callable[..., None] = importlib.import_module(self.module).train
         return found
 
     @property
     def lines(self) -> list[str]:
-        """Its text."""
+        """Its source."""
         return inspect.getsource(self.loop).splitlines()
 
     @property
     def wrong_lines(self) -> list[int]:
-        """Numbers of the wrong lines, from 1 within its text."""
+        """Numbers of the wrong lines, from 1."""
         if self.wrong is None:
             return wrong_lines(self.module.rpartition(".")[2])
         return [number for number, line in enumerate(self.lines, start=1) if self.wrong in line]
@@ -84,7 +84,7 @@ EXERCISES = (
 
 
 def described(exercise: Exercise) -> Data:
-    """Return what the page shows of a loop, the checker's findings among it."""
+    """Return the data of a loop for the page, including the checker's findings."""
     report = check_loop(exercise.loop)
     path = exercise.module.replace(".", "/")
     return {

@@ -1,1 +1,1 @@
-"""Experiments behind the page's figures: one file and function each, run to be recorded, or live from the page."""
+"""Experiments for the figures of the page: one file and function each, recorded or run live from the page."""

@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation: one effective batch in ever smaller micro-batches, under several norm policies."""
+"""BatchNorm with accumulation: one effective batch in smaller and smaller micro-batches, with several norm policies."""
 
 import copy
 import functools
@@ -34,12 +34,12 @@ ERROR_STEPS: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
-    """A network with normalization layers, and how it is trained in micro-batches.
+    """A network with normalization layers, and its training configuration.
 
     Attributes:
         name: its name in the recorded data.
         norm: the kind of normalization layers.
-        policy: the engine's policy about BatchNorm; None for a loop in plain PyTorch.
+        policy: the engine's BatchNorm policy; None for a loop in plain PyTorch.
         sizes: the micro-batch sizes to train with.
     """
 
@@ -87,7 +87,7 @@ def run(emit: Emit) -> Data:
 
 
 def summary(outcomes: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return the mean, least and most of every metric over the seeds."""
+    """Return mean, minimum and maximum of every metric over the seeds."""
     names = outcomes[0]
     return {name: _spread([one[name] for one in outcomes]) for name in names}
 
@@ -119,7 +119,7 @@ def make_step(config: NormConfig, size: int, model: nn.Module) -> Callable[[dict
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], size: int) -> float:
-    """Make a step as a loop in plain PyTorch does: BatchNorm normalizes each micro-batch by its own statistics."""
+    """Make a step like a loop in plain PyTorch: BatchNorm uses the statistics of each micro-batch."""
     model.train()
     optimizer.zero_grad()
     total = 0.0
@@ -149,7 +149,7 @@ def batches(samples: LabelledSamples, seed: int, num_steps: int) -> Iterator[dic
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, samples: LabelledSamples) -> None:
-    """Compute the running statistics again from all training images at once, with the weights unchanged."""
+    """Recompute the running statistics from all training images in one batch, with unchanged weights."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in layers:
         layer.reset_running_stats()
@@ -199,7 +199,7 @@ def gradient_error(config: NormConfig, size: int) -> float:
 def gradient_of_step(
     config: NormConfig, size: int, model: nn.Module, batch: dict[str, Tensor]
 ) -> Float[Tensor, " number"]:
-    """Return the gradient of a batch: what a step of SGD at learning rate 1 subtracts from a copy of the weights."""
+    """Return the gradient of a batch: the change of a copy of the weights in an SGD step with learning rate 1."""
     updated = copy.deepcopy(model)
     optimizer = torch.optim.SGD(updated.parameters(), lr=1.0)
     if config.policy is None:

@@ -1,4 +1,4 @@
-"""A small batch, the large one accumulated, the large one at once: variance of the gradient, memory, and time."""
+"""A small batch, an accumulated large one, and an unsplit large one: gradient variance, memory and time."""
 
 import copy
 import statistics
@@ -22,7 +22,7 @@ Gradients = dict[str, Tensor]
 
 
 def run(emit: Emit) -> Data:
-    """Compare the three at the parameters that a short run has come to."""
+    """Compare the three at the parameters of a short run."""
     task = task_of(RUN.task)
     layers, errors = variances(DRAWS, emit)
     ways = {"small": BatchCut(SMALL, 1), "accumulated": BatchCut(SMALL, STEPS), "native": BatchCut(LARGE, 1)}
@@ -59,8 +59,8 @@ def run(emit: Emit) -> Data:
 def variances(draws: int, emit: Emit) -> tuple[dict[str, dict[str, float]], list[float]]:
     """Return each way's mean squared distance to the gradient of all samples, by layer, in float64.
 
-    And the relative errors of accumulated gradients against those at once. Batches are drawn with replacement, and are
-    the same for all ways: a small one is a part of a large one.
+    Also return the relative errors of accumulated gradients. Batches are drawn with replacement, and are
+    the same for all ways: a small batch is a part of a large one.
     """
     rows, model = task_of(RUN.task).rows, copy.deepcopy(trained(RUN)[0]).double()
     whole = _doubled({"inputs": rows.inputs, "targets": rows.targets})

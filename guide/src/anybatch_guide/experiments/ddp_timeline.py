@@ -1,4 +1,4 @@
-"""A step on several ranks as a timeline: micro-batches, layers whose gradients are final, buckets sent and done."""
+"""A step on several ranks as a timeline: micro-batches, completed gradients of layers, buckets sent and summed."""
 
 import time
 import warnings
@@ -28,7 +28,7 @@ from anybatch.testing import RankPool
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 WORLDS, NUM_STEPS = (2, 4), 9
-"""Numbers of ranks; steps that are watched, of which the middle one is kept."""
+"""Numbers of ranks; number of observed steps, of which the median is used."""
 WIDTH, NUM_LAYERS, MICRO_BATCH, NUM_MICRO_BATCHES = 384, 6, 32, 4
 BUCKET_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
 """Two layers: so the network has three buckets."""
@@ -52,7 +52,7 @@ def run(emit: Emit) -> Data:
 
 
 def middle(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the step of every rank that took neither long nor little on the slowest of them."""
+    """Return the step with the median time on the slowest rank, for every rank."""
     steps = sorted(zip(*ranks, strict=True), key=lambda step: max(rank["seconds"] for rank in step))
     return list(steps[len(steps) // 2])
 
@@ -70,13 +70,13 @@ def batch() -> Batch:
 
 
 def by_hand(reduced: Literal["last", "each", "each, as it turns out"]) -> list[dict[str, Any]]:
-    """Run on every rank: steps under torch's DDP, watched from the second one on."""
+    """Run on every rank: steps with torch's DDP, observed from the second one on."""
     model, watch, found = network(), _Watch(), []
     watch.layers(model)
     pieces = [{"x": piece} for piece in batch()["x"].split(MICRO_BATCH)]
 
     def steps() -> Any:  # noqa: ANN401 (a generator of micro-batches)
-        yield pieces  # DDP orders its buckets anew behind the first backward
+        yield pieces  # DDP reorders its buckets after the first backward
         for _ in range(NUM_STEPS):
             dist.barrier()
             watch.begin()
@@ -101,7 +101,7 @@ def by_hand(reduced: Literal["last", "each", "each, as it turns out"]) -> list[d
 def around_the_backward_only(
     model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps, wrap: Wrap
 ) -> None:
-    """Train as `ddp_accumulated` means to; but DDP has decided in the forward that it will reduce."""
+    """Train with `no_sync` around the backward only; DDP has already decided in the forward to reduce."""
     optimizer = make_optimizer(model.parameters())
     wrapper = wrap(model)
     for micro_batches in steps:
@@ -114,7 +114,7 @@ def around_the_backward_only(
 
 
 def by_engine() -> list[dict[str, Any]]:
-    """Run on every rank: steps under our own reduction, watched from the second one on."""
+    """Run on every rank: steps with anybatch's reduction, observed from the second one on."""
     model, watch, found = network(), _Watch(), []
     watch.layers(model)
     strategy = AllReduce(bucket_bytes=BUCKET_BYTES)
@@ -139,7 +139,7 @@ def _loss_share(model: Any, own: Batch) -> Tensor:  # noqa: ANN401 (wrapped or n
 
 
 class _Watch:
-    """Notes when things happen in a step, in seconds from its beginning."""
+    """Records the times of events in a step, in seconds from its start."""
 
     def __init__(self) -> None:
         self._begun: float | None = None
@@ -148,8 +148,8 @@ class _Watch:
         self._buckets: dict[tuple[int, int], dict[str, float]] = {}
 
     def layers(self, model: nn.Sequential) -> None:
-        """Note when the gradient of each layer is there, in the last backward."""
-        # Nothing before the first layer needs a gradient, and torch says so in every backward.
+        """Record when the gradient of each layer is complete, in the last backward."""
+        # The input of the first layer needs no gradient, and torch warns about that in every backward.
         warnings.filterwarnings("ignore", message="Full backward hook")
         for number, layer in enumerate(model):
             layer.register_full_backward_hook(lambda *_, number=number: self._layers.update({number: self._now()}))
@@ -160,7 +160,7 @@ class _Watch:
         self._begun = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        """End the step, and return everything that was noted."""
+        """End the step, and return the recorded times."""
         return {
             "seconds": self._now(),
             "micro_batches": self._micro_batches,
@@ -171,14 +171,14 @@ class _Watch:
         }
 
     def micro_batch(self, event: str) -> None:
-        """Note the beginning or the end of a micro-batch."""
+        """Record the start or the end of a micro-batch."""
         if self._begun is not None and event == "begin":
             self._micro_batches.append({"begin": self._now()})
         elif self._micro_batches:
             self._micro_batches[-1]["end"] = self._now()
 
     def bucket(self, number: int, num_bytes: int, event: SpanEvent) -> None:
-        """Note that a bucket was sent, or has been summed."""
+        """Record that a bucket was sent or summed."""
         if self._begun is None:
             return
         place = (len(self._micro_batches) - 1, number)
@@ -196,7 +196,7 @@ class _Watch:
 
 
 class _Pieces(list[Batch]):
-    """Micro-batches that note when each is asked for."""
+    """Micro-batches that record when each is requested."""
 
     def __init__(self, pieces: list[Batch], watch: _Watch) -> None:
         super().__init__(pieces)

@@ -1,4 +1,4 @@
-"""Eight samples at once, and eight micro-batches of one: the gradient, and what memory each takes."""
+"""Eight samples in one pass, and eight micro-batches of one: gradient and memory."""
 
 import torch
 

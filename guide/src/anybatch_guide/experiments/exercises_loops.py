@@ -1,11 +1,11 @@
-"""Six loops with a bug each, and what the checker finds in them."""
+"""Six loops with a bug each, and the findings of the checker."""
 
 from anybatch_guide.exercises.exercise import EXERCISES, described
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 
 def run(emit: Emit) -> Data:
-    """Let `anybatch check --loop` judge each of them."""
+    """Run `anybatch check --loop` on each of them."""
     found = []
     for done, exercise in enumerate(EXERCISES):
         emit({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})

@@ -1,4 +1,4 @@
-"""The first screen: one batch of 64 digits, cut into ever smaller micro-batches, and the same without the division."""
+"""The first screen: one batch of 64 digits in smaller and smaller micro-batches, with and without division."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,10 @@ SIZES = (64, 32, 16, 8, 4, 2, 1)
 
 
 def run(emit: Emit) -> Data:
-    """Return losses and peak memory of the training for each cut, and the losses where nothing is divided.
+    """Return losses and peak memory of training for each split, and the losses without division.
 
-    Plain SGD, since its step is as long as the gradient: Adam divides by the gradient's usual size, which hides a
-    factor that is forgotten.
+    Plain SGD, because its step is proportional to the gradient: Adam divides by the size of the gradient, which
+    hides a missing factor.
     """
     found = [way(size, emit, done=done) for done, size in enumerate(SIZES)]
     whole = found[0]["losses"]
@@ -28,7 +28,7 @@ def run(emit: Emit) -> Data:
 
 
 def way(size: int, emit: Emit, *, done: int) -> dict[str, Any]:
-    """Return what the training of one cut came to, as it should be and not divided."""
+    """Return the results of training with one split, with and without division."""
     emit({"kind": "guide.progress", "done": done, "of": len(SIZES), "what": f"{size} x {EFFECTIVE // size}"})
     right, wrong = (
         play(task_setting("digits", size, EFFECTIVE // size, "sgd", mistake=mistake), lambda _: None)
@@ -46,12 +46,12 @@ def way(size: int, emit: Emit, *, done: int) -> dict[str, Any]:
 
 
 def last(data: Mapping[str, Any]) -> float | None:
-    """Return how far the parameters are from the native batch's, relatively, after the last step that has one."""
+    """Return the relative difference of the parameters to the native batch, after the last step that has one."""
     return next((one for one in reversed(data["relative_differences"]) if one is not None), None)
 
 
 def gap(losses: list[float], whole: list[float]) -> float:
-    """Return the largest difference of two courses of a loss."""
+    """Return the largest difference of two loss curves."""
     return float(f"{max(abs(a - b) for a, b in zip(losses, whole, strict=True)):.2g}")
 
 

@@ -1,4 +1,4 @@
-"""What more ranks would bring: steps forecast for some networks, strategies and numbers of micro-batches."""
+"""Forecasts of steps on more ranks, for some networks, strategies and numbers of micro-batches."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ INNER, PER_HOST = "150GB/s,2us", 8
 STRATEGIES: tuple[StrategyName, ...] = ("all_reduce", "zero1", "fsdp")
 STEPS, MOST = (1, 4, 16), 1024
 SAMPLE_SECONDS, FIXED_SECONDS, UPDATE_SECONDS = 0.0028, 0.004, 0.003
-"""Of a residual network of 50 layers at 224 x 224 in mixed precision on a GPU of 2017, about 360 images a second."""
+"""ResNet-50 at 224 x 224 in mixed precision on a GPU of 2017: about 360 images per second."""
 GRADIENT_BYTES, MICRO, EFFECTIVE = 102_000_000, 32, 8192
 
 
 def workload(
     *, steps: int | None = None, effective: int | None = EFFECTIVE, gradient: int = GRADIENT_BYTES
 ) -> Workload:
-    """Return what is trained: an effective batch, or so many micro-batches on every rank."""
+    """Return the workload: an effective batch, or a number of micro-batches on every rank."""
     return Workload(
         micro_batch=SecondsFit(FIXED_SECONDS, SAMPLE_SECONDS),
         micro_batch_size=MICRO,
@@ -33,7 +33,7 @@ def workload(
 
 
 def cluster(link: str, devices_per_host: int = PER_HOST) -> Cluster:
-    """Return hosts of devices behind a link each."""
+    """Return hosts of devices, with a link each."""
     inner = parse_link(INNER) if devices_per_host > 1 else None
     return Cluster(link=parse_link(link), inner_link=inner, devices_per_host=devices_per_host)
 

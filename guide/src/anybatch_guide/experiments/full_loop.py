@@ -16,11 +16,11 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings.full_loop import make_model, measured, train, ways
 
 NUM_WARM_UP = 2
-"""Steps before those that are shown, to warm up: the first ones allocate memory."""
+"""Warm-up steps before the shown ones: the first ones allocate memory."""
 NUM_SHOWN = 2
 ROUNDS = 40
 REFERENCE = "by hand 64 x 1"
-"""The step that the times of all others are divided by: plain PyTorch, without accumulation."""
+"""The reference for all step times: plain PyTorch, without accumulation."""
 FIELDS = ("kind", "name", "event", "step", "position")
 
 
@@ -53,9 +53,9 @@ def run(emit: Emit) -> Data:
 
 
 class GradientSnapshots:
-    """An observer that copies 64 evenly spaced elements of the gradient whenever it has changed.
+    """An observer that copies 64 evenly spaced elements of the gradient after every change.
 
-    `rows` has the step, after what ("micro_batch", "clip" or "update"), the micro-batch's position, and the elements.
+    `rows` has the step, the event ("micro_batch", "clip" or "update"), the position, and the elements.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def numbers_of(line: JsonLine) -> dict[str, Any]:
 
 
 def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Return each step's time divided by that of the reference step in the same round."""
+    """Return each step's time divided by the reference time of the same round."""
     return [value / other for value, other in zip(values, reference, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Weights in shards: what travels, and what is kept, micro-batch after micro-batch, and layer after layer."""
+"""Sharded weights: communication and memory, micro-batch by micro-batch and layer by layer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.experiments.rank_memory import NUM_BLOCKS, WIDTH, loss, network
 
 NUM_RANKS, SHARE, MICRO_BATCHES = 2, 64, (1, 2, 4, 8)
-"""Ranks, samples of each, and into how many micro-batches they are cut."""
+"""Ranks, samples per rank, and numbers of micro-batches."""
 Order = Literal["micro_batches", "layers"]
 Visit = tuple[Literal["forward", "backward"], int, int]
-"""One block at work on one micro-batch: phase, block, micro-batch."""
+"""The work of one block on one micro-batch: phase, block, micro-batch."""
 
 
 def run(emit: Emit) -> Data:
-    """Run one step by each order and number of micro-batches on two ranks."""
+    """Run one step in each order, for each number of micro-batches, on two ranks."""
     emit_progress(emit, 0, 1, f"{NUM_RANKS} ranks")
     with RankPool(NUM_RANKS) as pool:
         steps = pool.run(on_a_rank, MICRO_BATCHES)[0]
@@ -30,7 +30,7 @@ def run(emit: Emit) -> Data:
 
 
 def visits(order: Order, num_micro_batches: int) -> Iterator[Visit]:
-    """Yield the blocks of a step in the order in which they work."""
+    """Yield the blocks of a step in execution order."""
     up, down = range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1]
     if order == "micro_batches":
         for number in range(num_micro_batches):
@@ -43,13 +43,13 @@ def visits(order: Order, num_micro_batches: int) -> Iterator[Visit]:
 
 @dataclass(slots=True)
 class Shards:
-    """A network in shards, one block of which is gathered at a time, and what it has sent and kept.
+    """A sharded network that gathers one block at a time, with its communication and memory.
 
     Attributes:
-        gathered_bytes: of weights, as they are once all ranks' shards have come.
-        reduced_bytes: of gradients, handed to reductions by one rank.
-        kept_bytes: most bytes of outputs between blocks at once.
-        waiting_bytes: most bytes of whole gradients at once, not reduced yet.
+        gathered_bytes: bytes of gathered weights.
+        reduced_bytes: bytes of gradients that one rank reduces.
+        kept_bytes: peak bytes of outputs between blocks.
+        waiting_bytes: peak bytes of full, unreduced gradients.
         visits: block, micro-batch, and whether the block was gathered for it.
     """
 
@@ -66,7 +66,7 @@ class Shards:
         self.shards = [flat.chunk(dist.get_world_size())[dist.get_rank()].clone() for flat in self.shards]
 
     def step(self, order: Order, samples: Tensor, num_micro_batches: int) -> list[Tensor]:
-        """Return this rank's shard of the gradient of the mean over all ranks' samples, block by block."""
+        """Return this rank's shard of the gradient of the mean over the samples of all ranks, block by block."""
         outputs = list(samples.chunk(num_micro_batches))
         number_of_outputs = samples.numel() * dist.get_world_size()
         todo = list(visits(order, num_micro_batches))
@@ -85,7 +85,7 @@ class Shards:
                     outputs[number] = self._forward(block, weights, outputs[number])
                 self.kept_bytes = max(self.kept_bytes, _num_bytes([*inputs.values()]))
                 if block == NUM_BLOCKS - 1:
-                    # From here on: the gradient of the mean square with respect to what the block above gave.
+                    # From here on: the gradient of the mean square with respect to the output of the block above.
                     outputs[number] = 2 * outputs[number] / number_of_outputs
                 continue
             given = inputs.pop((block, number)).requires_grad_()
@@ -118,7 +118,7 @@ class Shards:
 
 
 def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
-    """Run on every rank: return what each step sends and keeps, and how far its gradient is from the whole batch's."""
+    """Run on every rank: return communication, memory and gradient error of each step."""
     samples = torch.randn(NUM_RANKS * SHARE, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = network().double()
     loss(model, samples).backward()
@@ -144,7 +144,7 @@ def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def gathered(shard: Tensor) -> Tensor:
-    """Return what all ranks' shards are together."""
+    """Return the concatenated shards of all ranks."""
     parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, shard)
     return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""One batch of sentences, cut in order of arrival, sorted, and by length, under caps on the tokens at once."""
+"""One batch of sentences, split in order of arrival, sorted, and by length, with caps on the tokens per micro-batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.tasks.task import IGNORED, PlaygroundTask, cross_entropy, load
 
 SENTENCES, FIXED_TOKENS = 32, 16.0
-"""Samples of the batch; what a micro-batch is taken to cost beside its tokens, in tokens."""
+"""Samples of the batch; assumed fixed cost of a micro-batch, in tokens."""
 CAPS = (56, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)
 Row = dict[str, Tensor]
 
 
 def run(emit: Emit) -> Data:
-    """Let the engine run the batch by each cut, and compare its gradients with that of the batch at once."""
+    """Run the batch with each split in the engine, and compare its gradients with the unsplit batch."""
     task = load("text")
     rows = [_own_length(task, number) for number in range(SENTENCES)]
     lengths = [len(row["inputs"]) for row in rows]
@@ -29,8 +29,8 @@ def run(emit: Emit) -> Data:
     whole = weighted_gradient(model, [(task.rows.inputs[:SENTENCES], task.rows.targets[:SENTENCES])], [1.0])
     found = []
     for done, cap in enumerate(CAPS):
-        emit({"kind": "guide.progress", "done": done, "of": len(CAPS), "what": f"{cap} tokens at once"})
-        # So many samples fit whatever their lengths: what one number of samples has to be.
+        emit({"kind": "guide.progress", "done": done, "of": len(CAPS), "what": f"{cap} tokens per micro-batch"})
+        # The number of samples that fits for any lengths.
         size = max(1, min(SENTENCES, cap // max(lengths)))
         ways: dict[str, tuple[Sequence[int], int | TokenBudget]] = {
             "arrival": (range(SENTENCES), size),
@@ -44,14 +44,14 @@ def run(emit: Emit) -> Data:
 
 
 def _own_length(task: PlaygroundTask, number: int) -> Row:
-    """Return a sentence without what fills it up."""
+    """Return a sentence without padding."""
     targets = task.rows.targets[number]
     length = int((targets != IGNORED).sum())
     return {"inputs": task.rows.inputs[number][:length], "targets": targets[:length]}
 
 
 def _run(task: PlaygroundTask, rows: list[Row], micro_batch_size: int | TokenBudget) -> tuple[list[list[int]], Tensor]:
-    """Return the lengths in each micro-batch that the engine makes, and the gradient that comes of them."""
+    """Return the lengths in each micro-batch of the engine, and the resulting gradient."""
     padded = Padded(padding={"targets": IGNORED}, mask=None, shift=False)
     cuts: list[list[int]] = []
 

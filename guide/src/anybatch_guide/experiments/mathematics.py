@@ -1,4 +1,4 @@
-"""The mathematics with numbers: the parts' gradients added up with right and wrong factors, in three formats."""
+"""The derivation in numbers: gradients of parts added up with correct and wrong factors, in three formats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,7 +18,7 @@ CUTS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
 DTYPES: Final = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16})
 _WIDTH, _CLASSES, _TOKENS = 12, 5, 8
 Factor = Callable[[Sequence[int], int], float]
-"""Function (items of every part, number of the part) -> what the mean of that part is multiplied by."""
+"""Function (items of every part, index of the part) -> factor of the mean of that part."""
 FACTORS: Final[Mapping[str, Factor]] = MappingProxyType(
     {
         "by_count": lambda counts, part: counts[part] / sum(counts),
@@ -29,7 +29,7 @@ FACTORS: Final[Mapping[str, Factor]] = MappingProxyType(
 
 
 def run(emit: Emit) -> Data:
-    """Compare every cut, factor and format with the gradient of the whole batch in float64."""
+    """Compare every split, factor and format with the float64 gradient of the full batch."""
     rows: list[dict[str, Any]] = []
     for loss in ("samples", "tokens"):
         for done, cut in enumerate(CUTS):
@@ -51,7 +51,7 @@ def run(emit: Emit) -> Data:
 
 
 def compared(loss: str, cut: str, factor: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return how far a sum of parts is from the whole batch's gradient in float64: in length, in direction, in size."""
+    """Compare a sum of parts with the float64 gradient of the full batch: relative error, cosine, length ratio."""
     whole = gradient(loss, CUTS["whole"], FACTORS["by_count"], torch.float64)
     parts = gradient(loss, CUTS[cut], FACTORS[factor], dtype).double()
     return {
@@ -69,7 +69,7 @@ def gradient(loss: str, cut: Sequence[int], factor: Factor, dtype: torch.dtype) 
     pairs = zip(inputs.to(dtype).split(list(cut)), targets.split(list(cut)), strict=True)
     for number, (some_inputs, some_targets) in enumerate(pairs):
         if counts[number] == 0:
-            continue  # a mean over nothing is no number, and 0 x no number is none either
+            continue  # a mean over nothing is NaN, and 0 x NaN is NaN
         logits = model(some_inputs).flatten(0, -2)
         mean = F.cross_entropy(logits, some_targets.flatten(), ignore_index=-100)
         (mean * factor(counts, number)).backward()
@@ -77,13 +77,13 @@ def gradient(loss: str, cut: Sequence[int], factor: Factor, dtype: torch.dtype) 
 
 
 def counts_of(loss: str, cut: str) -> list[int]:
-    """Return how many targets each part of a cut has."""
+    """Return the number of targets in each part."""
     _, targets = data(loss)
     return [int((part >= 0).sum()) for part in targets.split(list(CUTS[cut]))]
 
 
 def data(loss: str) -> tuple[Float[Tensor, "sample ..."], Int[Tensor, "sample ..."]]:
-    """Return inputs and targets: one target a sample, or rows of tokens of which the later ones are masked."""
+    """Return inputs and targets: one target per sample, or rows of tokens with a masked end."""
     random = torch.Generator().manual_seed(1)
     if loss == "samples":
         inputs = torch.randn(NUM_SAMPLES, _WIDTH, generator=random, dtype=torch.float64)
@@ -94,13 +94,13 @@ def data(loss: str) -> tuple[Float[Tensor, "sample ..."], Int[Tensor, "sample ..
 
 
 def _beyond_the_end(random: torch.Generator) -> Bool[Tensor, "sample token"]:
-    """Return what is padding where rows are sorted by length, as loaders like to have them."""
+    """Return the padding mask of rows sorted by length, as loaders often do."""
     lengths = torch.randint(1, _TOKENS + 1, (NUM_SAMPLES,), generator=random).sort().values
     return torch.arange(_TOKENS) >= lengths[:, None]
 
 
 def network(dtype: torch.dtype) -> nn.Module:
-    """Return a network with numbers of a generator of its own."""
+    """Return a network initialized from a separate generator."""
     layers = nn.Linear(_WIDTH, 24, device="meta"), nn.Tanh(), nn.Linear(24, _CLASSES, device="meta")
     model = nn.Sequential(*layers).to_empty(device="cpu").double()
     random = torch.Generator().manual_seed(0)
@@ -116,5 +116,5 @@ EXPERIMENT = Experiment(
     run=run,
     seconds=2.0,
     tolerance=1e-2,
-    noisy=("relative_error",),  # where it is rounding, it is another processor's rounding
+    noisy=("relative_error",),  # rounding differs between processors
 )

@@ -1,4 +1,4 @@
-"""One effective batch in ever smaller micro-batches: the memory of a step at each size, byte for byte."""
+"""One effective batch in smaller and smaller micro-batches: the memory of a step at each size, in bytes."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)
 """Sizes of a micro-batch; each divides the effective batch."""
 TIMELINE_SIZES = (64, 16, 4)
-"""Micro-batch sizes whose whole timeline is kept: here of the first configuration, in `memory_courses` of all."""
+"""Micro-batch sizes with a full timeline: here for the first configuration, in `memory_courses` for all."""
 NUM_BUCKETS = 90
-"""Equal parts that a timeline is divided into; of each, the highest and the lowest moment are kept."""
+"""Number of equal parts of a timeline; the highest and the lowest moment of each are kept."""
 
 
 def run(emit: Emit) -> Data:

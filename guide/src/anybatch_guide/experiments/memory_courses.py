@@ -1,4 +1,4 @@
-"""Memory timelines of a step in every configuration: what the page draws once a setting is changed."""
+"""Memory timelines of a step in every configuration, which the page draws after a change of settings."""
 
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.experiments.memory_accumulation import EFFECTIVE, NUM_BUCKETS, TIMELINE_SIZES

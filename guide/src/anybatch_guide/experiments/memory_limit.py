@@ -1,4 +1,4 @@
-"""A batch that grows until memory runs out: peaks by batch size, and torch's errors under enforced budgets."""
+"""A batch that grows until memory runs out: peaks by batch size, and torch's errors with enforced budgets."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,16 +12,16 @@ from anybatch_guide.memory.small import SMALL_MODELS, SmallModel
 from anybatch_guide.memory.timelines import in_order, peak_of
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes that are measured."""
+"""Measured batch sizes."""
 BUDGETS_MIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Budgets that are enforced, in MiB."""
+"""Enforced budgets, in MiB."""
 PREDICTED_FROM = (2, 3)
-"""The two sizes from whose steps the peaks of all others are predicted, as a plan does."""
+"""The two sizes from which all other peaks are predicted, as in a plan."""
 MEBIBYTE = 2**20
 
 
 def run(emit: Emit) -> Data:
-    """Measure every model at every size, and run each size that is too large for a budget out of memory."""
+    """Measure every model at every size, and run every size that exceeds a budget out of memory."""
     models = []
     for done, model in enumerate(SMALL_MODELS.values()):
         emit({"kind": "guide.progress", "done": done, "of": len(SMALL_MODELS), "what": model.title})
@@ -38,7 +38,7 @@ def run(emit: Emit) -> Data:
 def _measured(model: SmallModel, emit: Emit) -> dict[str, Any]:
     @cache
     def timeline_of(size: int) -> MemoryTimeline:
-        emit({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": f"{model.title}, {size} at once"})
+        emit({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": f"{model.title}, batch of {size}"})
         return timeline(trace_plain_step(model, size))
 
     low, high = PREDICTED_FROM
@@ -55,7 +55,7 @@ def _measured(model: SmallModel, emit: Emit) -> dict[str, Any]:
 
 
 def _within_budget(model: SmallModel, timeline_of: Callable[[int], MemoryTimeline], budget: int) -> dict[str, Any]:
-    """Return the largest size that fits into a budget, and how each larger measured size failed."""
+    """Return the largest size that fits into a budget, and the failure of each larger measured size."""
     largest = _largest(lambda size: timeline_of(size).peak_bytes <= budget)
     if largest < max(SIZES):
         assert largest == 0 or try_plain_step(model, largest, budget) is None, "its peak is within the budget"
@@ -73,7 +73,7 @@ def _described(shortage: OutOfMemory | None) -> dict[str, Any]:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest of the measured range that fits; 0 if none does."""
+    """Return the largest size of the measured range that fits; 0 if none fits."""
     low, high = 0, max(SIZES) + 1
     while high - low > 1:
         middle = (low + high) // 2

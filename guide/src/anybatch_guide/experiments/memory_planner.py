@@ -1,4 +1,4 @@
-"""Plans of published models as tables: what the page's planner looks up."""
+"""Plans of published models as tables for the page's planner."""
 
 import dataclasses
 from typing import Any, get_args
@@ -18,7 +18,7 @@ def run(emit: Emit) -> Data:
     for done, variant in enumerate(variants):
         emit({"kind": "guide.progress", "done": done, "of": len(variants), "what": variant.model})
         traced = trace(variant)
-        assert (traced.envelopes.verdict, traced.envelopes.notes) == ("exact", ()), "the page has no words for more"
+        assert (traced.envelopes.verdict, traced.envelopes.notes) == ("exact", ()), "the page cannot show more"
         found.append(
             {
                 **properties_of(variant),
@@ -42,7 +42,7 @@ def run(emit: Emit) -> Data:
 
 
 def properties_of(variant: Variant) -> dict[str, Any]:
-    """Return a variant's properties under the names that the page knows."""
+    """Return the properties of a variant, with the names used on the page."""
     properties = dataclasses.asdict(variant)
     properties["several"] = properties.pop("multi_rank")
     return properties

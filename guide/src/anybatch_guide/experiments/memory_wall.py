@@ -1,4 +1,4 @@
-"""Models of a GPU's size against a GPU's memory: what each batch size would take, as planned without the device."""
+"""Large models and the memory of a GPU: the memory for each batch size, planned without the device."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ from anybatch_guide.memory.planning import PlanRequest, Traced, Variant, planned
 from anybatch_guide.memory.timelines import in_order
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Batch sizes that are offered."""
+"""Offered batch sizes."""
 LIMITS_GIB = (4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)
-"""Sizes of memory that are offered, in GiB."""
+"""Offered memory sizes, in GiB."""
 _ROWS: tuple[tuple[str, int, PrecisionName, str], ...] = (
     ("gpt2", 1024, "fp32", "GPT-2, float32"),
     ("gpt2", 1024, "bf16", "GPT-2, bf16"),
@@ -37,11 +37,11 @@ MODELS = {
     ): title
     for model, length, precision, title in _ROWS
 }
-"""The models that are planned, and their titles on the page."""
+"""The planned models, and their titles on the page."""
 INITIAL_REQUEST = PlanRequest(device="RTX 4090", effective_batch_size=512)
-"""The request that the page's planner shows first, for the second of these models."""
+"""The initial request of the page's planner, for the second of these models."""
 _UNLIMITED_BATCH_SIZE = 1 << 20
-"""An effective batch size that no device holds in one micro-batch, so that memory alone is the limit."""
+"""An effective batch size that no device fits in one micro-batch, so that only memory limits it."""
 
 
 def run(emit: Emit) -> Data:
@@ -89,7 +89,7 @@ def _wall(traced: Traced, title: str, emit: Emit) -> dict[str, Any]:
 
 
 def _limit(plan: Plan) -> dict[str, Any]:
-    """Return how many samples fit into a device, and the plan's own words on why not one more."""
+    """Return the number of samples that fit into a device, and the plan's reason for the limit."""
     summary = plan.summary()
     return {
         "usable_bytes": plan.budget.usable_bytes,
@@ -100,7 +100,7 @@ def _limit(plan: Plan) -> dict[str, Any]:
 
 
 def _initial_plan(plan: Plan) -> dict[str, Any]:
-    """Return the plan of the first request, which the page shows before it can compute plans itself."""
+    """Return the plan of the initial request, which the page shows before it can compute plans."""
     fit = plan.baseline
     assert fit.micro_batch_size == even_size(plan.batch.num_samples, fit.largest)
     return {

@@ -1,4 +1,4 @@
-"""The gradient's noise scale as a run measures it, with its interval, and as the gradients of single samples say it."""
+"""The gradient noise scale measured during a run, with its interval, and computed from single-sample gradients."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ STUDY = "benchmarks/results/noise_against_brute_force_cpu_2026-11-24.md: three m
 
 
 def run(emit: Emit) -> Data:
-    """Measure along a run, and with fixed parameters over ever more steps; compare both with single samples."""
+    """Measure during a run, and with fixed parameters over more and more steps; compare both with single samples."""
     model, rows = new_model(RUN), task_of(RUN.task).rows
     along, fixed = list[dict[str, Any]](), nn.Module()
     noise = GradientNoise(every=1, decay=DECAY)
@@ -51,8 +51,8 @@ def run(emit: Emit) -> Data:
 
 
 def _measured(model: nn.Module) -> Iterator[tuple[int, NoiseEstimate]]:
-    """Yield what is known after some steps that leave the parameters as they are."""
-    # Nothing fades, since nothing changes; batches are drawn anew, since an order of all samples is not independent.
+    """Yield the estimate after some steps with fixed parameters."""
+    # No decay, because nothing changes; draw with replacement, because an epoch order is not independent.
     still, rows = replace(RUN, learning_rate=0.0), task_of(RUN.task).rows
     generator = torch.Generator().manual_seed(RUN.seed)
     noise = GradientNoise(every=1, decay=1.0 - 1e-12)
@@ -70,7 +70,7 @@ def drawn(rows: LabelledSamples, number: int, generator: torch.Generator) -> Bat
 
 
 def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
-    """Return variance / |G|^2 of a set of samples, from the gradient of each sample by itself."""
+    """Return variance / |G|^2 of a set of samples, from single-sample gradients."""
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
     def of_one(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
 
 
 def _numbers(noise: NoiseEstimate) -> dict[str, Any]:
-    """Return the scale and its interval; None for what is not known yet."""
+    """Return the scale and its interval; None for unknown values."""
     numbers = {"scale": noise.scale, "low": noise.interval[0], "high": noise.interval[1]}
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 

@@ -1,4 +1,4 @@
-"""One batch, four ways: the loss of one training, cut in four ways, and with one mistake in each."""
+"""One batch split four ways: the loss of each way, without and with one mistake."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Train = Callable[..., list[float]]
 
 
 def run(emit: Emit) -> Data:
-    """Return the losses of 60 steps: each way's by the engine, and each mistake's by a loop that makes it."""
+    """Return the losses of 60 steps: each way in the engine, and each mistake in a hand-written loop."""
     with RankPool(2) as ranks:
 
         def trained(train: Train, num_ranks: int, *args: Any) -> list[float]:  # noqa: ANN401 (the program's)
@@ -47,13 +47,13 @@ def run(emit: Emit) -> Data:
 
 
 def sizes_of_mistakes() -> dict[str, dict[str, int]]:
-    """Return the micro-batch size of each way under each mistake; a mean of means is right where all are equal."""
+    """Return the micro-batch size of each way for a mistake; a mean of means is correct if all sizes are equal."""
     even = {way: size for way, (size, _) in WAYS.items()}
     return {"no_division": even, "clip_each": even, "mean_of_means": dict(RAGGED)}
 
 
 def as_data(name: str, ways: Mapping[str, Sequence[float]], right: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return what one mistake does to each way, beside the losses it should have, which are those of the others too."""
+    """Return the losses of each way with one mistake, and the correct losses."""
     sizes, reference = sizes_of_mistakes()[name], right["64x1"]
     return {
         "name": name,
@@ -71,7 +71,7 @@ def cut(size: int, num_ranks: int) -> list[int]:
 
 
 def gaps(ways: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return how far each way's losses are from those of the undivided batch."""
+    """Return the distance of each way's losses from the unsplit batch."""
     whole = ways["64x1"]
     return {
         way: significant([abs(a - b) for a, b in zip(values, whole, strict=True)], 2)
@@ -86,12 +86,12 @@ def largest(found: Mapping[str, Sequence[float]]) -> float:
 
 
 def max_gap(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest distance of two rows of losses."""
+    """Return the largest distance of two lists of losses."""
     return max(abs(a - b) for a, b in zip(values, reference, strict=True))
 
 
 def significant(values: Iterable[float], digits: int) -> list[float]:
-    """Return numbers with so many significant digits."""
+    """Return numbers rounded to the given number of significant digits."""
     return [float(f"{value:.{digits}g}") for value in values]
 
 

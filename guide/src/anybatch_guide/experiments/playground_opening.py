@@ -1,4 +1,4 @@
-"""What the playground shows first: digits, 16 x 4 = 64, as it should be and with each mistake."""
+"""The initial runs of the playground: digits, 16 x 4 = 64, without and with each mistake."""
 
 from anybatch_guide.experiment import Experiment
 from anybatch_guide.grid import NOISY, run_opening

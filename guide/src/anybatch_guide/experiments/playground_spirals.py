@@ -1,4 +1,4 @@
-"""Runs of the playground's task `spirals`, with the points and surfaces that are drawn."""
+"""Runs of the playground's task `spirals`, with points and surfaces for drawing."""
 
 from anybatch_guide.grid import experiment_of, spirals_settings
 from anybatch_guide.tasks.spirals import EXTENT

@@ -1,4 +1,4 @@
-"""One process per device, and what each of them holds: replicas, shared optimizer states, shards."""
+"""Memory of one process per device: replicas, sharded optimizer states, shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ _LABEL, _OWN_ROOT = "FSDP::", "modules_to_train."
 
 
 def run(emit: Emit) -> Data:
-    """Run a step in each way, and return what every process holds of it."""
+    """Run a step in each way, and return the memory of every process."""
     found = []
     for done, (strategy, num_ranks) in enumerate(WAYS):
         emit({"kind": "guide.progress", "done": done, "of": len(WAYS), "what": f"{strategy}, {num_ranks} ranks"})
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what comes in, and what the layers make of it."""
+        """Return the input plus the output of the layers."""
         out: Tensor = x + self.narrow(torch.tanh(self.wide(x)))
         return out
 
@@ -68,15 +68,15 @@ def network() -> nn.Sequential:
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the mean square of what comes out."""
+    """Return the mean square of the output."""
     found: Tensor = model(batch).square().mean()
     return found
 
 
 def held(strategy: str) -> dict[str, Any]:
-    """Run on every rank: return what it holds between steps and at the peak, its parts, and what FSDP2 does when.
+    """Run on every rank: return memory between steps and at the peak, its parts, and the calls of FSDP2.
 
-    At the peak of a step under FSDP2 gathered weights and whole gradients are among activations and temporaries.
+    At the peak of a step with FSDP2, gathered weights and full gradients count as activations and temporaries.
     """
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(3 * BATCH, WIDTH, generator=generator)
@@ -110,12 +110,12 @@ def held(strategy: str) -> dict[str, Any]:
 
 
 def _part(value: Tensor) -> dict[str, Any]:
-    """Return the shape of what this rank has of a parameter, and whether that is all of it."""
+    """Return the shape of this rank's part of a parameter, and whether it is complete."""
     return {"shape": list(local_part(value).shape), "is_shard": is_dtensor(value)}
 
 
 def _calls(seen: Any) -> list[str]:  # noqa: ANN401 (torch's profile)
-    """Return what FSDP2 did in a step, in order: `all_gather (1)`, `post_backward_reduce (1)`, ..."""
+    """Return the calls of FSDP2 in a step, in order: `all_gather (1)`, `post_backward_reduce (1)`, ..."""
     events = sorted(seen.events(), key=lambda event: event.time_range.start)
     labels = [event.name.removeprefix(_LABEL) for event in events if event.name.startswith(_LABEL)]
     names = [label.replace(_OWN_ROOT, "") for label in labels]

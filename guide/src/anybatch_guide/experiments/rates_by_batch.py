@@ -1,4 +1,4 @@
-"""Held-out loss by batch size and learning rate, and where each rule for the rate runs on that map."""
+"""Held-out loss by batch size and learning rate, and the rates of each scaling rule."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from anybatch_guide.study import BETAS, StudyRun, held_out_loss, noise_scale_of
 
 SEEDS = (0, 1)
 AS_GOOD = 1.25
-"""A rule is as good as tuned where its loss is at most this multiple of that of the best rate of the grid."""
+"""A rule counts as tuned if its loss is at most this multiple of the best loss in the grid."""
 LOST = 100.0
 """A held-out loss above this one counts as diverged."""
 STUDY = "benchmarks/results/learning_rate_rules_cpu_2026-11-24.md: 1,330 runs, five seeds, both recipes"
@@ -21,7 +21,7 @@ Rule = Callable[[StudyRun, int], StudyRun]
 
 @dataclass(frozen=True, slots=True)
 class RateGrid:
-    """What is trained at the smallest batch, the sizes, and the rates of the map."""
+    """The run at the smallest batch, and the batch sizes and rates of the grid."""
 
     smallest: StudyRun
     sizes: tuple[int, ...]
@@ -48,11 +48,11 @@ GRIDS = {
 
 
 class RateStudy:
-    """One grid: its runs are made once.
+    """One grid, with cached runs.
 
     Args:
-        grid: what is run.
-        emit: told of each run.
+        grid: the grid.
+        emit: receives the progress.
     """
 
     def __init__(self, grid: RateGrid, emit: Emit) -> None:
@@ -61,7 +61,7 @@ class RateStudy:
         self._losses: dict[StudyRun, list[float]] = {}
 
     def losses(self, run: StudyRun) -> list[float]:
-        """Return the held-out loss of each seed; infinite where it diverged."""
+        """Return the held-out loss of each seed; infinite if it diverged."""
         if run not in self._losses:
             self._emit({"kind": "guide.progress", "what": f"batch {run.batch_size}, rate {run.learning_rate:g}"})
             found = [held_out_loss(replace(run, seed=seed)) for seed in SEEDS]
@@ -81,11 +81,11 @@ class RateStudy:
         return min((self.at(size, rate) for rate in self.grid.rates), key=self.mean)
 
     def against_tuned(self, rule: Rule, size: int) -> float:
-        """Return the mean loss by a rule as a multiple of that of the best rate."""
+        """Return the mean loss of a rule as a multiple of the best loss."""
         return self.mean(rule(self.best(self.grid.sizes[0]), size)) / self.mean(self.best(size))
 
     def as_good_to(self, rule: Rule) -> int:
-        """Return the largest size to which a rule is as good as tuned, at all sizes on the way."""
+        """Return the largest size up to which a rule counts as tuned at all sizes."""
         reached = self.grid.sizes[0]
         for size in self.grid.sizes[1:]:
             if self.against_tuned(rule, size) > AS_GOOD:
@@ -117,7 +117,7 @@ def scaled(rule: ScalingRule, memory: Memory | None = None) -> Rule:
 
 
 def gained(noise_scale: float) -> Rule:
-    """Return the rule of the noise's gain, its root under AdamW."""
+    """Return the noise-gain rule, with the square root for AdamW."""
 
     def carry(base: StudyRun, size: int) -> StudyRun:
         gain = noise_gain(noise_scale, base_batch_size=base.batch_size, effective_batch_size=size)
@@ -128,7 +128,7 @@ def gained(noise_scale: float) -> Rule:
 
 
 def rules_of(noise_scale: float) -> dict[str, Rule]:
-    """Return the rules by name; the square root is with what the library does to betas."""
+    """Return the rules by name; the square root includes the library's change of betas."""
     return {
         "none": scaled("none"),
         "linear": scaled("linear"),
@@ -139,7 +139,7 @@ def rules_of(noise_scale: float) -> dict[str, Rule]:
 
 
 def run(emit: Emit) -> Data:
-    """Run every grid, and the runs that the rules make of its best run at the smallest batch."""
+    """Run every grid, and the runs of all rules, starting from the best run at the smallest batch."""
     maps = [{"name": name, **_found(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
     return {"seeds": list(SEEDS), "as_good": AS_GOOD, "stands_for": STUDY, "maps": maps}
 
@@ -151,7 +151,7 @@ def _found(study: RateStudy) -> dict[str, Any]:
     rules = rules_of(noise_scale)
     if base.optimizer == "AdamW":
         rules |= {"sqrt, betas kept": scaled("sqrt", "steps")}
-        del rules["memory"]  # linear with betas to a power is nobody's rule
+        del rules["memory"]  # linear with betas to a power is not a common rule
     return {
         "task": base.task,
         "optimizer": base.optimizer,

@@ -1,4 +1,4 @@
-"""The largest eigenvalue of the Hessian, and held-out accuracy, behind runs of several batch sizes and rates."""
+"""The largest eigenvalue of the Hessian, and held-out accuracy, after runs with several batch sizes and rates."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ STUDY = "benchmarks/results/sharpness_cpu_2026-11-24.md: five seeds, SGD and Ada
 
 
 def ways(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[str, StudyRun]]:
-    """Yield every run without its seed, and what is done about its rate."""
+    """Yield every run without its seed, with its rate rule."""
     yield "base", BASE
     for size in sizes:
         yield "same rate", replace(BASE, batch_size=size)
@@ -47,7 +47,7 @@ def run(emit: Emit) -> Data:
 
 
 def measured(made: StudyRun) -> dict[str, Any]:
-    """Make a run, and return how sharp its end is, the loss there, and what it knows of held-out samples."""
+    """Make a run, and return the final sharpness, training loss, and held-out loss and accuracy."""
     model, losses = trained(made)
     if not math.isfinite(losses[-1]):
         return dict.fromkeys(("eigenvalue", "residual", "train_loss", "held_out", "accuracy"), math.nan)

@@ -1,4 +1,4 @@
-"""Divergences planted into one run, and what the spike watch does about each: nothing, lower the rate, or go back."""
+"""Divergences planted into one run, with each action of the spike watch: none, lower the rate, or roll back."""
 
 import math
 import warnings
@@ -25,13 +25,13 @@ CODES = ("spike", "rate_lowered", "rolled_back")
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What goes wrong in a run.
+    """A planted problem in a run.
 
     Attributes:
-        words: what it is.
-        batch: function (age, batch) -> the batch that is trained on; the age is in steps since the plant.
-        rate: function (age) -> what the learning rate is multiplied by.
-        gradient: function (age, gradient of a parameter) -> the one that is used.
+        words: its description.
+        batch: function (age, batch) -> the batch to train on; the age is in steps since the plant.
+        rate: function (age) -> factor of the learning rate.
+        gradient: function (age, gradient of a parameter) -> the gradient to use.
     """
 
     words: str
@@ -41,14 +41,14 @@ class Plant:
 
 
 def bad_batch(age: int, batch: Batch) -> Batch:
-    """Return, for some steps, inputs that are too large and one label for all."""
+    """Return, for some steps, inputs that are too large and the same label for all."""
     if not 0 <= age < BAD_BATCHES:
         return batch
     return {"inputs": 15 * batch["inputs"], "targets": torch.full_like(batch["targets"], 3)}
 
 
 def corrupted(age: int, gradient: Tensor) -> Tensor:
-    """Return, for some steps, a gradient under noise."""
+    """Return, for some steps, a gradient with noise."""
     if not 0 <= age < CORRUPTED_STEPS:
         return gradient
     noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(age)) / math.sqrt(gradient.numel())
@@ -67,19 +67,19 @@ PLANTS = {
 
 
 class _Told:
-    """An observer that keeps what the watch says and does."""
+    """An observer that stores the records of the spike watch."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
 
     def observe(self, record: Record) -> None:
-        """Keep a record of the watch's."""
+        """Store a record of the spike watch."""
         if isinstance(record, DiagnosisRecord) and record.code in CODES:
             self.found.append({"step": record.step, "code": record.code, "message": record.message})
 
 
 def run(emit: Emit) -> Data:
-    """Make the run without a plant and with each, unwatched and under each action."""
+    """Make the run without and with each plant, without the watch and with each action."""
     found = []
     for name, plant in PLANTS.items():
         unwatched: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def run(emit: Emit) -> Data:
             made = watched(plant, action)
             is_same = all(made[key] == unwatched.get(key) for key in CURVES)
             unwatched = unwatched or made
-            # Before the plant all runs are the healthy one, so that is written once.
+            # Before the plant, all runs equal the healthy one, so that is written once.
             first_step = 0 if name == "none" else START - STEPS_BEFORE
             curves = {key: None if is_same else made[key][first_step:] for key in CURVES}
             found.append(
@@ -113,7 +113,7 @@ def run(emit: Emit) -> Data:
 
 
 def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
-    """Make a run, and return its losses and norms, what was done about it, and what it ends with."""
+    """Make a run, and return its losses and norms, the actions, and the final metrics."""
     model, told = new_model(RUN), _Told()
     losses, norms, age = list[float](), list[float](), -START
     for parameter in model.parameters():
@@ -125,7 +125,7 @@ def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
         warnings.simplefilter("ignore", AnyBatchWarning)
         try:
             for age, batch in enumerate(steps_of(RUN), start=-START):
-                # The scheduler computes rates from their base behind each step, so that this does not add up.
+                # The scheduler recomputes rates from their base after each step, so the factor does not accumulate.
                 for group in engine.optimizer.param_groups:
                     group["lr"] *= plant.rate(age)
                 report = engine.step(plant.batch(age, batch))
@@ -139,7 +139,7 @@ def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Return a number with four digits, which is what a curve can show."""
+    """Return a number with four digits, the resolution of a curve."""
     return float(f"{value:.4g}")
 
 

@@ -1,4 +1,4 @@
-"""Split, accumulate, update: what is in `p.grad` after each micro-batch, beside the gradient of the whole batch."""
+"""Split, accumulate, update: `p.grad` after each micro-batch, and the gradient of the full batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from anybatch_guide.listings.split_sum import cut, make_model, running_sums
 
 PARTS = (4, 2, 8)
 UNIT = 1e-4
-"""What the whole numbers of a strip count; differences are written as they are."""
+"""Unit of the integers of a strip; differences are floats."""
 
 
 def run(emit: Emit) -> Data:
-    """Return the whole batch's gradient, and for each cut the running sums and how far the last one is from it."""
+    """Return the gradient of the full batch, and for each split the running sums and the final difference."""
     wholes = {dtype: next(running_sums([64], dtype)) for dtype in (torch.float32, torch.float64)}
     cuts: list[dict[str, Any]] = []
     for num_parts in PARTS:
@@ -32,7 +32,7 @@ def run(emit: Emit) -> Data:
 
 
 def one_cut(sizes: list[int], wholes: Mapping[torch.dtype, Tensor]) -> dict[str, Any]:
-    """Return what adds up over micro-batches of these sizes; where they differ, also if divided by their own sizes."""
+    """Return the running sums for micro-batches of these sizes; for uneven sizes, also with the wrong division."""
     right = list(running_sums(sizes, torch.float32))
     last = list(running_sums(sizes, torch.float64))[-1]
     difference = right[-1] - wholes[torch.float32]
@@ -62,7 +62,7 @@ def rounded(value: float) -> float:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the norm of what it should be."""
+    """Return the norm of the difference divided by the norm of the correct value."""
     return float((found - expected).norm() / expected.norm())
 
 
@@ -72,6 +72,6 @@ EXPERIMENT = Experiment(
     run=run,
     seconds=0.5,
     tolerance=1e-2,
-    # Rounding errors, which differ from processor to processor.
+    # Rounding errors, which differ between processors.
     noisy=("difference", "largest_difference", "largest_difference_float64"),
 )

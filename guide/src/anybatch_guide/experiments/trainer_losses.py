@@ -1,4 +1,4 @@
-"""Steps of transformers' `Trainer`, as it is: how far each is from the mean over all that its model was given."""
+"""Steps of transformers' unmodified `Trainer`: the gradient error compared with the mean over all samples of a step."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ from anybatch_guide.tasks.task import IGNORED, PlaygroundTask, cross_entropy, lo
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An epoch: samples, those of a micro-batch, and micro-batches of a step. The last step may have fewer."""
+    """An epoch: samples, samples per micro-batch, micro-batches per step. The last step may have fewer."""
 
     num_samples: int
     micro_batch_size: int
@@ -35,7 +35,7 @@ Row = dict[str, Tensor]
 
 
 def run(emit: Emit) -> Data:
-    """Let the Trainer run each case, and compare each step's gradient with that of its samples at once.
+    """Run each case with the Trainer, and compare the gradient of each step with the unsplit samples.
 
     Raises:
         UserError: transformers or accelerate is not installed.
@@ -56,7 +56,7 @@ def run(emit: Emit) -> Data:
         "compute_loss": lambda: errors(own, own_model(transformers), shifted(), SENTENCES),
         "compute_loss_said": lambda: errors(said, own_model(transformers), shifted(), SENTENCES),
     }
-    if "compute_loss_func" in inspect.signature(trainer).parameters:  # older ones do not take it
+    if "compute_loss_func" in inspect.signature(trainer).parameters:  # older versions do not accept it
         given = {"compute_loss_func": summed_loss}
         cases["compute_loss_func"] = lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES, **given)
     found = {}
@@ -68,29 +68,29 @@ def run(emit: Emit) -> Data:
 
 
 class Averaging(nn.Module):
-    """A network with the loss that it is asked for: a mean over its own micro-batch, and no other argument."""
+    """A network that returns the mean loss of its micro-batch, without further arguments."""
 
     def __init__(self, task: PlaygroundTask) -> None:
         super().__init__()
         self.network = new_model(task).double()
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Row:
-        """Return the loss and what it is of."""
+        """Return the loss and the logits."""
         logits = self.network(input_ids)
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
 class ByItems(Averaging):
-    """The same, cured: its sum over targets, divided by those of the whole step where the Trainer says how many."""
+    """The same, fixed: the sum over targets, divided by `num_items_in_batch` if the Trainer passes it."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, **given: Tensor) -> Row:
-        """Return the loss and what it is of."""
+        """Return the loss and the logits."""
         found, own = super().forward(input_ids, labels), labels.ne(IGNORED).sum()
         return {**found, "loss": found["loss"] * own / given.get("num_items_in_batch", own)}
 
 
 def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package without types here)
-    """Return a small language model of transformers, whose own loss takes the number of items of the step."""
+    """Return a small language model of transformers, whose loss accepts `num_items_in_batch`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -100,7 +100,7 @@ def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package withou
 
 
 def own_loss(trainer: type[Any]) -> type[Any]:
-    """Return a Trainer with a loss of one's own that is written as it is often found: the mean of the model."""
+    """Return a Trainer with a typical custom loss: the mean of the model."""
 
     class OwnLoss(trainer):  # type: ignore[misc]  # has no types here
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:  # noqa: ANN401, FBT001, FBT002 (as transformers has it)
@@ -112,27 +112,27 @@ def own_loss(trainer: type[Any]) -> type[Any]:
 
 
 def said_to_be_a_mean(trainer: type[Any]) -> type[Any]:
-    """Return the same, which says that its loss has not been divided yet."""
+    """Return the same, which declares that its loss has not been divided yet."""
     said: type[Any] = type("SaidToBeAMean", (own_loss(trainer),), {"loss_is_scaled_for_ga": False})
     return said
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:  # noqa: ANN401 (transformers')
-    """Return the sum over targets, divided by those of the whole step; their mean where nobody says how many."""
+    """Return the sum over targets, divided by `num_items_in_batch`; their mean without it."""
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return total / (targets.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def rows_of(name: str) -> list[Row]:
-    """Return a task's samples by the names that the Trainer looks for."""
+    """Return the samples of a task with the key names of the Trainer."""
     rows = load(name).rows
     inputs = rows.inputs.double() if rows.inputs.is_floating_point() else rows.inputs
     return [{"input_ids": row, "labels": labels} for row, labels in zip(inputs, rows.targets, strict=True)]
 
 
 def shifted() -> list[Row]:
-    """Return sentences for a model that shifts labels itself: the input, ignored where it is only filled up."""
+    """Return sentences for a model that shifts labels: the input, with padding ignored."""
     return [{**row, "labels": row["input_ids"].where(row["labels"] != IGNORED, IGNORED)} for row in rows_of("text")]
 
 
@@ -143,7 +143,7 @@ def errors(
     shape: Shape,
     **given: Any,  # noqa: ANN401 (what the Trainer takes)
 ) -> list[float]:
-    """Return how far the gradient of each step of an epoch is from that of the mean over all that it has seen."""
+    """Return the gradient error of each step of an epoch, compared with the mean over its samples."""
     arguments_of = importlib.import_module("transformers").TrainingArguments
     optimizer = Comparing(model)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -174,7 +174,7 @@ def errors(
 
 @dataclass(eq=False)
 class Comparing(torch.optim.SGD):
-    """An optimizer that moves nothing: each step compares its gradient with that of what the model has seen since."""
+    """An optimizer without updates: each step compares its gradient with the gradient of the samples since the last."""
 
     model: nn.Module
     seen: list[Row] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Comparing(torch.optim.SGD):
 
     @torch.enable_grad()
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
-        """Compare, and begin to collect anew."""
+        """Compare, and start a new collection."""
         found = flat_gradients(self.model)
         whole = {name: torch.cat([one[name] for one in self.seen]) for name in self.seen[0]}
         self.model.zero_grad()
@@ -195,7 +195,7 @@ class Comparing(torch.optim.SGD):
 
 
 def noting(trainer: type[Any], optimizer: Comparing) -> type[Any]:
-    """Return a Trainer that notes what each micro-batch is given before it runs it."""
+    """Return a Trainer that records the inputs of each micro-batch before running it."""
 
     class Noting(trainer):  # type: ignore[misc]  # has no types here
         def training_step(self, model: nn.Module, inputs: Row, *rest: Any) -> Any:  # noqa: ANN401 (the Trainer's)
@@ -207,7 +207,7 @@ def noting(trainer: type[Any], optimizer: Comparing) -> type[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the Trainer's words about its own progress from a terminal, and torch's random state as it was."""
+    """Suppress the progress output of the Trainer, and restore torch's random state."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)

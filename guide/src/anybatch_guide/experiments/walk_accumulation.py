@@ -1,4 +1,4 @@
-"""The full loop: the lines of the usual loop as they ran, with its gradient and weights after each."""
+"""The full loop: the executed lines of the usual loop, with gradient and weights after each."""
 
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings import listing
@@ -6,7 +6,7 @@ from anybatch_guide.tracing import trace_program
 
 
 def run(emit: Emit) -> Data:
-    """Return the trace of the program, with every number of its small network."""
+    """Return the trace of the program, with all weights of its small network."""
     emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
     return trace_program([listing("accumulation.py")], repeats=100, vectors=True)
 

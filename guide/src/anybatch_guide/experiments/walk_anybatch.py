@@ -1,4 +1,4 @@
-"""The code walk-through, anybatch: the lines that ran, in their order."""
+"""The code walk-through, anybatch: the executed lines, in order."""
 
 from pathlib import Path
 

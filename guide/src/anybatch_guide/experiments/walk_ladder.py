@@ -1,4 +1,4 @@
-"""The code walk-through of the nine programs in `examples/from_scratch`: the lines that ran in each of them."""
+"""The code walk-through of the nine programs in `examples/from_scratch`: the executed lines of each."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ from anybatch_guide.tracing import TracedFile, trace_program, trace_rank
 
 PROGRAMS_FOLDER = Path(__file__).parents[4] / "examples" / "from_scratch"
 PRINTING_RANKS = {"07_ddp_with_sampler.py": 1}
-"""The rank that prints, by program; rank 0 in all others."""
+"""The printing rank, by program; rank 0 in all others."""
 
 
 def run(emit: Emit) -> Data:
-    """Return the trace of each program by its name; of programs with ranks, that of the rank that prints.
+    """Return the trace of each program by name; for programs with ranks, of the printing rank.
 
     Raises:
-        UserError: the programs are not there: they are part of the repository and not of the package.
+        UserError: the programs are missing: they are in the repository, not in the package.
     """
     paths = sorted(PROGRAMS_FOLDER.glob("0*.py"))
     if not paths:
-        message = f"there is no program in {PROGRAMS_FOLDER}. Record this in a clone of the repository."
+        message = f"{PROGRAMS_FOLDER} has no programs. Record this in a clone of the repository."
         raise UserError(message)
     traces = {}
     for number, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""The code walk-through, plain: the lines that ran, in their order."""
+"""The code walk-through, plain: the executed lines, in order."""
 
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings import listing

@@ -1,4 +1,4 @@
-"""Accumulation, DataParallel, DDP, ZeRO-1 and FSDP on one job: what `anybatch compare digits` prints."""
+"""Accumulation, DataParallel, DDP, ZeRO-1 and FSDP on one job: the output of `anybatch compare digits`."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ EFFECTIVE, MICRO = 64, 8
 
 def run(emit: Emit) -> Data:
     """Compare the ways on two ranks."""
-    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "ways, in turns"})
+    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "ways, interleaved"})
     job = MeasuredJob(recipe="digits", effective_batch_size=EFFECTIVE)
     report = compare(
         job.train_spec,

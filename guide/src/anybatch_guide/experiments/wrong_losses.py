@@ -1,4 +1,4 @@
-"""What each thing that a loop may have, or do wrong, makes of its step: how far it is from that of the whole batch."""
+"""The effect of each feature or mistake of a loop on its step: the error compared with the full batch."""
 
 import inspect
 import math
@@ -33,7 +33,7 @@ Loop = Callable[..., None]
 
 
 def run(emit: Emit) -> Data:
-    """Run every loop as it stands, and beside it the right one over the batch at once."""
+    """Run every unmodified loop, and the correct one over the unsplit batch."""
     digits = load("digits")
     cases: dict[str, Callable[[], float]] = {
         "no_division": partial(gradient_error, "no_division", digits, FULL),
@@ -60,7 +60,7 @@ def run(emit: Emit) -> Data:
 
 @dataclass(eq=False)
 class _Noting(torch.optim.SGD):
-    """An optimizer that notes gradients and rates when it steps, and moves nothing."""
+    """An optimizer that records gradients and rates in each step, without updates."""
 
     model: nn.Module
     gradients: list[Tensor] = field(default_factory=list)
@@ -70,7 +70,7 @@ class _Noting(torch.optim.SGD):
         super().__init__(self.model.parameters(), lr=RATE)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
-        """Note, and leave parameters as they are."""
+        """Record gradients and rates without changing parameters."""
         self.gradients.append(flat_gradients(self.model))
         self.rates.append(float(self.param_groups[0]["lr"]))
 
@@ -100,7 +100,7 @@ def _run(
 
 
 def gradient_error(name: str, task: PlaygroundTask, sizes: list[int], *, max_norm: float = math.inf) -> float:
-    """Return how far the gradient that a loop steps with is from that of the right loop over all samples at once."""
+    """Return the gradient error of a loop, compared with the correct loop over the unsplit samples."""
     model, batch = new_model(task).double(), _doubled(first_batch(task, sum(sizes)))
     found = _run(name, model, cut(batch, sizes), len(sizes), max_norm=max_norm)
     whole = _run("right", model, [batch], 1, max_norm=max_norm)
@@ -113,7 +113,7 @@ def _doubled(pair: Pair) -> Pair:
 
 
 def zero_missing_error() -> float:
-    """Return how far the second step's gradient is off where nobody clears the first."""
+    """Return the gradient error of the second step if the first gradient is not cleared."""
     task = load("digits")
     model = new_model(task).double()
     first, second = [_doubled(one) for one in cut(first_batch(task, 128), [64, 64])]
@@ -125,7 +125,7 @@ def zero_missing_error() -> float:
 
 
 def rate_error() -> float:
-    """Return how much of the learning rate is gone in the last of some steps, where only the schedule is wrong."""
+    """Return the lost fraction of the learning rate after some steps with a wrong schedule."""
     task = load("digits")
     pieces = cut(first_batch(task, 16 * 4 * WINDOWS), [16] * 4 * WINDOWS)
     found, right = (
@@ -135,7 +135,7 @@ def rate_error() -> float:
 
 
 def dropped() -> float:
-    """Return the part of an epoch's samples that no step is made with."""
+    """Return the fraction of an epoch's samples that no step uses."""
     task, seen = load("digits"), []
 
     def counting(logits: Tensor, targets: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def dropped() -> float:
 
 
 def contrastive_error() -> float:
-    """Return how far the sum of the micro-batches' gradients is off for a loss that contrasts all samples."""
+    """Return the error of the summed gradients of micro-batches for a contrastive loss."""
     task = load("digits")
     model, (inputs, _) = new_model(task).double(), _doubled(first_batch(task, sum(FULL)))
     noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0), dtype=inputs.dtype)
@@ -169,14 +169,14 @@ def contrastive_error() -> float:
 
 
 def sampler_error() -> float:
-    """Return how far the last step of an epoch is off on two ranks, whose sampler gives the first sample twice."""
+    """Return the error of an epoch's last step on two ranks, whose sampler repeats the first sample."""
     task = load("digits")
     order: list[int] = list(torch.utils.data.DistributedSampler(task.rows, num_replicas=1, rank=0, seed=0))
     last = order[len(order) // 64 * 64 :]
     model = new_model(task).double()
     found = []
     for ids in ([*last, *order[: len(last) % 2]], last):
-        # As many samples on each rank, so that the mean over ranks is that over all that they were given.
+        # Equal sample counts, so that the mean over ranks is the mean over all samples.
         inputs, targets = _doubled((task.rows.inputs[ids], task.rows.targets[ids]))
         model.zero_grad()
         cross_entropy(model(inputs), targets).backward()
@@ -185,7 +185,7 @@ def sampler_error() -> float:
 
 
 def on_two_ranks() -> dict[str, dict[str, float]]:
-    """Run on every rank: return errors of gradients, and bytes that a step hands to reductions."""
+    """Run on every rank: return gradient errors, and the bytes that a step reduces."""
     errors, sent = {}, {}
     for name, loop, shares in (
         ("unequal_shares", no_sync_backward, UNEVEN),
@@ -204,7 +204,7 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
 
 
 def _on_ranks(module: ModuleType, model: nn.Module, pieces: list[Pair]) -> tuple[Tensor, float]:
-    """Return the gradient that a loop steps with under DDP, and the bytes that it has reduced."""
+    """Return the gradient at the step of a loop with DDP, and the reduced bytes."""
     sent: list[int] = []
     model.zero_grad()
     wrapper: DistributedDataParallel = WatchedDDP(lambda _, size, event: sent.extend([size] * (event == "begin")))(
@@ -216,7 +216,7 @@ def _on_ranks(module: ModuleType, model: nn.Module, pieces: list[Pair]) -> tuple
 
 
 def checked_loops() -> Iterable[dict[str, Any]]:
-    """Yield the loops: their lines, which of them is wrong, and what the checker says."""
+    """Yield the loops: their lines, the wrong lines, and the findings of the checker."""
     for name in MISTAKES:
         yield _described(name, loop_of(name), wrong_lines(name), f"mistakes/{name}")
     for module, wrong in ((with_ranks, "optimizer.step()"), (no_sync_backward, "no_sync"), (no_sync_always, "no_sync")):

@@ -1,4 +1,4 @@
-"""Complete programs that the guide shows, runs and hands out: what each prints is what stands on the page beside it."""
+"""Complete programs that the guide shows and runs; the page shows the output of each next to it."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from anybatch_guide.tracing import TracedFile
 
 
 def listing(name: str) -> TracedFile:
-    """Return one of these programs, to be watched while it runs."""
+    """Return one of these programs for tracing."""
     return TracedFile(Path(__file__).parent / name, f"guide/src/anybatch_guide/listings/{name}")

@@ -18,12 +18,12 @@ _OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccumulationConfig:
-    """How a step is computed, apart from its micro-batch size.
+    """Options of a step, except its micro-batch size.
 
     Attributes:
         optimizer: SGD without momentum, or AdamW.
         precision: number formats of forward and backward.
-        checkpointing: whether each block is run again in the backward instead of keeping its activations.
+        checkpointing: whether each block is recomputed in the backward instead of keeping its activations.
     """
 
     optimizer: OptimizerName
@@ -37,7 +37,7 @@ class MeasuredStep:
 
     Attributes:
         timeline: its memory by category, over the step.
-        gradient_bytes: of one copy of the gradients.
+        gradient_bytes: bytes of one copy of the gradients.
     """
 
     timeline: MemoryTimeline
@@ -47,7 +47,7 @@ class MeasuredStep:
 def measure_accumulated(
     what: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
 ) -> MeasuredStep:
-    """Return the memory of the engine's second step; the first one has made the optimizer's state."""
+    """Return the memory of the engine's second step; the first one creates the optimizer state."""
     make = what.checkpointed if config.checkpointing else what.make
     assert make is not None, f"{what.name} has no blocks"
     with own_random_numbers():
@@ -61,7 +61,7 @@ def measure_accumulated(
         micro_batch_size=micro_batch_size,
         precision=config.precision,
         measure_gradient_norm=False,
-        check_loss=False,  # which would look at the second step again, and take memory for it
+        check_loss=False,  # the check would use the second step again, and allocate memory
     ) as engine:
         engine.step(batch)
         with record_memory(engine) as recording:

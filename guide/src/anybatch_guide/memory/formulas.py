@@ -1,7 +1,7 @@
-"""Memory by formula. What the literature says a transformer holds, to explain a plan and to doubt it.
+"""Memory formulas for transformers from the literature, to explain and to verify a plan.
 
-A formula knows one architecture; the trace of `memory_model` knows the program. Where they differ, the trace is right,
-unless it differs by a factor: then something is not what it seems.
+A formula describes one architecture; the trace of `memory_model` describes the program. If they differ, trust the
+trace, unless it differs by a large factor.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def smallest_world_size(num_parameters: int, each: ParameterBytes, budget_bytes:
     """Return the least number of ranks at which the state alone takes at most `budget_bytes` on each.
 
     Raises:
-        PlanError: what is not dealt exceeds the budget on any number of ranks.
+        PlanError: the unsharded part exceeds the budget on any number of ranks.
     """
     # On so many ranks only what is not dealt is left.
     fixed = state_bytes(num_parameters, each, stage, 1 << 62)
@@ -90,7 +90,7 @@ def transformer_layer_activation_bytes(
     tensor_parallel_size: int = 1,
     keeps: Literal["scores", "flash", "input"] = "scores",
 ) -> float:
-    """Return what one layer keeps from forward to backward, in 16 bits with dropout: `s b h (34 + 5 a s / h)` bytes.
+    """Return the activation bytes of one layer, in 16 bits with dropout: `s b h (34 + 5 a s / h)` bytes.
 
     `keeps` says what of it: "scores", everything, the `a s` attention scores per token too; "flash", everything but
     those; "input", the layer's input alone, `2 s b h`, everything else being computed again.
@@ -107,7 +107,7 @@ def transformer_layer_activation_bytes(
 
 
 def logits_bytes(num_tokens: int, vocabulary_size: int, *, copies: float = 3.0, bytes_per_value: int = 4) -> float:
-    """Return what the loss of a language model holds at its highest: logits, their log-softmax and its gradient.
+    """Return the peak bytes of the loss of a language model: logits, their log-softmax and its gradient.
 
     Three copies were measured for `cross_entropy` in 32 bits. Limits: a loss head in chunks holds one chunk's copies.
     """

@@ -1,4 +1,4 @@
-"""A step of plain PyTorch without accumulation: its memory, and torch's error where that exceeds a budget."""
+"""A step of plain PyTorch without accumulation: its memory, and torch's error if it exceeds a budget."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,9 +19,9 @@ class OutOfMemory:
     """A step that ran out of memory.
 
     Attributes:
-        message: what the error says.
+        message: message of the error.
         phase: forward, backward or update.
-        held: bytes of tensors by category at that moment, without the allocation that failed.
+        held: bytes of tensors by category at that moment, without the failed allocation.
     """
 
     message: str
@@ -30,14 +30,14 @@ class OutOfMemory:
 
 
 def trace_plain_step(what: SmallModel, num_samples: int) -> MemoryTrace:
-    """Return all allocations and frees of tensors in a step after the first, with so many samples in one batch."""
+    """Return all allocations and frees of tensors in the second step, for a batch of the given size."""
     run = _Run(what, num_samples)
     run.step()
     return run.trace()
 
 
 def try_plain_step(what: SmallModel, num_samples: int, budget_bytes: int) -> OutOfMemory | None:
-    """Run the same step where tensors may take so many bytes; return how it failed, None if it did not."""
+    """Run the same step with a limit in bytes; return its failure, or None."""
     run = _Run(what, num_samples)
     try:
         run.step(budget_bytes)
@@ -49,7 +49,7 @@ def try_plain_step(what: SmallModel, num_samples: int, budget_bytes: int) -> Out
 
 
 class _Run:
-    """A model, its AdamW with its state, a batch, and the ledger that records their memory."""
+    """A model, AdamW with its state, a batch, and the ledger that records their memory."""
 
     def __init__(self, what: SmallModel, num_samples: int) -> None:
         self.phase: Phase = "forward"
@@ -58,7 +58,7 @@ class _Run:
         with own_random_numbers():
             self._model = what.make()
         self._optimizer: Optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
-        self._pass(what.batch(2))  # makes the optimizer's state; BatchNorm needs two samples for a variance
+        self._pass(what.batch(2))  # creates the optimizer state; BatchNorm needs two samples for a variance
         self._batch = what.batch(num_samples)
 
     def step(self, budget_bytes: int | None = None) -> None:
@@ -77,7 +77,7 @@ class _Run:
             try:
                 self._pass(self._batch)
             finally:
-                # Also after an error: its report names the gradients made so far.
+                # Also after an error, because its report lists the gradients so far.
                 ledger.hold("gradients", (one.grad for one in model.parameters() if one.grad is not None))
         self._optimizer.zero_grad()
 

@@ -1,6 +1,6 @@
 """Plans of published models for the page: traced once, then planned for any device by the library's own functions.
 
-What is traced does not depend on the device, on the effective batch, or on how many ranks there are beyond one.
+The trace does not depend on the device, the effective batch, or the number of ranks above one.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.subjects import load_subject
 
 OptimizerName = Literal["AdamW", "fused AdamW"]
-# More than any device has, so that what is traced does not depend on one.
+# More than any device has, so that the trace does not depend on it.
 _PLENTY_BYTES = 1 << 50
-# Two stand for any number above one: the memory of a rank is the same.
+# Two represent any number above one: the memory of a rank is the same.
 _MULTIPLE_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """The properties of a step on which its memory depends.
+    """The properties of a step that determine its memory.
 
     Attributes:
         model: name of a published model.
-        sequence_length: tokens of a sample.
+        sequence_length: tokens per sample.
         precision: number formats of forward and backward.
-        optimizer: AdamW as it is by default, or in one kernel.
-        checkpointing: whether blocks are run again in the backward.
+        optimizer: default or fused AdamW.
+        checkpointing: whether blocks are recomputed in the backward.
         multi_rank: whether it runs on more than one rank.
     """
 
@@ -49,7 +49,7 @@ class Variant:
     multi_rank: bool
 
     def task(self, world_size: int | None = None) -> StepSpec:
-        """Return the step, as `ab.plan` plans it and its table of changes changes it."""
+        """Return the step of `ab.plan`, with the changes of its table of changes."""
         subject = load_subject(self.model, sequence_length=self.sequence_length)
 
         def train() -> TrainSpec:
@@ -70,14 +70,14 @@ def _changed(task: StepSpec, name: str) -> StepSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A model with what can be chosen for it: every combination is traced.
+    """A model with its options: every combination is traced.
 
     Attributes:
-        name: of the model, as `anybatch plan` takes it.
-        sequence_lengths: tokens of a sample.
+        name: name of the model for `anybatch plan`.
+        sequence_lengths: tokens per sample.
         precisions: number formats.
-        with_ranks: whether it is offered on more than one rank too. A copy of a large model on each rank is seldom
-            what is wanted, and to check that the copies start equal takes hundreds of thousands of digests.
+        with_ranks: whether it is also offered on several ranks. A large model is rarely replicated on every rank,
+            and checking that the replicas start equal takes hundreds of thousands of digests.
     """
 
     name: str
@@ -110,13 +110,13 @@ OFFERED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traced:
-    """A step that has been traced.
+    """A traced step.
 
     Attributes:
         variant: its properties.
         task: the step for the library's own functions.
-        envelopes: its memory at any micro-batch size.
-        num_parameters: of the model.
+        envelopes: its memory for any micro-batch size.
+        num_parameters: number of parameters of the model.
     """
 
     variant: Variant
@@ -126,7 +126,7 @@ class Traced:
 
 
 def trace(variant: Variant) -> Traced:
-    """Return a step with its memory at any micro-batch size, which a third traced size has confirmed."""
+    """Return a step with its memory for any micro-batch size, verified at a third traced size."""
     task = variant.task()
     ready, _ = built(task)
     return Traced(
@@ -139,10 +139,10 @@ def trace(variant: Variant) -> Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The device, batch and ranks that a step is planned for.
+    """The device, batch and ranks to plan for.
 
     Attributes:
-        device: a name or a size, as `anybatch plan` takes it.
+        device: a name or a size for `anybatch plan`.
         effective_batch_size: samples of one step, over all ranks.
         world_size: number of ranks.
     """
@@ -153,7 +153,7 @@ class PlanRequest:
 
 
 def planned(traced: Traced, request: PlanRequest) -> Plan:
-    """Return the plan of a step that has been traced: that of `make_plan`, without times and changes."""
+    """Return the plan of a traced step, equal to `make_plan` without times and changes."""
     variant, envelopes = traced.variant, traced.envelopes
     assert variant.multi_rank == (request.world_size > 1), "it was traced for another number of ranks"
     task = dataclasses.replace(traced.task, world_size=request.world_size)

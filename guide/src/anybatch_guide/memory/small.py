@@ -1,4 +1,4 @@
-"""Models small enough that a CPU measures a step of them in a moment, each large in another part of its memory."""
+"""Small models for fast measurements on a CPU, each with a different largest part of memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,16 +19,16 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SmallModel:
-    """A model, and data of its kind. What a step holds depends on shapes alone, so the data is noise.
+    """A model with its data. Memory depends only on shapes, so the data is noise.
 
     Attributes:
         name: its name in recordings and links.
-        title: how a page calls it.
-        words: what it is, in a line.
+        title: its title on the page.
+        words: its description in a line.
         make: function () -> model.
         batch: function (samples) -> batch.
         loss: function (model, batch) -> the mean loss of the batch.
-        checkpointed: function () -> the same model, which runs each block again in the backward; None if it has none.
+        checkpointed: function () -> the same model with each block recomputed in the backward; None without blocks.
     """
 
     name: str
@@ -112,14 +112,14 @@ PERCEPTRON = SmallModel(
     loss=_class_loss,
 )
 SMALL_MODELS: Mapping[str, SmallModel] = {one.name: one for one in (TRANSFORMER, CONVOLUTIONS, PERCEPTRON)}
-"""What is measured up to running out of memory."""
+"""Models that are measured up to running out of memory."""
 ACCUMULATED = _language("accumulated", "Transformer", _decoder(2, 256, 512, 32))
-"""What is measured under accumulation: with many weights, so that a copy of the gradients can be seen."""
+"""The model for accumulation: many weights, so that a copy of the gradients is visible."""
 
 
 @contextmanager
 def own_random_numbers(seed: int = 0) -> Iterator[None]:
-    """Draw from a generator that starts at `seed`, and leave the process's own as it was."""
+    """Use a random state seeded with `seed`, and restore the global one afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

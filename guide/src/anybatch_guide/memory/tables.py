@@ -1,8 +1,8 @@
-"""Plans as tables: of a traced step, what the page looks up for every choice that it offers.
+"""Plans as tables: the page looks up the plan of a traced step for every choice.
 
-The peak of the tensors' memory is piecewise linear in the micro-batch size, so it is written as its pieces, exact at
-every size. What the allocator reserves is no line, and neither is the largest size that it can serve from a device:
-both are replayed here, for each device and each size that a plan can come to, and written down.
+The peak of live tensors is piecewise linear in the micro-batch size, so it is stored as its pieces, exact at
+every size. The reserved memory of the allocator is not linear, nor is the largest size that fits a device:
+both are replayed here and stored, for each device and each possible size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,38 +15,38 @@ from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import Envelopes
 
 SIZES_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-"""Devices that are offered by their size alone, beside those that are known by name."""
+"""Devices offered by size, in addition to named devices."""
 NAMES = (
     *("RTX 3090", "RTX 4090", "RTX 5090", "T4", "V100-16", "V100-32", "A10", "A10G", "A100-40", "A100-80", "RTX A6000"),
     *("L4", "L40S", "H100", "H100 PCIe", "H200", "B200", "MI300X", "MI325X"),
 )
-"""Devices that are offered by name: those that are met most, of all that `anybatch plan` knows."""
+"""Devices offered by name: the most common ones of `anybatch plan`."""
 DEVICE_NAMES = (*NAMES, *(f"{size}GiB" for size in SIZES_GIB))
-"""Every device that is offered, as `anybatch plan` takes it."""
+"""All offered devices, as arguments of `anybatch plan`."""
 NUM_RANKS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-"""Numbers of ranks that are offered."""
+"""Offered numbers of ranks."""
 EFFECTIVE_BATCH_SIZES = tuple(2**power for power in range(13))
-"""Effective batch sizes that are offered."""
+"""Offered effective batch sizes."""
 MEBIBYTE = 1 << 20
 
 
 def tables(envelopes: Envelopes, *, multi_rank: bool) -> dict[str, Any]:
-    """Return what the page looks up of a step.
+    """Return the tables of a step for the page.
 
     Args:
-        envelopes: of the step, on a CUDA device.
+        envelopes: memory of the step, on a CUDA device.
         multi_rank: whether it runs on more than one rank.
 
     Returns:
         `steady` and `first`: the pieces of the peak, see `peak_pieces`, of every step but the first, and of the first.
         `largest`: for each of `DEVICE_NAMES`, the largest micro-batch size that keeps the headroom; None for no limit.
-        `reserved_mebibytes`: (micro-batch size, what the allocator takes from a device with enough) for each size that
-        a plan can come to.
+        `reserved_mebibytes`: (micro-batch size, memory that the allocator reserves without a limit) for each
+        possible size.
     """
     shares = rank_shares(multi_rank=multi_rank)
     usable = [budget_of(name, world_size=2 if multi_rank else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
     largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
-    # Only sizes that a plan can come to, since the allocator is replayed for each.
+    # Only possible sizes, because the allocator is replayed for each.
     sizes = sorted({micro_batch_size(share, found) for share in shares for found in largest})
     return {
         "steady": [list(piece) for piece in peak_pieces(envelopes.steady)],
@@ -57,13 +57,13 @@ def tables(envelopes: Envelopes, *, multi_rank: bool) -> dict[str, Any]:
 
 
 def rank_shares(*, multi_rank: bool) -> list[int]:
-    """Return the largest rank share of every combination of effective batch size and number of ranks on offer."""
+    """Return the largest rank share of every offered combination of effective batch size and number of ranks."""
     ranks = [number for number in NUM_RANKS if (number > 1) == multi_rank]
     return sorted({ceil_div(size, number) for size in EFFECTIVE_BATCH_SIZES for number in ranks})
 
 
 def micro_batch_size(share: int, largest: int | None) -> int:
-    """Return the size that a plan takes: the share in even parts no larger than fits, one sample if nothing does."""
+    """Return the micro-batch size of a plan: the share in even parts that fit, or one sample if nothing fits."""
     return even_size(share, max(1, share if largest is None else min(share, largest)))
 
 
@@ -71,8 +71,8 @@ def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[
     """Yield the pieces of peak(m) = max over events t of (A_t + B_t m), for all m >= 1.
 
     Yields:
-        The micro-batch size from which on a piece is the peak, the number of the phase (in `Phase`) and the operation
-        at the moment of the peak, and the bytes in use then by category (in the order of `Category`), as constants and
+        The first micro-batch size of a piece, the number of the phase (in `Phase`) and the operation
+        at the peak, and the bytes in use by category (in the order of `Category`), as constants and
         as slopes.
     """
     assert envelope.is_affine, "a size is no line"
@@ -84,7 +84,7 @@ def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[
         overtaken = [_overtakes(line, (constant, slope, event)) for line in lines if line[1] > slope]
         if not overtaken:
             return
-        # At least one further, so that the walk goes on where several lines meet.
+        # At least one further, so that the loop advances if several lines meet.
         size = max(size + 1, min(overtaken))
 
 
@@ -93,7 +93,7 @@ _Line = tuple[int, int, int]
 
 
 def _highest_by_slope(envelope: MemoryEnvelope) -> list[_Line]:
-    """Return, of the lines of one slope, the highest, and the first of multi_rank: no other is ever the peak."""
+    """Return the highest line of each slope, and the first of equal ones: no other line is ever the peak."""
     best: dict[int, _Line] = {}
     held = zip(envelope.held.constant.tolist(), envelope.held.slope.tolist(), strict=True)
     for event, (constant, slope) in enumerate(held):
@@ -107,7 +107,7 @@ def _highest(lines: Sequence[_Line], size: int) -> _Line:
 
 
 def _overtakes(steeper: _Line, line: _Line) -> int:
-    """Return the first size at which a steeper line is the peak rather than this one; of equals, the first event is."""
+    """Return the first size at which a steeper line is the peak; for equal lines, the first event is."""
     behind, gain = line[0] - steeper[0], steeper[1] - line[1]
     size = ceil_div(behind, gain)
     is_tie = size * gain == behind
@@ -115,7 +115,7 @@ def _overtakes(steeper: _Line, line: _Line) -> int:
 
 
 def _moment(envelope: MemoryEnvelope, event: int) -> tuple[int, str, list[int], list[int]]:
-    """Return phase, operation and the bytes in use by category after an event, as `at_peak` does."""
+    """Return phase, operation and the bytes in use by category after an event, like `at_peak`."""
     trace = envelope.trace
     constant, slope = envelope.allocated.constant.tolist(), envelope.allocated.slope.tolist()
     categories = get_args(Category)

@@ -1,4 +1,4 @@
-"""Memory timelines of a step as JSON for the page: the peak, and few enough points to draw."""
+"""Memory timelines of a step as JSON for the page: the peak, and a limited number of points."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from anybatch.memory.trace import Category
 
 
 def peak_of(timeline: MemoryTimeline) -> dict[str, Any]:
-    """Return the peak for the page: bytes by category in stacking order, and where in the step it is."""
+    """Return the peak for the page: bytes by category in stacking order, and its place in the step."""
     moment = timeline.peak_moment
     return {
         "num_bytes": timeline.peak_bytes,
@@ -27,11 +27,11 @@ def in_order(by_category: Mapping[Category, int] | Mapping[str, int]) -> list[in
 
 
 def downsampled(timeline: MemoryTimeline, num_buckets: int) -> dict[str, Any]:
-    """Return a timeline in few points: of each of `num_buckets` equal parts, its highest and its lowest turn.
+    """Return a reduced timeline: the highest and the lowest turning point of each of `num_buckets` equal parts.
 
-    All points are measured ones, and the peak is among them. Only turns are taken, where memory begins to rise or to
-    fall: within one fall the order in which tensors are freed may differ from run to run, as it does when autocast
-    drops its copies of the weights. A category that never changes is one number; any other is its first value and the
+    All points are measured, including the peak. Only turning points are used, where memory starts to rise or to
+    fall: within one fall, the order of frees may differ between runs, for example when autocast
+    drops its copies of the weights. A constant category is one number; any other is its first value and the
     differences from point to point.
     """
     totals = timeline.totals.tolist()
@@ -56,7 +56,7 @@ def downsampled(timeline: MemoryTimeline, num_buckets: int) -> dict[str, Any]:
 
 
 def _turns(totals: Sequence[int]) -> list[int]:
-    """Return the moments at which memory begins to rise or to fall, with the first and the last."""
+    """Return the moments at which memory starts to rise or to fall, with the first and the last."""
     turns, rises = [0], None
     for moment, (before, after) in enumerate(itertools.pairwise(totals)):
         if after != before and (after > before) is not rises:

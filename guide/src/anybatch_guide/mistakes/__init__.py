@@ -1,1 +1,1 @@
-"""Loops in plain PyTorch, each wrong in one line as it is often written, and the right one. No part of the product."""
+"""Loops in plain PyTorch, each with one common wrong line, and the correct loop. Not for use in training."""

@@ -1,4 +1,4 @@
-"""The mistakes by name: what each does, which of its lines is wrong, and the loop itself."""
+"""The mistakes by name: effect, wrong lines, and loop."""
 
 import difflib
 import importlib
@@ -14,13 +14,13 @@ RIGHT = "right"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistake:
-    """What is wrong with a loop.
+    """A mistake in a loop.
 
     Attributes:
-        title: what somebody did, in a few words.
-        effect: what comes of it.
-        cure: what is to be written instead.
-        finding: what `anybatch check --loop` calls it.
+        title: the mistake, in a few words.
+        effect: its effect.
+        cure: the fix.
+        finding: code of the finding of `anybatch check --loop`.
     """
 
     title: str
@@ -72,7 +72,7 @@ MISTAKES: Mapping[str, Mistake] = MappingProxyType(
 
 
 def loop_of(name: str) -> Callable[..., None]:
-    """Return the loop with a mistake, or the right one.
+    """Return the loop with a mistake, or the correct one.
 
     Raises:
         UserError: there is no such mistake.
@@ -85,12 +85,12 @@ def loop_of(name: str) -> Callable[..., None]:
 
 
 def source_of(name: str) -> str:
-    """Return the text of a loop."""
+    """Return the source of a loop."""
     return inspect.getsource(loop_of(name))
 
 
 def wrong_lines(name: str) -> list[int]:
-    """Return the numbers, from 1 within its text, of the lines that the right loop does not have in that place."""
+    """Return the numbers, from 1, of the lines that differ from the correct loop."""
     right, wrong = source_of(RIGHT).splitlines(), source_of(name).splitlines()
     changes = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()
     return [line + 1 for tag, _, _, start, stop in changes if tag != "equal" for line in range(start, stop)]

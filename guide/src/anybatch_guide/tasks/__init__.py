@@ -1,1 +1,1 @@
-"""The tasks of the playground: four small tasks whose data are made by code, offline, and the same everywhere."""
+"""The tasks of the playground: four small tasks whose data is generated offline, and is the same everywhere."""

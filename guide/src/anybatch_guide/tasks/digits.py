@@ -1,4 +1,4 @@
-"""`digits`: handwritten digits, with the data and the network of the recipe of that name."""
+"""`digits`: handwritten digits, with the data and the network of the recipe with that name."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""`spirals`: points of two spiral arms in the plane, and a small network that says which arm each belongs to."""
+"""`spirals`: points of two spiral arms in the plane, and a small network that predicts the arm of each."""
 
 import math
 
@@ -36,7 +36,7 @@ def network() -> nn.Sequential:
 
 
 def spirals(num_points: int, *, seed: int) -> tuple[Float[Tensor, "point 2"], Int[Tensor, " point"]]:
-    """Return points and the arm that each lies on; the radius grows with the angle."""
+    """Return points and their arms; the radius grows with the angle."""
     random = torch.Generator().manual_seed(seed)
     arms = torch.randint(0, 2, (num_points,), generator=random)
     # The square root puts more points outside, where an arm is longer.
@@ -51,6 +51,6 @@ def surface(model: nn.Module, size: int = 40) -> Float[Tensor, "row column"]:
     """Return the predicted probability of the second arm on a grid over the square, rows from the top down."""
     places = (torch.arange(size) + 0.5) * (2 * EXTENT / size) - EXTENT
     rows, columns = torch.meshgrid(-places, places, indexing="ij")
-    logits: Tensor = model.forward(torch.stack((columns, rows), dim=-1).flatten(0, 1))  # no hook hears of it
+    logits: Tensor = model.forward(torch.stack((columns, rows), dim=-1).flatten(0, 1))  # runs no hooks
     likely: Tensor = logits.softmax(dim=1)[:, 1].unflatten(0, (size, size))
     return likely

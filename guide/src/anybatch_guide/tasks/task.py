@@ -34,7 +34,7 @@ class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     @property
     def num_bytes(self) -> int:
-        """What both hold, with samples that are held out of them."""
+        """Inputs and targets of the data, and of the held-out samples."""
         return self.inputs.untyped_storage().nbytes() + self.targets.untyped_storage().nbytes()
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class PlaygroundTask:
 
     Attributes:
         name: its name.
-        unit: what one sample is.
+        unit: name of one sample.
         num_classes: classes of a target.
         model: function () -> network. Its parameters come from torch's global generator.
         loss: the declared loss, for the engine.
@@ -96,7 +96,7 @@ class MicroBatches:
 
 
 def cross_entropy(logits: Float[Tensor, "*item class"], targets: Int[Tensor, "*item"]) -> Float[Tensor, ""]:
-    """Return the mean over all targets but those that are ignored."""
+    """Return the mean over all targets that are not ignored."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 

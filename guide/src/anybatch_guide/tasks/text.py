@@ -1,4 +1,4 @@
-"""`text`: sums in words, byte by byte, such as "two plus eleven is thirteen." Their lengths differ much."""
+"""`text`: sums in words, byte by byte, such as "two plus eleven is thirteen.", with very different lengths."""
 
 from functools import partial
 
@@ -20,14 +20,14 @@ _TENS = ("", "", "twenty", "thirty", "forty", "fifty")
 
 
 def task() -> PlaygroundTask:
-    """Return the task: 1,000 sentences; to predict each byte from those before it."""
+    """Return the task: 1,000 sentences; predict each byte from the previous ones."""
     inputs, targets = encoded(sentences(NUM_SENTENCES + NUM_HELD_OUT, seed=0))
     return PlaygroundTask(
         name="text",
         unit="sentence",
         num_classes=NUM_BYTE_VALUES,
         model=partial(Transformer, width=32, num_layers=2, num_heads=2),
-        # Sentences are of different lengths: what counts is the byte, not the sentence.
+        # Sentences have different lengths, so the mean is over bytes, not sentences.
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
         rows=LabelledSamples(inputs[:NUM_SENTENCES], targets[:NUM_SENTENCES]),
         held_out=LabelledSamples(inputs[NUM_SENTENCES:], targets[NUM_SENTENCES:]),
@@ -54,7 +54,7 @@ def in_words(number: int) -> str:
 
 
 def encoded(texts: list[str]) -> tuple[Int[Tensor, "sentence byte"], Int[Tensor, "sentence byte"]]:
-    """Return bytes and the bytes that follow them; a newline ends a sentence, and what is after it is ignored."""
+    """Return bytes and the bytes that follow them; a newline ends a sentence, and the rest is ignored."""
     inputs = torch.zeros(len(texts), CONTEXT, dtype=torch.int64)
     targets = torch.full((len(texts), CONTEXT), IGNORED)
     for row, text in enumerate(texts):

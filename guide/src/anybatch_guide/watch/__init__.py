@@ -1,1 +1,1 @@
-"""A run's own page: what `anybatch watch` shows, from logs that anybody may have written."""
+"""The page of `anybatch watch`, built from untrusted logs."""

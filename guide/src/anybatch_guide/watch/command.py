@@ -1,4 +1,4 @@
-"""`anybatch watch [RUNS...]`: the page of one's own runs, served or written into a file."""
+"""`anybatch watch [RUNS...]`: a page about training runs, served or written into a file."""
 
 import asyncio
 import contextlib
@@ -17,25 +17,22 @@ from anybatch_guide.watch.watching import Watching, encoded
 
 PAGE: Final = DIST / "watch"
 _DESCRIPTION = (
-    "Show runs in a browser, live, from their logs: how batches are cut, losses beside each other and whether they are "
-    "the same, memory, what each rank does, diagnoses. Nothing leaves the machine, and nothing of a run is changed."
+    "Show runs live in a browser, from their logs: the split of batches, losses and whether they are "
+    "equal, memory, the activity of each rank, diagnoses. This only reads log files, and sends nothing."
 )
-_EPILOG = (
-    "A run on another machine is watched by a copy of its log that grows: "
-    "ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl."
-)
+_EPILOG = "To watch a run on another machine, follow its log: ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl."
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve or write the page that a command line asks for; return the exit status.
+    """Serve or write the page for a command line; return the exit status.
 
     Raises:
-        UserError: what was named is no run, or nothing can listen there.
+        UserError: a path is not a run, or the server cannot listen.
     """
     given = make_parser().parse(words)
     watching = Watching(given.runs or _own_runs())
     if watching.num_left_out:
-        sys.stdout.write(f"watch  the first {len(watching.runs)} runs; {watching.num_left_out} more are left out\n")
+        sys.stdout.write(f"watch  the first {len(watching.runs)} runs; {watching.num_left_out} more are not shown\n")
     page = read_page(given.page or PAGE)
     if given.export is not None:
         return _export(page, watching, given.export)
@@ -43,20 +40,21 @@ def run(words: Sequence[str]) -> int:
     from anybatch_guide.watch.server import serve  # noqa: PLC0415 (the same)
 
     def show_address(address: str, once: str) -> None:
-        sys.stdout.write(f"watch  {address}\n       for this machine and whoever has the address; Ctrl-C ends it\n")
+        text = "Only reachable from this machine, by anyone with this URL; Ctrl-C stops it."
+        sys.stdout.write(f"watch  {address}\n       {text}\n")
         sys.stdout.flush()
         if not given.no_browser:
             open_browser(once)
 
-    # Ctrl-C arrives here as an exception or as a server that has returned, by where in its loop it found the server.
+    # Ctrl-C raises here, or makes the server return, depending on its position in its loop.
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(page, watching, Door(port=given.port), show_address))
-    sys.stdout.write("watch  ended\n")
+    sys.stdout.write("watch  stopped\n")
     return Status.DONE
 
 
 def make_parser() -> Parser:
-    """Return the parser of this verb."""
+    """Return the parser of this command."""
     parser = Parser("watch", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add(
@@ -66,17 +64,17 @@ def make_parser() -> Parser:
         metavar="RUN",
         help=f"folder of a run, log, or folder of runs; others are compared with the first (default: {RUNS})",
     )
-    add("--export", type=output_file, metavar="FILE", help="write one page that opens from a disk, and serve nothing")
-    add("--port", type=port, default=0, metavar="N", help="to listen at (default: one that is free)")
-    add("--no-browser", action="store_true", help="print the address, and open nothing")
-    add("--page", type=Path, metavar="FOLDER", help="another build of the page (default: the one in the package)")
+    add("--export", type=output_file, metavar="FILE", help="write one local page instead of serving")
+    add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
+    add("--no-browser", action="store_true", help="print the address without opening a browser")
+    add("--page", type=Path, metavar="FOLDER", help="a different build of the page (default: the one in the package)")
     return parser
 
 
 def _own_runs() -> list[Path]:
     if RUNS.is_dir():
         return [RUNS]
-    message = f"there is no folder {RUNS} here. Name the folder of a run, or its log: anybatch watch FOLDER"
+    message = f"there is no folder {RUNS} here. Give the folder of a run, or its log: anybatch watch FOLDER"
     raise UserError(message)
 
 

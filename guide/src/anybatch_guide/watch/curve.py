@@ -1,4 +1,4 @@
-"""The steps of a run in memory, 49 bytes each, and as few points as a drawing needs."""
+"""The steps of a run in memory, 49 bytes each, reduced to the points of a chart."""
 
 import bisect
 import math
@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 MOST_STEPS: Final = 2**20
-"""Beyond these, every second step is forgotten, again and again: what is kept stays within 49 MiB a run."""
+"""Above this number, every second step is dropped, so that memory stays within 49 MiB per run."""
 MOST_BUCKETS: Final = 240
 _DIGITS: Final = 7
 _LARGEST: Final = 1e30
 FARTHEST: Final = 2**42
-"""Beyond, the ticks of an axis could not be told apart."""
+"""Above this value, the ticks of an axis would be equal."""
 CLIPPED, SKIPPED = 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The numbers of one step.
+    """The values of one step.
 
     Attributes:
         step: its number.
-        samples: of its effective batch.
-        seconds: since the run began, pauses between its stretches left out.
-        loss: of the effective batch.
-        norm: of the gradient before clipping; NaN if it was not computed.
+        samples: samples of its effective batch.
+        seconds: time since the start of the run, without pauses between resumes.
+        loss: loss of the effective batch.
+        norm: gradient norm before clipping; NaN if it was not computed.
         rate: learning rate of the first parameter group; NaN if unknown.
         flags: `CLIPPED`, `SKIPPED`, both or neither.
     """
@@ -42,10 +42,10 @@ class Step:
 
 @dataclass(slots=True)
 class Curve:
-    """The steps of a run, in order; a step that is made again replaces those from it on.
+    """The steps of a run, in order; a repeated step replaces it and all later steps.
 
     Attributes:
-        stride: of the steps, every so many-th was kept; a power of two.
+        stride: every stride-th step is kept; a power of two.
     """
 
     stride: int = 1
@@ -62,7 +62,7 @@ class Curve:
     num_skipped: int = 0
 
     def add(self, step: Step) -> None:
-        """Take the next step."""
+        """Add the next step."""
         if self.last is not None and step.step <= self.last.step:
             self.undo_from(step.step)
         self.last = step
@@ -78,7 +78,7 @@ class Curve:
             self._thin()
 
     def undo_from(self, first_step: int) -> None:
-        """Forget a step and all after it: a run that is resumed makes them again."""
+        """Drop a step and all later steps, because a resumed run repeats them."""
         if self.last is None or self.last.step < first_step:
             return
         at = bisect.bisect_left(self.steps, first_step)
@@ -91,9 +91,9 @@ class Curve:
         self.last = self._kept(-1) if self.steps else None
 
     def points(self) -> dict[str, Any]:
-        """Return what is drawn: for each of at most `MOST_BUCKETS` pieces the least and the largest loss, and others.
+        """Return the curves: the smallest and the largest loss of at most `MOST_BUCKETS` sections, and other values.
 
-        A number that is not finite is None, which leaves a gap.
+        A value that is not finite is None, which leaves a gap.
         """
         size = max(1, -(-len(self.steps) // MOST_BUCKETS))
         places: list[int] = []
@@ -135,7 +135,7 @@ class Curve:
             column[:] = array(column.typecode, [column[at] for at in kept])
 
     def _extremes(self, begin: int, end: int) -> list[int]:
-        """Return the places of the least and the largest loss of a piece, in order; of one without any, the first."""
+        """Return the indices of the smallest and the largest loss of a section, in order; without losses, the first."""
         piece = self.losses[begin:end]
         finite = piece if math.isfinite(sum(piece)) else [value for value in piece if math.isfinite(value)]
         if not finite:
@@ -149,7 +149,7 @@ class Curve:
         return (plain(max(norms)) if norms else None), plain(self.rates[end - 1]), round(clipped, 4)
 
     def _speed(self, begin: int, end: int) -> float | None:
-        """Return samples per second of a piece, from the end of the step before it."""
+        """Return samples per second of a section, from the end of the previous step."""
         before = max(0, begin - 1)
         seconds = self.seconds[end - 1] - self.seconds[before]
         return plain((self.samples[end - 1] - self.samples[before]) / seconds) if seconds > 0 else None
@@ -164,7 +164,7 @@ class Curve:
 
 
 def plain(value: float) -> float | None:
-    """Return a number with as many digits as a drawing can show; None for one that it cannot."""
+    """Return a number rounded for a chart; None if it cannot be drawn."""
     if not abs(value) <= _LARGEST:
         return None
     return float(f"{value:.{_DIGITS}g}") if abs(value) >= 1 / _LARGEST else 0.0

@@ -1,7 +1,7 @@
-"""Fields of a line of a log, taken for what they should be and no larger; anything else is as if it were not there.
+"""Validated fields of a log line; invalid or too large values count as missing.
 
-A log may come from another machine and from anybody. Its texts are cut, and lose what moves other text about on a
-screen; its numbers are numbers, and whole ones are small enough for a page to read exactly.
+Logs are untrusted. Texts are truncated, and control and direction characters are removed;
+integers are small enough for exact representation in JavaScript.
 """
 
 import math
@@ -15,7 +15,7 @@ MOST_NAME: Final = 80
 MOST_ENTRIES: Final = 32
 _MOST_WHOLE: Final = 2**53
 _MOST_SECONDS: Final = 1e15
-# Control characters, and those that turn the direction of the text around them.
+# Control characters, and characters that change the direction of text.
 _UNSEEN: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
@@ -23,47 +23,47 @@ _WORDS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def whole(line: Line, name: str) -> int | None:
-    """Return a whole number from 0 on."""
+    """Return a non-negative integer."""
     value = line.get(name)
     return value if type(value) is int and 0 <= value < _MOST_WHOLE else None
 
 
 def number(line: Line, name: str) -> float | None:
-    """Return a number; those that JSON lacks are words in a log."""
+    """Return a number; NaN and infinities are strings in a log."""
     return _number(line.get(name))
 
 
 def time_of(line: Line) -> float | None:
-    """Return the time of a line, in seconds on a clock whose zero means nothing."""
+    """Return the time of a line, in seconds on a monotonic clock."""
     found = number(line, "time_seconds")
     return found if found is not None and abs(found) < _MOST_SECONDS else None
 
 
 def text(line: Line, name: str, most: int = MOST_TEXT) -> str | None:
-    """Return a text that can be shown."""
+    """Return a text that is safe to display."""
     value = line.get(name)
     return shown(value, most) if isinstance(value, str) else None
 
 
 def shown(value: str, most: int = MOST_NAME) -> str:
-    """Return a text as it can be shown: without what is unseen, and no longer than it may be."""
+    """Return a text for display, without invisible characters, and truncated."""
     cut = value if len(value) <= most else value[: most - 1] + "…"
     return _UNSEEN.sub("\ufffd", cut)
 
 
 def numbers(line: Line, name: str) -> dict[str, float]:
-    """Return a mapping of names to numbers, without what are none."""
+    """Return a mapping of names to numbers, without invalid values."""
     found = ((key, _number(value)) for key, value in _entries(line, name))
     return {key: value for key, value in found if value is not None}
 
 
 def wholes(line: Line, name: str) -> dict[str, int]:
-    """Return a mapping of names to whole numbers from 0 on, without what are none."""
+    """Return a mapping of names to non-negative integers, without invalid values."""
     return {key: value for key, value in _entries(line, name) if type(value) is int and 0 <= value < _MOST_WHOLE}
 
 
 def texts(line: Line, name: str) -> dict[str, str]:
-    """Return a mapping of names to texts, without what are none."""
+    """Return a mapping of names to texts, without invalid values."""
     return {key: shown(value, MOST_TEXT) for key, value in _entries(line, name) if isinstance(value, str)}
 
 

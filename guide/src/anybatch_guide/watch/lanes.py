@@ -1,4 +1,4 @@
-"""The latest steps of a run as lanes, one per rank, and where their time went."""
+"""The latest steps of a run as lanes, one per rank, and the parts of their time."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ _PARTS: Final = {"load": "load", "reduce": "reduce", "clip": "update", "update":
 
 
 def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
-    """Return the latest step that all ranks have logged, as spans, and the parts of the latest steps.
+    """Return the latest step logged by all ranks, as spans, and the parts of the latest steps.
 
-    Times are of the host: on an accelerator, work that runs behind it shows where the host waits for it. What a rank
-    waits in "reduce" is communication that nothing hides, and waiting for the rank that comes last; the smallest such
-    wait of a step is taken as communication, the rest as waiting for others.
+    Times are host times: on an accelerator, device work appears where the host waits for it. The wait of a rank
+    in "reduce" is exposed communication, and waiting for the slowest rank; the smallest such
+    wait of a step counts as communication, the rest as waiting for others.
 
     Args:
-        ranks: number of a rank to what it logged of its latest steps.
+        ranks: rank to the log of its latest steps.
     """
     some = dict(sorted(ranks.items())[:MOST_LANES])
     common = sorted(set.intersection(*({one.step for one in steps} for steps in some.values()))) if some else []
@@ -56,7 +56,7 @@ def _spans(one: SpanLines) -> list[Span]:
 
 
 def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any]]:
-    """Return spans as the page draws them: phases but the one around the micro-batches, these, and reductions."""
+    """Return spans for the page: micro-batches, reductions, and phases except the one around the micro-batches."""
     found: list[dict[str, Any]] = []
     for span in spans:
         kind = "collective" if span.kind == "reduction" else _part(span)
@@ -74,7 +74,7 @@ def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any
                 **details,
             }
         )
-    # The longest are drawn: what is left out would not be seen.
+    # Draw the longest; the others would not be visible.
     return sorted(found, key=lambda one: one["from"] - one["to"])[:MOST_SPANS]
 
 

@@ -1,4 +1,4 @@
-"""The log of one rank, as far as it was read: what the page shows of it, in bounded memory."""
+"""The log of one rank, read incrementally, in bounded memory."""
 
 import re
 from collections import deque
@@ -16,7 +16,7 @@ NUM_STEPS_OF_SPANS: Final = 8
 MOST_ENTRIES: Final = 200
 _MOST_SECONDS: Final = 1e9
 _NAN: Final = float("nan")
-# Lines of spans are nearly all of a log, and only those of its latest steps are looked at.
+# Most lines are spans, and only the spans of the latest steps are needed.
 _SPAN: Final = re.compile(
     rb'\{"version":1,"sequence":\d{1,16},"time_seconds":-?[\d.]{1,24},"kind":"(?:phase|micro_batch|reduction)",'
 )
@@ -42,12 +42,12 @@ def _entries() -> deque[Entry]:
 
 @dataclass(slots=True)
 class SpanLines:
-    """What a rank logged of one step, undecoded, until somebody looks.
+    """The log lines of one step of a rank, decoded on demand.
 
     Attributes:
         step: its number.
-        seconds: when it was over, on the clock of the log.
-        lines: of its spans.
+        seconds: its end, on the clock of the log.
+        lines: lines of its spans.
     """
 
     step: int
@@ -57,21 +57,21 @@ class SpanLines:
 
 @dataclass(slots=True)
 class Told:
-    """What a log has told since its beginning.
+    """The content of a log so far.
 
     Attributes:
-        facts: of the latest start.
-        curve: of the steps.
-        geometry: how the batch was cut, and from which step on.
-        diagnoses: what the user should know.
-        evaluations: of the model.
-        checkpoints: written and read.
-        end: the last record of a run that is over.
+        facts: facts of the latest start.
+        curve: curve of the steps.
+        geometry: splits of the batch, with their first step.
+        diagnoses: the latest diagnoses.
+        evaluations: the latest evaluations.
+        checkpoints: written and read checkpoints.
+        end: the last record of a finished run.
         memory: the latest line about memory.
-        largest_peak: of all of them.
-        num_diagnoses: those that are no longer kept included.
-        latest: the steps whose spans are kept.
-        num_skipped: lines that are none of a log.
+        largest_peak: the largest peak of all of them.
+        num_diagnoses: number of all diagnoses, including dropped ones.
+        latest: the latest steps, with spans.
+        num_skipped: number of invalid lines.
     """
 
     facts: Entry = field(default_factory=dict)
@@ -93,31 +93,31 @@ class RankLog:
 
     Attributes:
         tail: the file.
-        told: what it has told so far.
-        trouble: why it cannot be read; None if it can.
+        told: its content so far.
+        trouble: the reason if it cannot be read; else None.
     """
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is opened."""
+        """Store the path without opening the file."""
         self.tail = LogTail(path)
         self.trouble: str | None = None
         self._begin()
 
     def read(self, most_bytes: int) -> bool:
-        """Take what has come, at most so many bytes, and return whether anything is other than before."""
+        """Read new content, at most the given number of bytes, and return whether anything changed."""
         tail, trouble = self.tail, self.trouble
         generation, before = tail.generation, (tail.generation, tail.offset, tail.num_too_long)
         try:
             lines = tail.read(most_bytes)
         except OSError as error:
-            self.trouble = error.strerror or "it cannot be read"
+            self.trouble = error.strerror or "cannot be read"
             return self.trouble != trouble
         self.trouble = None
         if tail.generation != generation:
             self._begin()
         is_span = _SPAN.match
         for line in lines:
-            # Nearly all lines end here, so this one is not a call.
+            # Inlined, because most lines end here.
             if not is_span(line):
                 self._take(line)
             elif len(self._spans) < MOST_SPAN_LINES:
@@ -143,7 +143,7 @@ class RankLog:
         take = self._TAKERS.get(str(line.get("kind")))
         if take is not None:
             if self._clock_begin is None or line["kind"] == "start":
-                # The clock of another process: its zero means nothing.
+                # The clock of another process, with a different zero.
                 self._seconds_before, self._clock_begin = min(self._seconds, _MOST_SECONDS), now
             passed = min(max(0.0, now - self._clock_begin), _MOST_SECONDS)
             self._seconds = max(self._seconds, self._seconds_before + passed)
@@ -161,8 +161,8 @@ class RankLog:
             "decisions": texts(line, "decisions"),
         }
         told.evaluations = deque((one for one in told.evaluations if one["step"] <= first), maxlen=MOST_ENTRIES)
-        why = "the run begins" if first == 0 else "the run goes on from a checkpoint"
-        told.geometry.append({"step": first, "text": told.facts["geometry"] or "not told", "why": why})
+        why = "start of the run" if first == 0 else "resumed from a checkpoint"
+        told.geometry.append({"step": first, "text": told.facts["geometry"] or "unknown", "why": why})
         self._spans = []
 
     def _step(self, line: Line, now: float) -> None:
@@ -209,11 +209,11 @@ class RankLog:
         step, after = whole(line, "step") or 0, whole(line, "micro_batch_size_after")
         before = whole(line, "micro_batch_size_before")
         size = f"micro-batches of at most {after} instead of {before}" if after else f"micro-batches of {before}"
-        self.told.geometry.append({"step": step, "text": size, "why": "memory ran out, and the step was repeated"})
+        self.told.geometry.append({"step": step, "text": size, "why": "out of memory; the step was repeated"})
         self._spans = []
 
     def _memory(self, line: Line, _now: float) -> None:
-        """Take a line about memory that is written otherwise than ours."""
+        """Read a memory line in another format."""
         self.told.largest_peak = max(self.told.largest_peak, whole(line, "peak_bytes") or 0)
 
     def _end(self, line: Line, _now: float) -> None:

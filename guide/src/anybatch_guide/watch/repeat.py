@@ -1,4 +1,4 @@
-"""The command that repeats a run: from what its folder keeps of the request."""
+"""The command that repeats a run, from the settings in its folder."""
 
 import json
 import shlex
@@ -26,13 +26,13 @@ _MOST_WORD: Final = 400
 
 
 def command_of(header: Path, rank_logs_beside: Path) -> dict[str, Any]:
-    """Return the command that makes a run again, and one that goes on with it; None where the folder does not tell.
+    """Return the commands that repeat and resume a run; None if they are unknown.
 
-    A word that is not printable, or that looks like an option, gives no command: it is copied into a terminal.
+    Unprintable values, and values that look like options, give no command, because users paste it into a terminal.
 
     Args:
         header: `run.json`.
-        rank_logs_beside: the folder of the run, as it was named.
+        rank_logs_beside: the folder of the run, as given by the user.
     """
     nothing: dict[str, Any] = {"command": None, "resume": None, "changes": 0}
     try:

@@ -1,4 +1,4 @@
-"""A run: the logs of its ranks, and what the page shows of it."""
+"""A run: the logs of its ranks, and its data for the page."""
 
 import math
 import re
@@ -26,11 +26,11 @@ class RunLog:
     """One run, read as it grows.
 
     Args:
-        path: of the lead rank's log.
-        name: by which the page calls it.
+        path: log of the first rank.
+        name: its name on the page.
 
     Attributes:
-        version: counts what has changed; 0 while nothing was read.
+        version: number of changes; 0 before the first read.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -43,39 +43,39 @@ class RunLog:
 
     @property
     def lead(self) -> RankLog:
-        """The log that tells the steps."""
+        """The log with the steps."""
         return self._logs[0]
 
     @property
-    def is_behind(self) -> bool:
+    def has_unread_bytes(self) -> bool:
         """Whether there is more to read."""
-        return any(log.tail.is_behind for log in self._logs.values())
+        return any(log.tail.has_unread_bytes for log in self._logs.values())
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes that were read, and bytes that there are."""
+        """Bytes read, and total bytes."""
         tails = [log.tail for log in self._logs.values()]
         return sum(tail.offset for tail in tails), sum(tail.size for tail in tails)
 
     def find_ranks(self) -> None:
-        """Look for logs of other ranks beside the lead rank's: they come when the ranks do."""
+        """Find new logs of other ranks next to the first one."""
         for log in sorted(self.path.parent.glob(f"{_escaped(self.path.stem)}-rank-*{self.path.suffix}")):
             match = _RANK.search(log.stem)
             if match and len(self._logs) < MOST_RANKS:
                 self._logs.setdefault(int(match.group(1)), RankLog(log))
 
     def read(self, most_bytes: int) -> bool:
-        """Take what has come, at most so many bytes of each rank, and return whether anything has changed."""
+        """Read new content, at most the given number of bytes per rank, and return whether anything changed."""
         changed = [log.read(most_bytes) for log in self._logs.values()]
-        # A pass that ends inside a very long line has moved on all the same.
+        # A pass that ends within a very long line counts as progress.
         self.version += any(changed)
         return any(changed)
 
     def view(self, verdict: Verdict, clock: Callable[[], float] = time.time) -> dict[str, Any]:
-        """Return what the page shows of the run, with numbers and texts that JSON and a page can take.
+        """Return the data of the run for the page, as valid JSON.
 
         Args:
-            verdict: of the run beside the reference.
+            verdict: comparison with the reference.
             clock: seconds since 1970.
         """
         told, last = self.lead.told, self.lead.told.curve.last
@@ -125,7 +125,7 @@ class RunLog:
         }
 
     def _sketched(self) -> dict[str, Any] | None:
-        """Return the shape of a long log while most of it was not read yet."""
+        """Return a preview of a long log while most of it is unread."""
         tail = self.lead.tail
         if tail.size < LEAST_BYTES or tail.offset > 0.9 * tail.size:
             self._sketch = None
@@ -146,16 +146,16 @@ class RunLog:
 
 
 def found_runs(paths: list[Path]) -> list[RunLog]:
-    """Return the runs that were named: logs, folders of runs, or folders of those, the newest runs first in these.
+    """Return the runs of the given paths: logs, folders of runs, or folders of such folders (newest run first).
 
     Raises:
-        UserError: one of them is nothing of that kind.
+        UserError: one of them is none of these.
     """
     logs: dict[Path, None] = {}
     for path in paths:
         found = list(_logs_of(path))
         if not found:
-            message = f"{path} is no log, no folder of a run, and no folder of such folders: {LOG_NAME} is missing."
+            message = f"{path} is not a log, a run's folder, or a folder of runs: {LOG_NAME} is missing."
             raise UserError(message)
         logs.update(dict.fromkeys(found))
     return [RunLog(path, name) for path, name in zip(logs, _names(list(logs)), strict=True)]
@@ -171,7 +171,7 @@ def _logs_of(path: Path) -> Iterator[Path]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Return a name for each log, no two the same: of its folder, or of the file if that says more."""
+    """Return a unique name for each log: its folder, or its file if that is more specific."""
     names: list[str] = []
     for path in paths:
         own = path.resolve().parent.name if path.name == LOG_NAME else path.name
@@ -182,7 +182,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _number(value: float) -> float | str:
-    """Return a number as JSON takes it, or the word for it."""
+    """Return a finite number, or its name as a string."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

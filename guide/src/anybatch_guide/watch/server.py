@@ -1,4 +1,4 @@
-"""The server of `anybatch watch`: the built page, and one stream of what the runs show. It changes nothing."""
+"""The server of `anybatch watch`: the built page, and one event stream of the runs. It is read-only."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,18 @@ from anybatch_guide.stream import gone, message, send_text, until_first
 from anybatch_guide.watch.watching import Watching, encoded
 
 LOOK_SECONDS: Final = 0.5
-"""Between two looks at the logs, once all was read, and between two pictures of a run."""
+"""Interval of log checks after everything is read, and of updates of a run."""
 
 
 class Shown:
-    """What the runs show now, and the streams that tell it: a page that comes later gets all of it first.
+    """The current data of the runs, and the streams; a new page first gets all data.
 
     Args:
         watching: the runs.
-        limits: of streams.
+        limits: limits of streams.
 
     Attributes:
-        failure: what has ended the reading; None while it goes on.
+        failure: the error that ended reading; None while it continues.
     """
 
     def __init__(self, watching: Watching, limits: Limits) -> None:
@@ -49,9 +49,9 @@ class Shown:
         self._wake()
 
     async def keep_looking(self) -> None:
-        """Read the logs, in a thread, so that who asks meanwhile is answered; ends when it is cancelled.
+        """Read the logs in a thread, so that requests are still answered; ends when cancelled.
 
-        What goes wrong ends the server, as Ctrl-C would: a page that stands still must not look like a run that does.
+        Errors end the server like Ctrl-C, because a frozen page must not look like a stalled run.
         """
         try:
             while True:
@@ -59,18 +59,18 @@ class Shown:
                     self._number += 1
                     self._views[run] = (self._number, view)
                 self._wake()
-                await asyncio.sleep(0 if self._watching.is_behind else LOOK_SECONDS)
+                await asyncio.sleep(0 if self._watching.has_unread_bytes else LOOK_SECONDS)
         except Exception as error:  # noqa: BLE001 (raised again when the server has ended)
             self.failure = error
             signal.raise_signal(signal.SIGINT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one page until it goes away."""
+        """Serve one page until it disconnects."""
         if len(self._readers) >= self._limits.num_streams or self._is_closed:
-            words = f"There are {len(self._readers)} streams already. Close a tab."
+            words = f"There are already {len(self._readers)} streams. Close a tab."
             await Answer(HTTPStatus.SERVICE_UNAVAILABLE, "streams", words).send(send)
             return
-        # The second header asks a proxy, such as nginx, not to hold events back.
+        # The second header asks a proxy, such as nginx, not to buffer events.
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if scope["method"] == "HEAD":
@@ -84,11 +84,11 @@ class Shown:
             self._readers.remove(news)
 
     async def _feed(self, news: asyncio.Event, send: Send) -> None:
-        """Send each view that is newer than what was sent; of several versions in between only the last."""
+        """Send each updated view; skip intermediate versions."""
         seen = 0
         await send_text(send, message("runs", encoded({"num_runs": len(self._watching.runs)})))
         while True:
-            # Cleared before looking, so that what comes meanwhile sets it again.
+            # Clear before reading, so that new data sets it again.
             news.clear()
             if self._is_closed:
                 await send({"type": "http.response.body", "body": message("close", "{}").encode()})
@@ -97,7 +97,7 @@ class Shown:
             seen = self._number
             for run, view in newer.items():
                 await send_text(send, message("run", f'{{"at":{run},"run":{view}}}'))
-            if newer:  # what comes meanwhile goes together
+            if newer:  # batch updates that arrive together
                 await asyncio.sleep(LOOK_SECONDS)
             await self._wait(news, send)
 
@@ -115,7 +115,7 @@ class Shown:
 
 
 def make_app(page: Mapping[str, Asset], shown: Shown, admission: Admission, limits: Limits) -> App:
-    """Return the whole application: guard, the page, the stream, and what reads as long as the server lives."""
+    """Return the complete application: guard, page, stream, and a reader with the lifetime of the server."""
 
     @contextlib.asynccontextmanager
     async def reading(_app: Starlette) -> AsyncIterator[None]:
@@ -128,12 +128,12 @@ def make_app(page: Mapping[str, Asset], shown: Shown, admission: Admission, limi
 
     routes = [
         Route("/api/watch", shown, methods=["GET"]),
-        # Last, since it matches every path.
+        # Last, because it matches every path.
         Route("/{path:path}", serve_files(page), methods=["GET"]),
     ]
     errors: dict[Any, Any] = {HTTPException: tell_http_error}
     app = Starlette(routes=routes, lifespan=reading, exception_handlers=errors)
-    # Starlette would make the address of a redirect from the Host header.
+    # Starlette would build redirect addresses from the Host header.
     app.router.redirect_slashes = False
     return Guard(app, admission, limits)
 
@@ -141,10 +141,10 @@ def make_app(page: Mapping[str, Asset], shown: Shown, admission: Admission, limi
 async def serve(
     page: Mapping[str, Asset], watching: Watching, door: Door, on_listening: Callable[[str, str], None]
 ) -> None:
-    """Serve the page until the process is asked to end (SIGINT, SIGTERM).
+    """Serve the page until the process receives SIGINT or SIGTERM.
 
     Raises:
-        UserError: the address cannot be listened at.
+        UserError: the server cannot listen on the address.
     """
     shown = Shown(watching, door.limits)
     try:

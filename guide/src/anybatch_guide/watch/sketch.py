@@ -1,4 +1,4 @@
-"""The shape of a long log before it is read: a few steps, from places all over the file."""
+"""A preview of a long log: a few steps from positions across the file."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ from anybatch_guide.watch.curve import FARTHEST, plain
 from anybatch_guide.watch.fields import number, whole
 
 LEAST_BYTES: Final = 32 * 2**20
-"""Shorter logs are read about as fast."""
+"""Shorter logs are read in about the same time."""
 NUM_PLACES: Final = 200
 _PLACE_BYTES: Final = 1 << 16
 _STEP: Final = b'"kind":"step"'
 
 
 def sketched(path: Path, size: int) -> dict[str, Any] | None:
-    """Return about `NUM_PLACES` steps of a log as points of a curve; None where they do not tell its shape.
+    """Return about `NUM_PLACES` steps of a log as points of a curve; None without a usable preview.
 
-    Samples are estimated: every step is taken to have as many as the one that was found. Of a log in which steps were
-    made again, or whose clock was another one in between, nothing can be told this way.
+    Samples are estimated: all steps are assumed to have the same number. There is no preview for a log with repeated
+    steps or a changed clock.
 
     Args:
-        path: of the log.
-        size: its bytes.
+        path: path of the log.
+        size: its size in bytes.
     """
     try:
         found = list(_found(path, size))
@@ -44,7 +44,7 @@ def sketched(path: Path, size: int) -> dict[str, Any] | None:
 
 
 def _found(path: Path, size: int) -> Iterator[tuple[int, int, float, float]]:
-    """Yield step, samples, loss and time of the first step after each place."""
+    """Yield step, samples, loss and time of the first step after each position."""
     last = -1
     with path.open("rb") as file:
         for place in range(NUM_PLACES):
@@ -60,8 +60,8 @@ def _found(path: Path, size: int) -> Iterator[tuple[int, int, float, float]]:
 
 
 def _first_step(block: bytes) -> JsonLine | None:
-    """Return the first whole line of a step in a piece of a log."""
-    # The piece begins somewhere within a line.
+    """Return the first complete step line in a piece of a log."""
+    # The piece starts within a line.
     at = block.find(_STEP, block.find(b"\n") + 1)
     begin, end = block.rfind(b"\n", 0, max(0, at)), block.find(b"\n", max(0, at))
     return decoded_line(block[begin + 1 : end]) if at >= 0 and begin >= 0 and end >= 0 else None

@@ -1,4 +1,4 @@
-"""Whether two runs are the same: by what they were asked for, and by the losses of the steps that both have made."""
+"""Compare two runs by their settings, and by the losses of common steps."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,15 +17,15 @@ Word = Literal["reference", "same", "drifted", "another", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A run beside the reference.
+    """Comparison of a run with the reference.
 
     Attributes:
-        word: what it is.
+        word: the result.
         step: the first step whose loss differs by more than rounding; None if there is none.
-        num_steps: that both have made.
-        difference: largest relative difference of a loss; None if nothing could be compared.
-        tolerance: that counts as rounding.
-        reasons: why it is another run.
+        num_steps: number of common steps.
+        difference: largest relative difference of a loss; None without common steps.
+        tolerance: largest difference that counts as rounding.
+        reasons: reasons for "another".
     """
 
     word: Word
@@ -37,10 +37,10 @@ class Verdict:
 
 
 def compare(facts: Mapping[str, Any], curve: Curve, other_facts: Mapping[str, Any], other: Curve) -> Verdict:
-    """Return what a run is beside the reference, which comes first.
+    """Compare a run with the reference, the first argument.
 
-    Another run: it was asked for something else that defines a run, or its first common loss differs by more than
-    rounding. Drifted: it begins as the same, and a later loss differs. The same: none does.
+    "another": a defining setting differs, or the first common loss differs by more than
+    rounding. "drifted": it starts equal, and a later loss differs. "same": no loss differs.
     """
     reasons = tuple(
         f"{name}: {facts[key]} there, {other_facts[key]} here"
@@ -98,7 +98,7 @@ def _losses_apart(one: Curve, other: Curve, tolerance: float) -> _Apart:
 
 
 def _common(one: Curve, other: Curve) -> Iterator[tuple[int, float, float]]:
-    """Yield the steps that both have, with both losses."""
+    """Yield the common steps, with both losses."""
     num_steps = min(len(one.steps), len(other.steps))
     if one.steps[:num_steps] == other.steps[:num_steps]:
         yield from zip(one.steps[:num_steps], one.losses, other.losses, strict=False)

@@ -1,4 +1,4 @@
-"""All runs that are watched: read in turns, and told as texts that are sent, or stand in a file."""
+"""All watched runs: read interleaved, and returned as JSON for the stream or a file."""
 
 import json
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ _SLICES_BETWEEN: Final = 6
 
 
 class Watching:
-    """The runs that are watched, the first as the reference of all others.
+    """The watched runs; the first is the reference for the others.
 
     Args:
-        paths: that were named.
+        paths: paths of runs.
 
     Attributes:
-        runs: in their order.
-        num_left_out: runs that were named, and are more than are shown.
+        runs: the runs, in order.
+        num_left_out: number of runs above the display limit.
 
     Raises:
-        UserError: one of the paths is no run.
+        UserError: one of the paths is not a run.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -35,39 +35,39 @@ class Watching:
         self._num_looks = 0
 
     @property
-    def is_behind(self) -> bool:
-        """Whether there is more to read of some run."""
-        return any(run.is_behind for run in self.runs)
+    def has_unread_bytes(self) -> bool:
+        """Whether some run has more to read."""
+        return any(run.has_unread_bytes for run in self.runs)
 
     def look(self, num_slices: int = _SLICES_BETWEEN) -> dict[int, str]:
-        """Read on in every run, and return what the page shows of those that have changed, as JSON by their number.
+        """Read more of every run, and return the data of changed runs, as JSON by index.
 
         Args:
-            num_slices: most pieces of each log that are read before anything is told.
+            num_slices: maximum number of pieces of each log to read before returning.
         """
         if self._num_looks % 8 == 0:
             for run in self.runs:
                 run.find_ranks()
-        # The first pictures come after one slice each.
+        # The first data is returned after one slice each.
         for _ in range(num_slices if self._num_looks else 1):
-            grown = [run.read(SLICE_BYTES) for run in self.runs]  # all of them: any() would stop at the first
-            if not any(grown) or not self.is_behind:
+            grown = [run.read(SLICE_BYTES) for run in self.runs]  # read all: any() would stop at the first
+            if not any(grown) or not self.has_unread_bytes:
                 break
         self._num_looks += 1
         return dict(self._changed())
 
     def read_all(self) -> list[dict[str, Any]]:
-        """Read the runs to where they end now, and return what the page shows."""
+        """Read the runs to their current end, and return their data."""
         for run in self.runs:
             run.find_ranks()
-            while run.read(SLICE_BYTES) and run.is_behind:
+            while run.read(SLICE_BYTES) and run.has_unread_bytes:
                 pass
         return [run.view(self._verdict(run)) for run in self.runs]
 
     def _changed(self) -> Iterator[tuple[int, str]]:
         reference = self.runs[0].version
         for at, run in enumerate(self.runs):
-            # While the reference grows, the verdict of a run that is over may change, and nothing else of it.
+            # While the reference grows, only the verdict of a finished run may change.
             if self._judged.get(at) == (run.version, reference):
                 continue
             self._judged[at] = (run.version, reference)
@@ -85,5 +85,5 @@ class Watching:
 
 
 def encoded(view: object) -> str:
-    """Return a view as JSON without anything that JSON lacks."""
+    """Return a view as strict JSON."""
     return json.dumps(view, allow_nan=False, separators=(",", ":"))

@@ -1,5 +1,5 @@
 /**
- * What is on the screen, as the part of an address after the `#`: `#playground?v=1&micro=16&accumulation=4`.
+ * The state of the page, as the part of an address after the `#`: `#playground?v=1&micro=16&accumulation=4`.
  * Unknown keys are ignored, and values out of range fall back, so that any address gives a page that works.
  */
 
@@ -25,19 +25,19 @@ export function real(least: number, most: number): Reader<number> {
   };
 }
 
-/** One of some words. */
+/** One of several words. */
 export function oneOf<const Word extends string>(...words: Word[]): Reader<Word> {
   return (text) => words.find((word) => word === text);
 }
 
-/** The section an address points to, and what it says about it. */
+/** The section of an address, and its values. */
 export function parse(hash: string): { section: string; values: URLSearchParams } {
   const [section = "", query = ""] = hash.replace(/^#/, "").split("?", 2);
   const values = new URLSearchParams(query);
   return { section, values: values.get("v") === VERSION ? values : new URLSearchParams() };
 }
 
-/** Values of an address; what it lacks, or says wrongly, is taken from `fallback`. */
+/** Values of an address; missing or invalid ones come from `fallback`. */
 export function read<S extends Shape>(shape: S, values: URLSearchParams, fallback: ValueOf<S>): ValueOf<S> {
   const found = Object.entries(shape).map(([key, reader]) => {
     const text = values.get(key);

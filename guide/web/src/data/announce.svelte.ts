@@ -1,4 +1,4 @@
-/** One polite voice for the whole page: the latest sentence wins, and none within five seconds of another. */
+/** One polite live region for the whole page: the latest sentence wins, at most one per five seconds. */
 const PAUSE_MS = 5000;
 
 export const voice = $state({ text: "" });
@@ -6,7 +6,7 @@ export const voice = $state({ text: "" });
 let last = -Infinity;
 let waiting: ReturnType<typeof setTimeout> | undefined;
 
-/** Say something to those who listen to the page, now or when the pause is over. */
+/** Announce a text to screen readers, now or after the pause. */
 export function announce(text: string): void {
   clearTimeout(waiting);
   const speak = () => {

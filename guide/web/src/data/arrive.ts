@@ -1,4 +1,4 @@
-/** Going to a part of the page that an address names, whatever else the address says. */
+/** Scroll to the part of the page in an address. */
 import { parse } from "./address";
 
 const FRAMES = 12;
@@ -12,7 +12,7 @@ export function arrive(): void {
   settle(part, FRAMES);
 }
 
-/** What is above is drawn only now, and gets its true height: look again until the part stays where it is. */
+/** Parts above are drawn only now and get their true height: repeat until the part stays in place. */
 function settle(part: HTMLElement, frames: number): void {
   part.scrollIntoView({ behavior: "instant" });
   if (frames > 0) requestAnimationFrame(() => settle(part, frames - 1));

@@ -1,16 +1,16 @@
-/** The one place that knows what the engine is doing. Components read it; they never speak to a transport. */
+/** The state of the engine. Components read it and never use a transport directly. */
 import { recording as held } from "./recordings";
 import { Once, Refused, transport, type Command, type Status, type Told, type Transport } from "./transport";
 import type { From, Line, Order, Recording } from "./types";
 
 interface State {
-  /** False until scripts run: controls are rendered disabled, and say so. */
+  /** False until scripts run: controls are rendered disabled. */
   ready: boolean;
   mode: "live" | "static";
   status: Status;
-  /** Whether the stream stood, and does no more: the server has gone. */
+  /** Whether the connection was lost: the server has stopped. */
   lost: boolean;
-  /** Why the latest order was not taken, or the latest run failed. */
+  /** Why the latest order was refused, or the latest run failed. */
   trouble: { code: string; message: string } | null;
 }
 
@@ -30,12 +30,12 @@ type ResultListener = (recording: Recording) => void;
 const lineListeners = new Set<LineListener>();
 const resultListeners = new Set<ResultListener>();
 const once = new Once();
-/** What the latest run has told, for parts that come to life while it goes on. */
+/** Lines of the latest run, for parts that are hydrated while it runs. */
 let heard: { run: string; lines: Line[] } = { run: "", lines: [] };
 const results = new Map<string, Recording>();
 let way: Transport | undefined;
 
-/** Called once, when the page has come to life. */
+/** Called once, when the page is hydrated. */
 export function open(): () => void {
   way = transport();
   guide.mode = way.mode;
@@ -52,30 +52,30 @@ export function open(): () => void {
   };
 }
 
-/** Hear every line of every run, those of the latest from its beginning; the answer stops that. */
+/** Subscribe to the lines of every run, for the latest from its start; the result unsubscribes. */
 export function onLines(listener: LineListener): () => void {
   lineListeners.add(listener);
   if (heard.lines.length) listener(heard.run, heard.lines);
   return () => lineListeners.delete(listener);
 }
 
-/** Hear results of experiments. */
+/** Subscribe to results of experiments. */
 export function onResult(listener: ResultListener): () => void {
   resultListeners.add(listener);
   return () => resultListeners.delete(listener);
 }
 
-/** Start something. Null if it was refused; `guide.trouble` then says why. */
+/** Start a run. Null if it was refused; `guide.trouble` then has the reason. */
 export async function start(order: Order): Promise<string | null> {
   return attempt(async () => (way ? await way.start(order) : null));
 }
 
-/** Pause, go on, or run one micro-batch of the run under way; one that has just begun is named: the stream may not have told it yet. */
+/** Pause, resume, or run one micro-batch of the current run; pass the id of a run that has just started. */
 export async function command(word: Command, run: string | null = guide.status.run): Promise<void> {
   if (run) await attempt(async () => await way?.command(run, word));
 }
 
-/** Stop the run under way. */
+/** Stop the current run. */
 export async function cancel(): Promise<void> {
   const run = guide.status.run;
   if (run) await attempt(async () => await way?.cancel(run));
@@ -109,7 +109,7 @@ function take(told: Told): void {
       guide.trouble = { code: told.data.code, message: told.data.message };
       break;
     case "lost":
-      guide.status = UNKNOWN; // a stream that stands again begins with what is so then
+      guide.status = UNKNOWN; // a new connection starts with the current state
       break;
     case "cancelled":
       break;
@@ -123,7 +123,7 @@ function hear(run: string, lines: Line[]): void {
   for (const listener of lineListeners) listener(run, lines);
 }
 
-/** An experiment as a section uses it: what it recorded, until it has been run here. */
+/** An experiment in a section: its recording, until it has run here. */
 export class Shown<Data> {
   readonly name: string;
   #recorded: Recording<Data>;
@@ -156,7 +156,7 @@ export class Shown<Data> {
     await start({ kind: "experiment", name: this.name });
   }
 
-  /** Back to what was recorded. */
+  /** Go back to the recording. */
   forget(): void {
     this.#live = null;
   }
@@ -166,7 +166,7 @@ export class Shown<Data> {
   }
 }
 
-/** What is behind a figure: `const curves = shown<Curves>("one_batch")`, then `curves.data` and `curves.from`. */
+/** The data of a figure: `const curves = shown<Curves>("one_batch")`, then `curves.data` and `curves.from`. */
 export function shown<Data>(name: string): Shown<Data> {
   return new Shown<Data>(name);
 }

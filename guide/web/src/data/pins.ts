@@ -1,8 +1,8 @@
-/** Runs that are pinned: kept for as long as the tab is, so that a reload loses none. */
+/** Pinned runs: stored as long as the tab is open, so that they survive a reload. */
 import type { Run } from "./playground";
 import type { From } from "./types";
 
-/** A run, and where it is from. */
+/** A run and its source. */
 export interface Held {
   run: Run;
   from: From;
@@ -15,11 +15,11 @@ export function keepPins(pins: readonly Held[], store: Store): void {
   try {
     store.setItem(NAME, JSON.stringify(pins));
   } catch {
-    // a browser that keeps nothing, or is full: pins then last until the next reload
+    // no storage, or it is full: pins then last until the next reload
   }
 }
 
-/** What was kept, as far as it can be drawn. */
+/** The stored pins that can be drawn. */
 export function keptPins(store: Store): Held[] {
   try {
     const found: unknown = JSON.parse(store.getItem(NAME) ?? "[]");

@@ -1,8 +1,8 @@
-/** The playground without a document: what a run is, how lines become one, which recorded run is nearest. */
+/** The playground's logic without the DOM: runs, building a run from lines, and the nearest recorded run. */
 import { oneOf, real, whole, type ValueOf } from "./address";
 import type { Category, Line, Made, Setting } from "./types";
 
-/** A run as the page holds it, recorded or live: columns by step. */
+/** A run, recorded or live: columns by step. */
 export interface Run {
   setting: Setting;
   status: "running" | "completed" | "stopped" | "failed";
@@ -11,20 +11,20 @@ export interface Run {
   gradient_norms: (number | null)[];
   learning_rates: (number | null)[];
   relative_differences: (number | null)[];
-  /** How far its first gradient is from that of the native batch, relatively; null before it is told. */
+  /** Relative error of its first gradient, compared with the native batch; null until it is reported. */
   first_gradient_difference: number | null;
-  /** Bytes at the highest moment of the step that was looked at, by what they hold. */
+  /** Peak bytes of the inspected step, by category. */
   peak: Record<string, number>;
   samples_per_second: number | null;
-  /** Sizes of micro-batches that it went on with, each time memory had run out. */
+  /** Micro-batch sizes after each out-of-memory retry. */
   smaller_sizes: number[];
-  /** Bytes of gradients that a rank hands over in a step. */
+  /** Bytes of gradients that a rank sends per step. */
   reduced_bytes: number;
   digest: string | null;
   surfaces: { step: number; values: string }[];
 }
 
-/** What one micro-batch is made of, and adds: some of its samples, and some numbers of a gradient. */
+/** One micro-batch in detail: some of its samples, and some components of the gradient. */
 export interface MicroBatchSeen {
   rank: number;
   position: number;
@@ -43,7 +43,7 @@ export interface Beginning {
   classes: number;
 }
 
-/** What the page holds from the start. */
+/** Data embedded in the page. */
 export interface Opening {
   runs: Run[];
   beginnings: Record<Setting["task"], Beginning>;
@@ -66,7 +66,7 @@ export const TASKS = ["digits", "spirals", "shapes", "text"] as const;
 export const MISTAKES = ["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"] as const;
 export const TASK_NAMES: Record<Setting["task"], string> = { digits: "digits", spirals: "spirals", shapes: "shapes", text: "text" };
 export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
-  "": "none: the engine",
+  "": "none (the engine)",
   no_division: "forget to divide",
   zero_each: "zero in every micro-batch",
   clip_each: "clip in every micro-batch",
@@ -95,7 +95,7 @@ const SHAPE = {
 };
 type Address = ValueOf<typeof SHAPE>;
 
-/** How a setting stands in an address. */
+/** Format of a setting in an address. */
 export const addressShape = SHAPE;
 
 export function toAddress(setting: Setting): Address {
@@ -113,12 +113,12 @@ export function effective(of: Setting): number {
   return of.micro_batch_size * of.accumulation_steps * of.ranks;
 }
 
-/** How they are divided: 16 × 4, or 16 × 4 × 2 on two ranks. */
+/** The split: 16 × 4, or 16 × 4 × 2 on two ranks. */
 export function cut(of: Setting): string {
   return [of.micro_batch_size, of.accumulation_steps, ...(of.ranks > 1 ? [of.ranks] : [])].join(" × ");
 }
 
-/** Why the engine would refuse a setting, or null: the same rules as in guide/src/anybatch_guide/setting.py. */
+/** Reason for refusing a setting, or null: the same rules as in guide/src/anybatch_guide/setting.py. */
 export function refusal(setting: Setting, opening: Opening): string | null {
   const { effective: most, samples, bytes } = opening.together;
   const size = effective(setting);
@@ -133,7 +133,7 @@ export function refusal(setting: Setting, opening: Opening): string | null {
   return null;
 }
 
-/** The setting with what its task begins with, where the task is another one. */
+/** Switch to another task, with its default values. */
 export function withTask(setting: Setting, task: Setting["task"], opening: Opening): Setting {
   const own = opening.beginnings[task];
   return { ...setting, task, norm: own.norm, norm_policy: "keep", memory_limit_kib: 0, steps: own.steps, optimizer: own.optimizer, learning_rate: own[own.optimizer] };
@@ -143,7 +143,7 @@ export function same(one: Setting, other: Setting): boolean {
   return (Object.keys(one) as (keyof Setting)[]).every((key) => one[key] === other[key]);
 }
 
-/** The recorded run that is nearest to a wish: what was changed last counts most, then mistake, optimizer, norm, cut. */
+/** The recorded run nearest to a setting. The last change counts most, then mistake, optimizer, norm and split. */
 export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Setting): Run | undefined {
   const far = (run: Run): number => {
     const { setting } = run;
@@ -161,8 +161,8 @@ export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Set
   return runs.filter((run) => run.setting.task === wish.task).reduce<Run | undefined>((best, run) => (best === undefined || far(run) < far(best) ? run : best), undefined);
 }
 
-/** Peak memory of a setting before it runs, if nothing limits it: on the line between recorded runs that differ from it in their cut alone; null without two of them. */
-export function foretold(setting: Setting, runs: readonly Run[]): number | null {
+/** Predicted peak memory without a limit: interpolated between recorded runs that differ only in their split; null with fewer than two. */
+export function predictedPeak(setting: Setting, runs: readonly Run[]): number | null {
   const alike = ({ setting: of, peak }: Run) =>
     of.task === setting.task && of.optimizer === setting.optimizer && of.norm === setting.norm && of.mistake === "" && of.precision === setting.precision &&
     of.norm_policy === setting.norm_policy && of.ranks === setting.ranks && !of.memory_limit_kib &&
@@ -183,23 +183,23 @@ export interface Judgement {
 
 const REASONS: Record<Setting["mistake"], string> = {
   "": "",
-  no_division: "the parts are added up and not divided",
-  zero_each: "only the last micro-batch is left of it",
-  clip_each: "what came early is clipped again and again",
-  schedule_each: "the learning rate has fallen meanwhile",
-  drop_tail: "samples at the end are left out",
-  mean_of_means: "micro-batches that count differently count the same",
+  no_division: "gradients were summed but not divided",
+  zero_each: "only the last micro-batch contributes",
+  clip_each: "early gradients are clipped again and again",
+  schedule_each: "the learning rate falls in every micro-batch",
+  drop_tail: "samples at the end are skipped",
+  mean_of_means: "micro-batches of different sizes have equal weight",
 };
 const POLICY_REASONS: Record<Setting["norm_policy"], string> = {
-  keep: "BatchNorm takes its mean over each micro-batch, not over the batch",
+  keep: "BatchNorm averages over each micro-batch, not over the batch",
   exact: "",
-  ghost: "BatchNorm takes its mean over groups of four, at any cut the same ones",
-  freeze: "BatchNorm uses running statistics that stay as they are",
-  sync: "BatchNorm takes its mean over one micro-batch of each rank, not over the batch",
+  ghost: "BatchNorm averages over groups of four, the same for any split",
+  freeze: "BatchNorm uses fixed running statistics",
+  sync: "BatchNorm averages over one micro-batch of each rank, not over the batch",
 };
-const LATER = "the first gradient is right; the mistake comes where a batch does not come out even";
+const LATER = "the first gradient is correct; the mistake appears when a batch does not divide evenly";
 
-/** What a run is, beside the native batch: judged by its first gradient, since rounding may grow to any difference later. */
+/** Compare a run with the native batch by its first gradient, because rounding can grow to any difference later. */
 export function judgement(run: Run): Judgement {
   const { mistake, precision, norm, norm_policy: policy } = run.setting;
   const rounding = precision === "bf16" ? 5e-2 : 1e-4;
@@ -208,19 +208,19 @@ export function judgement(run: Run): Judgement {
   if (first === null && last === null) return { kind: "none", words: "nothing to compare yet" };
   if (first !== null && first >= rounding) {
     const why = [REASONS[mistake], norm === "batch" ? POLICY_REASONS[policy] : ""].filter((one) => one !== "").join("; and ");
-    return { kind: "other", words: `another training${why ? `: ${why}` : ""}` };
+    return { kind: "other", words: `different training${why ? `: ${why}` : ""}` };
   }
-  if (last === null || last < rounding) return { kind: "same", words: precision === "bf16" ? "the same, up to the rounding of bfloat16" : "the same, up to rounding" };
+  if (last === null || last < rounding) return { kind: "same", words: precision === "bf16" ? "the same, up to bfloat16 rounding" : "the same, up to rounding" };
   if (mistake === "drop_tail" || mistake === "mean_of_means") return { kind: "other", words: `${LATER}: ${REASONS[mistake]}` };
-  return { kind: "drift", words: "the same first gradient; training has made the rounding after it larger" };
+  return { kind: "drift", words: "the same first gradient; training amplified later rounding" };
 }
 
-/** The name of the template that a setting fills: the same as in guide/src/anybatch_guide/programs.py. */
+/** Name of the program template for a setting: the same as in guide/src/anybatch_guide/programs.py. */
 export function templateOf(setting: Setting): string {
   return setting.mistake || [...(setting.norm_policy === "ghost" ? ["ghost"] : []), ...(setting.memory_limit_kib > 0 ? ["limit"] : [])].join(" ");
 }
 
-/** The program that does what a setting does: its template with its names filled. */
+/** The program for a setting: its template with the values filled in. */
 export function program(opening: Opening, setting: Setting): string {
   const template = opening.programs[templateOf(setting)] ?? "";
   const values: Record<string, string> = {
@@ -235,18 +235,18 @@ export function program(opening: Opening, setting: Setting): string {
   return template.replace(/\$([a-z_]+)/g, (whole_, name: string) => values[name] ?? whole_);
 }
 
-/** The command line that does it; what is as by default is left out. */
+/** The command line for a setting, without default values. */
 export function commandLine(setting: Setting, usual: Setting): string {
   const words = (Object.keys(usual) as (keyof Setting)[]).filter((key) => setting[key] !== usual[key]).map((key) => `${key}=${setting[key]}`);
   return ["python -m anybatch_guide.play", ...words].join(" ");
 }
 
-/** The number that fills the strips of a micro-batch's gradient: the largest of what is shown. */
+/** The scale of a micro-batch's strips: the largest value shown. */
 export function limitOf(seen: MicroBatchSeen): number {
   return Math.max(...seen.gradient.map(Math.abs), ...seen.sum.map(Math.abs));
 }
 
-/** Bytes by the five things that fill memory; what is small goes with what it is most like. */
+/** Bytes by the five categories; small ones are merged with the most similar category. */
 export function inFive(peak: Record<string, number>): Partial<Record<Category, number>> {
   return {
     weights: (peak["weights"] ?? 0) + (peak["buffers"] ?? 0),
@@ -261,17 +261,17 @@ export function total(peak: Record<string, number>): number {
   return Object.values(peak).reduce((sum, bytes) => sum + bytes, 0);
 }
 
-/** A run that grows line by line. */
+/** A run that is built line by line. */
 export class Growing {
   readonly run: Run;
   readonly id: string;
   made: Made | null = null;
-  /** Where it stands: step and micro-batch, both from 0. */
+  /** Current step and micro-batch, both from 0. */
   step = 0;
   position = -1;
-  /** Where the second rank stands. */
+  /** Current micro-batch of the second rank. */
   second = -1;
-  /** What was seen of the latest micro-batch of each rank, while it is run one by one. */
+  /** Details of the latest micro-batch of each rank, in a single-step run. */
   seen: MicroBatchSeen[] = [];
   #begun = 0;
   #samples = 0;
@@ -297,7 +297,7 @@ export class Growing {
     };
   }
 
-  /** A step during which it was paused says nothing about its speed. */
+  /** Exclude a paused step from the speed. */
   pause(): void {
     this.#paused = true;
   }
@@ -358,7 +358,7 @@ export class Growing {
     }
   }
 
-  /** The first two steps are slow: one makes the optimizer's state, the other is looked at. */
+  /** The first two steps are slow: one creates the optimizer state, the other is inspected. */
   #time(line: Line): void {
     if (Number(line["step"]) > 1 && !this.#paused && !this.run.setting.memory_limit_kib) {
       this.#samples += Number(line["num_samples"]);
@@ -369,7 +369,7 @@ export class Growing {
   }
 }
 
-/** A number that is one; those that JSON lacks come as words. */
+/** Return a finite number, or null; NaN and infinity arrive as strings. */
 function finite(value: unknown): number | null {
   return typeof value === "number" && Number.isFinite(value) ? value : null;
 }

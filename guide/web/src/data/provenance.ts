@@ -1,4 +1,4 @@
-/** What is said of where a number is from. */
+/** Descriptions of sources. */
 import { about } from "./recordings";
 import type { From, Made } from "./types";
 
@@ -11,7 +11,7 @@ export const KIND_NAMES: Record<From["kind"], string> = {
   exact: "exact",
 };
 
-/** One sentence or two, for people. */
+/** Describe a source in one or two sentences. */
 export function explain(from: From): string {
   switch (from.kind) {
     case "recorded": {
@@ -31,7 +31,7 @@ export function explain(from: From): string {
   }
 }
 
-/** The same in a list of many: where each recording was made is told once, at the end of the page. */
+/** A short form for lists: the details of recordings are at the end of the page. */
 export function briefly(from: From): string {
   return from.kind === "recorded" ? `Recorded as ${from.name}.` : explain(from);
 }
@@ -40,15 +40,15 @@ export function briefly(from: From): string {
 export function where(made: Made): string {
   const versions = Object.entries(made.versions).map(([name, version]) => `${name} ${version}`);
   const commit = made.commit ? `, commit ${made.commit.slice(0, 7)}` : "";
-  return `${made.date}, ${deviceOf(made)}, ${versions.join(", ")}${commit}. To compute it again: ${made.command}`;
+  return `${made.date}, ${deviceOf(made)}, ${versions.join(", ")}${commit}. To reproduce it: ${made.command}`;
 }
 
-/** The device, as people say it: recordings were made on one thread. */
+/** The device, with "one thread" spelled out. */
 export function deviceOf(made: Made): string {
   return made.device.replace(/\b1 threads/, "one thread");
 }
 
-/** The same origins once, in the order in which they were first seen. */
+/** Sources without duplicates, in order of first use. */
 export function distinct(origins: From[]): From[] {
   return [...new Map(origins.map((from) => [briefly(from), from])).values()];
 }

@@ -1,16 +1,16 @@
-/** Recordings: held by the page itself, or fetched when they are needed. */
+/** Recordings: embedded in the page, or fetched on demand. */
 import type { Made, Recording } from "./types";
 
 type Needs = Record<string, string[]>;
 type About = Record<string, { question: string; made: Made }>;
 
 const held = new Map<string, Recording>();
-/** What was asked for while the page was rendered, by the part that did; "" is what is there before any part. */
+/** Recordings requested during pre-rendering, by part; "" is the page itself. */
 const asked = new Map<string, Set<string>>();
 let asking = "";
 let index: About | undefined;
 
-/** While the page is rendered beforehand: here is everything there is. */
+/** For pre-rendering: provide all recordings. */
 export function hold(texts: Map<string, string>): void {
   index = {};
   for (const [name, text] of texts) {
@@ -20,22 +20,22 @@ export function hold(texts: Map<string, string>): void {
   }
 }
 
-/** While the page is rendered: what follows belongs to this part, or to the page itself. */
+/** For pre-rendering: later requests belong to this part, or to the page itself. */
 export function rendering(part: string): void {
   asking = part;
 }
 
-/** Names of the recordings that each part asked for while it was rendered. */
+/** Names of the recordings that each part requested during pre-rendering. */
 export function used(): Needs {
   return Object.fromEntries([...asked].map(([part, names]) => [part, [...names].sort()]));
 }
 
-/** Names of the recordings that have to be here before a part comes to life. */
+/** Names of the recordings that a part needs before hydration. */
 export function needs(part: string): string[] {
-  return embedded<Needs>("rec-needs")?.[part] ?? []; // while writing, the page holds all of them
+  return embedded<Needs>("rec-needs")?.[part] ?? []; // during development, all are embedded
 }
 
-/** A recording that is here. Asking for it while the page is rendered is what makes the page hold it, or the part fetch it. */
+/** A loaded recording. A request during pre-rendering makes the page embed it, or the part fetch it. */
 export function recording<Data>(name: string): Recording<Data> {
   asked.set(asking, (asked.get(asking) ?? new Set()).add(name));
   let found = held.get(name);
@@ -47,14 +47,14 @@ export function recording<Data>(name: string): Recording<Data> {
   return found as Recording<Data>;
 }
 
-/** A recording that is too large to be held from the start. In a page that is one file it is held all the same. */
+/** A recording that is too large to embed; a single-file page embeds it anyway. */
 export async function fetched<Data>(name: string): Promise<Recording<Data>> {
   const found = held.get(name) ?? embedded<Recording>(`rec-${name}`) ?? (await download(name));
   held.set(name, found);
   return found as Recording<Data>;
 }
 
-/** What and where a recording is, also if it is not here yet. */
+/** Metadata of a recording, even if it is not loaded yet. */
 export function about(name: string): { question: string; made: Made } | undefined {
   if (index === undefined) index = typeof document === "undefined" ? {} : (embedded<About>("rec-index") ?? {});
   return index[name];

@@ -1,6 +1,6 @@
 /**
- * Two ways to the engine. Live: orders go up by POST, events come down by one stream (SSE) per tab.
- * Static: there is no engine, only recordings; nothing is ever asked of any server.
+ * Two connections to the engine. Live: orders by POST, events by one stream (SSE) per tab.
+ * Static: there is no engine, only recordings; no request is ever sent.
  */
 import type { Line, Order, Recording, Setting } from "./types";
 
@@ -13,7 +13,7 @@ export interface Status {
   paused: boolean;
 }
 
-/** What comes down. */
+/** Events from the server. */
 export type Told =
   | { event: "status"; data: Status }
   | { event: "lines"; data: { run: string; lines: Line[] } }
@@ -25,7 +25,7 @@ export type Told =
 export type Listener = (told: Told) => void;
 export type Command = "pause" | "resume" | "micro";
 
-/** An order that was not taken. `code` is the server's word for why; "busy" comes with the run that is under way. */
+/** A refused order. `code` is the server's reason; "busy" includes the current run. */
 export class Refused extends Error {
   constructor(
     readonly code: string,
@@ -40,13 +40,13 @@ export interface Transport {
   readonly mode: "live" | "static";
   connect(listener: Listener): void;
   close(): void;
-  /** Start something; the answer is the name of the run. */
+  /** Start a run; the result is its id. */
   start(order: Order): Promise<string>;
   command(run: string, command: Command): Promise<void>;
   cancel(run: string): Promise<void>;
 }
 
-/** What is needed of a browser; a test brings its own. */
+/** The browser functions in use; a test can replace them. */
 export interface Browser {
   fetch: typeof fetch;
   EventSource: new (address: string) => EventSource;
@@ -71,7 +71,7 @@ export class LiveTransport implements Transport {
         listener({ event, data: JSON.parse((message as MessageEvent<string>).data) } as Told);
       });
     }
-    // the server says good-bye, so that the browser does not knock for ever
+    // the server closes the stream, so that the browser does not reconnect forever
     stream.addEventListener("close", () => {
       stream.close();
       listener({ event: "lost", data: null });
@@ -109,7 +109,7 @@ export class LiveTransport implements Transport {
     const told = (await answer.json().catch(() => ({}))) as { code?: string; message?: string; id?: string };
     if (answer.ok) return told;
     const code = told.code ?? String(answer.status);
-    const message = told.message ?? (code === "busy" ? "Another run is under way." : `The server answered ${answer.status}.`);
+    const message = told.message ?? (code === "busy" ? "Another run is in progress." : `The server answered ${answer.status}.`);
     throw new Refused(code, message, told.id ?? null);
   }
 }
@@ -134,7 +134,7 @@ export class StaticTransport implements Transport {
   }
 
   #refuse(): Promise<never> {
-    return Promise.reject(new Refused("static", "This copy of the guide has no engine behind it. Run `anybatch guide` to try it."));
+    return Promise.reject(new Refused("static", "This copy of the guide has no engine. Run `anybatch guide` to use one."));
   }
 }
 
@@ -160,7 +160,7 @@ export class Once {
   }
 }
 
-/** The transport that the page's own meta element names. */
+/** The transport given in the meta element of the page. */
 export function transport(): Transport {
   const word = document.querySelector<HTMLMetaElement>('meta[name="anybatch-guide"]')?.content;
   return word === "live" ? new LiveTransport({ fetch: fetch.bind(globalThis), EventSource }) : new StaticTransport();

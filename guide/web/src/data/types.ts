@@ -1,4 +1,4 @@
-/** What travels between the engine and the page. The same words as in guide/src/anybatch_guide. */
+/** Messages between the engine and the page. Names match guide/src/anybatch_guide. */
 
 /** Where and when data was computed. */
 export interface Made {
@@ -9,7 +9,7 @@ export interface Made {
   command: string;
 }
 
-/** What an experiment returned, and where that was. */
+/** The result of an experiment, with its provenance. */
 export interface Recording<Data = unknown> {
   name: string;
   question: string;
@@ -17,7 +17,7 @@ export interface Recording<Data = unknown> {
   data: Data;
 }
 
-/** Where a number is from. */
+/** Source of a number. */
 export type From =
   | { kind: "recorded"; name: string }
   | { kind: "live"; name?: string; made?: Made }
@@ -26,18 +26,18 @@ export type From =
   | { kind: "source"; note: string; href?: string }
   | { kind: "exact"; note: string };
 
-/** One line of a run: a record of the engine, or a kind of the page's own. Kinds that are not known are left out. */
+/** One line of a run: a record of the engine or of the guide. Unknown kinds are ignored. */
 export interface Line {
   kind: string;
   [field: string]: unknown;
 }
 
-/** The playground's setting; what it means and its limits are in guide/src/anybatch_guide/setting.py. */
+/** The setting of the playground; see guide/src/anybatch_guide/setting.py for meanings and limits. */
 export interface Setting {
   task: "digits" | "spirals" | "shapes" | "text";
   norm: "batch" | "group" | "none";
   micro_batch_size: number;
-  /** Of each rank. */
+  /** Per rank. */
   accumulation_steps: number;
   optimizer: "sgd" | "adamw";
   learning_rate: number;
@@ -46,16 +46,16 @@ export interface Setting {
   precision: "fp32" | "bf16";
   mistake: "" | "no_division" | "zero_each" | "clip_each" | "schedule_each" | "drop_tail" | "mean_of_means";
   ranks: number;
-  /** What the engine does about BatchNorm. */
+  /** How the engine handles BatchNorm. */
   norm_policy: "keep" | "exact" | "ghost" | "freeze" | "sync";
-  /** Most KiB that tensors of a rank may hold; 0 for no limit. */
+  /** Limit in KiB for the tensors of a rank; 0: no limit. */
   memory_limit_kib: number;
 }
 
-/** What can be asked for; begun paused, a run waits for "resume" or "micro". */
+/** A request to run; a run that starts paused waits for "resume" or "micro". */
 export type Order = ({ kind: "playground"; setting: Setting } | { kind: "experiment"; name: string }) & { paused?: boolean };
 
-/** Names of the five things that fill memory, in the order they are drawn. */
+/** The five memory categories, in drawing order. */
 export const CATEGORIES = ["weights", "gradients", "optimizer", "activations", "temporary"] as const;
 export type Category = (typeof CATEGORIES)[number];
 export const CATEGORY_NAMES: Record<Category, string> = {

@@ -1,16 +1,16 @@
-/** A section lists where its numbers are from: each number that is shown in it is told to it. */
+/** The sources of the numbers in a section: each displayed number registers its source. */
 import { getContext, setContext } from "svelte";
 
 import type { From } from "../data/types";
 
 const KEY = Symbol("origins");
 
-/** For a section: the list that fills up while its content is made. */
+/** For a section: the list that is filled while its content is created. */
 export function gather(): From[] {
   return setContext<From[]>(KEY, []);
 }
 
-/** For whatever shows a number. */
+/** For components that show a number. */
 export function tell(from: From): void {
   getContext<From[] | undefined>(KEY)?.push(from);
 }

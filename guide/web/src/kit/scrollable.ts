@@ -1,4 +1,4 @@
-/** What is wider than its place can be reached and moved by keys, and only then. */
+/** Make an element focusable, for scrolling with keys, only while it overflows. */
 import type { Attachment } from "svelte/attachments";
 
 export function scrollable(name: () => string): Attachment<HTMLElement> {

@@ -1,4 +1,4 @@
-/** What plays by itself, moment after moment, until its end or until somebody stops it. */
+/** Automatic playback, moment after moment, until the end or until the user stops it. */
 import { onDestroy } from "svelte";
 
 export class Playing {
@@ -17,7 +17,7 @@ export class Playing {
     this.#timer = undefined;
   }
 
-  /** Stop, or begin: after `wait()` milliseconds each, `step` goes on, and says whether there is more. */
+  /** Stop, or start: call `step` every `wait()` milliseconds until it returns false. */
   toggle(step: () => boolean, wait: () => number): void {
     if (this.on) return this.stop();
     const go = () => {

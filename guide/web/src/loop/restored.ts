@@ -1,4 +1,4 @@
-/** The state that an address asks for, once the page has come to life; see src/data/address.ts. */
+/** Apply the state in the address once the page is hydrated; see src/data/address.ts. */
 import { onMount } from "svelte";
 
 import { parse, read, type Shape, type ValueOf } from "../data/address";

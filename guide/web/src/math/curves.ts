@@ -19,18 +19,18 @@ export function path(curve: Curve, across: Scale, down: Scale): string {
   return parts.join("");
 }
 
-/** All places at which some curve has a point, in order. */
+/** All x positions with a point of some curve, in order. */
 export function positions(curves: readonly Curve[]): number[] {
   return [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
 }
 
-/** The number of a curve at a place, if it has one there. */
+/** The value of a curve at x, if it has a point there. */
 export function nearestAt(curve: Curve, place: number): number | undefined {
   const value = curve.y[curve.x.indexOf(place)];
   return value !== undefined && Number.isFinite(value) ? value : undefined;
 }
 
-/** The number of a curve at its point nearest to a place, if it has one there; its points stand in order. */
+/** The value of a curve at its point nearest to x; its points are sorted. */
 export function closestTo(curve: Curve, place: number): number | undefined {
   let [from, to] = [0, curve.x.length];
   while (from < to) {
@@ -44,7 +44,7 @@ export function closestTo(curve: Curve, place: number): number | undefined {
   return value !== undefined && Number.isFinite(value) ? value : undefined;
 }
 
-/** A little air above and below, and zero where it is near. */
+/** Add some margin above and below, and include zero if it is near. */
 export function spread([least, most]: readonly [number, number], log: boolean): [number, number] {
   if (log) {
     const air = Math.max(1.15, (most / least) ** 0.05);

@@ -1,4 +1,4 @@
-/** How an effective batch is cut: the words of the page as numbers. */
+/** The split of an effective batch, in numbers. */
 
 export interface Cut {
   /** Samples of one step, over all ranks. */
@@ -21,7 +21,7 @@ export function accumulationSteps(cut: Cut): number {
   return Math.ceil(cut.effective / (cut.micro * cut.ranks));
 }
 
-/** The units of a cut whose parts are all of one size; each rank gets neighbours. */
+/** The units of a split into equal parts; each rank gets consecutive units. */
 export function units(cut: Cut): Unit[] {
   const steps = accumulationSteps(cut);
   return Array.from({ length: steps * cut.ranks }, (_, number) => ({

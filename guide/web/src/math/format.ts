@@ -1,7 +1,7 @@
 /** Numbers as people read them, the same on every machine. */
 
 const SUPERSCRIPTS: Record<string, string> = { "-": "⁻", "0": "⁰", "1": "¹", "2": "²", "3": "³", "4": "⁴", "5": "⁵", "6": "⁶", "7": "⁷", "8": "⁸", "9": "⁹" };
-const TIMES = " × "; // a number is not taken apart at the end of a line
+const TIMES = " × "; // non-breaking, so that a number is not split over two lines
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 /** 12,345 · 0.0123 · 2.2 × 10⁻⁷: significant digits, all those of a whole number unless some are asked for. */

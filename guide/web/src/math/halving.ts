@@ -1,4 +1,4 @@
-/** 64 samples as a square that comes apart: micro-batches are blocks of neighbours, and move away from each other. */
+/** 64 samples as a square that splits: micro-batches are blocks of neighbours that move apart. */
 
 export const SIDE = 8;
 const CELL = 17;
@@ -8,11 +8,11 @@ const APART = 5;
 export interface Cell {
   x: number;
   y: number;
-  /** The micro-batch that it belongs to. */
+  /** Index of its micro-batch. */
   part: number;
 }
 
-/** How many cells a block has across and down: 16 samples are 4 × 4, 8 are 4 × 2. */
+/** Columns and rows of a block: 16 samples are 4 × 4, 8 are 4 × 2. */
 export function blockOf(samples: number): { across: number; down: number } {
   const power = Math.round(Math.log2(samples));
   return { across: 2 ** Math.ceil(power / 2), down: 2 ** Math.floor(power / 2) };

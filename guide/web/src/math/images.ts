@@ -1,6 +1,6 @@
-/** Small grey images, as a server sends them, laid out beside each other. */
+/** Small grey images from the server, laid out next to each other. */
 
-/** Pixels of images in rows of so many, with a dark line between them: four bytes for each, as a canvas takes them. */
+/** RGBA pixels of images in rows of `across`, with a dark line between them. */
 export function pixels(base64: string, side: number, across: number): { width: number; height: number; data: Uint8ClampedArray } {
   const levels = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   const count = levels.length / side ** 2;

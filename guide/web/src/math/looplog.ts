@@ -1,4 +1,4 @@
-/** A log of the engine in columns, as guide/experiments/full_loop.py writes it, and what is known at each of its moments. */
+/** A log of the engine in columns, written by guide/experiments/full_loop.py, and the state at each line. */
 
 interface Column {
   words: (string | number | null)[];
@@ -71,7 +71,7 @@ export function eventsOf(log: LoopLog): LogEvent[] {
   }));
 }
 
-/** Spans: from a line that says "begin" to the one that says "end" of the same. */
+/** Spans from each "begin" line to its "end" line. */
 export function spansOf(events: readonly LogEvent[]): Span[] {
   const open = new Map<string, LogEvent>();
   const spans: Span[] = [];
@@ -96,7 +96,7 @@ export interface Known {
   updates: number;
 }
 
-/** What has happened up to and with a line: sums over lines of the log. */
+/** The state after a line: sums over the lines of the log. */
 export function knownAt(events: readonly LogEvent[], index: number): Known {
   const now = events[index];
   const known: Known = { added: 0, targets: 0, lossSum: 0, gradientNorm: null, updates: 0 };
@@ -113,7 +113,7 @@ export function knownAt(events: readonly LogEvent[], index: number): Known {
   return known;
 }
 
-/** The gradient as it stands when a line is written; zeros before a step's first micro-batch is done. */
+/** The gradient when a line is written; zeros before the first micro-batch of a step is done. */
 export function stripAt(events: readonly LogEvent[], index: number, strips: Strips): number[] {
   let cells: number[] = Array.from({ length: 64 }, () => 0);
   for (const event of events.slice(0, index + 1)) {
@@ -130,17 +130,17 @@ export function sentence({ kind, name, event, position, numbers }: LogEvent): st
   const number = (position ?? 0) + 1;
   if (kind === "micro_batch") {
     if (event === "begin") return `micro-batch ${number}: forward begins`;
-    return `micro-batch ${number}: backward is over, ${numbers.num_samples} samples, ${numbers.counts?.["loss"]} targets`;
+    return `micro-batch ${number}: backward ends, ${numbers.num_samples} samples, ${numbers.counts?.["loss"]} targets`;
   }
-  if (kind === "step") return `the step is over: loss ${numbers.loss?.toFixed(3)}, gradient norm ${numbers.gradient_norm?.toFixed(3)}`;
-  if (kind === "memory") return "what the step holds in memory is written down";
+  if (kind === "step") return `step ends: loss ${numbers.loss?.toFixed(3)}, gradient norm ${numbers.gradient_norm?.toFixed(3)}`;
+  if (kind === "memory") return "memory of the step is recorded";
   const words: Record<string, string> = {
     load: `load micro-batch ${number}`,
-    forward_backward: "forwards and backwards",
+    forward_backward: "forward and backward passes",
     reduce: "reduce over ranks",
     clip: "clip the sum",
     update: "update the weights",
   };
-  if (name === "load" && number > 4) return `${event === "begin" ? "ask for another micro-batch" : "there is none"}`;
-  return `${words[name ?? ""] ?? name}: ${event === "begin" ? "begins" : "over"}`;
+  if (name === "load" && number > 4) return `${event === "begin" ? "request another micro-batch" : "no micro-batch left"}`;
+  return `${words[name ?? ""] ?? name}: ${event === "begin" ? "begins" : "ends"}`;
 }

@@ -1,4 +1,4 @@
-/** The usual loop as it ran, moment by moment: what a line does, and what gradient and weights are then. */
+/** A traced run of the usual loop, moment by moment: the phase of a line, the gradient and the weights. */
 import type { Trace } from "./trace";
 
 export type Phase = "forward" | "backward" | "accumulate" | "update" | "clear" | "";
@@ -10,7 +10,7 @@ export interface VectorTrace extends Trace {
 export interface Moment {
   line: number;
   phase: Phase;
-  /** Micro-batches in the gradient, of so many; updates made. */
+  /** Number of micro-batches in the gradient, and of updates. */
   added: number;
   updates: number;
   /** The gradient of this micro-batch alone, while it is computed and added. */
@@ -21,7 +21,7 @@ export interface Moment {
   before: number[] | null;
 }
 
-/** What a line of the program does. */
+/** Phase of a line of the program. */
 export function phaseOf(text: string): Phase {
   if (text.includes(".backward(")) return "backward";
   if (text.includes("optimizer.step(")) return "update";
@@ -30,12 +30,12 @@ export function phaseOf(text: string): Phase {
   return "";
 }
 
-/** The value at a line, where only changes are noted. */
+/** The value at a line; only changes are stored. */
 function atLine<Value>(changes: readonly [number, Value][], index: number): Value | null {
   return changes.findLast(([at]) => at <= index)?.[1] ?? null;
 }
 
-/** The lines between `first` and `last`, in the order in which they ran; a backward is two moments, since it computes and adds. */
+/** The executed lines between `first` and `last`, in order; a backward pass is two moments: compute and add. */
 export function momentsOf(trace: VectorTrace, first: number, last: number): Moment[] {
   const text = (trace.files[0]?.text ?? "").split("\n");
   const { weights, gradients } = trace.vectors;

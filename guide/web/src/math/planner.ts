@@ -1,13 +1,13 @@
 /**
- * Plans, looked up: Python traced the steps, replayed the allocator and tabulated what came out (anybatch_guide/memory/tables.py).
+ * Plans from tables: Python traced the steps, replayed the allocator and tabulated the results (anybatch_guide/memory/tables.py).
  *
- * What is left to do here is sums over recorded lines `a + b m` in the micro-batch size `m`, and the choice of a row. A
+ * This module sums recorded lines `a + b m` in the micro-batch size `m`, and chooses a row. A
  * test compares a thousand plans with Python's, number by number. All are bytes below 2^53, so none is ever rounded.
  */
 
-/** What `anybatch guide record memory_planner` writes. */
+/** Data of the memory_planner recording. */
 export interface PlannerData {
-  /** Those with a name of their own, and those that are named after their size: "24GiB". */
+  /** Named devices, and devices named after their size: "24GiB". */
   devices: { name: string; memory_bytes: number }[];
   num_ranks: number[];
   effective_batch_sizes: number[];
@@ -20,7 +20,7 @@ export interface PlannerData {
   variants: VariantData[];
 }
 
-/** A piece of the peak: from which size on it is the peak, when and by what it is reached, and what is held then by category. */
+/** A piece of the peak: its first micro-batch size, its phase and operation, and the memory by category. */
 export type Piece = [from: number, phase: number, operation: string, constants: number[], slopes: number[]];
 
 export interface VariantData {
@@ -36,7 +36,7 @@ export interface VariantData {
   first: Piece[];
   /** For each device, the largest micro-batch size that fits; null for no limit. */
   largest: (number | null)[];
-  /** What the allocator takes, for each size that a plan can come to. */
+  /** Bytes that the allocator reserves, for each possible size. */
   reserved_mebibytes: [size: number, mebibytes: number][];
 }
 
@@ -49,7 +49,7 @@ export interface Peak {
 }
 
 export interface Budget {
-  /** Empty where the device is named after its size. */
+  /** Empty if the device is named after its size. */
   name: string;
   total: number;
   headroom: number;
@@ -67,13 +67,13 @@ export interface Plan {
   ranks: number;
   /** The largest micro-batch size that keeps the headroom; 0 if not even one sample fits. */
   largest: number;
-  /** The size to take: the share in even parts no larger than that. */
+  /** The size to use: the share in even parts of at most that size. */
   size: number;
   steps: number;
   peak: Peak;
   reserved: number;
   binds: Binding;
-  /** Largest size whose tensors alone would fit; null for no limit. */
+  /** Largest size whose tensors alone fit; null for no limit. */
   largestOfTensors: number | null;
   /** Tensors' peak with one sample more than the largest. */
   oneMore: number;
@@ -87,7 +87,7 @@ export interface PlanRequest {
 
 const MEBIBYTE = 2 ** 20;
 
-/** The numbers of ranks and the effective batch sizes that are tabulated; a test compares them with the recording. */
+/** The tabulated numbers of ranks and effective batch sizes; a test compares them with the recording. */
 export const NUM_RANKS = [1, 2, 3, 4, 6, 8, 16, 32, 64];
 export const EFFECTIVE_BATCH_SIZES = Array.from({ length: 13 }, (_, power) => 2 ** power);
 
@@ -125,7 +125,7 @@ function budgetOf(data: PlannerData, row: number, ranks: number): Budget {
   return { name: /^\d+GiB$/.test(name) ? "" : name, total, headroom, outside, workspace, usable };
 }
 
-/** The size that cuts a share into as few parts as `limit` allows, and those as equal as can be. */
+/** The size that splits a share into the fewest parts of at most `limit`, as evenly as possible. */
 export function evenSize(share: number, limit: number): number {
   return Math.ceil(share / Math.ceil(share / Math.max(1, limit)));
 }
@@ -141,7 +141,7 @@ function higher({ steady, first }: VariantData, size: number): Piece[] {
   return peakBytes(steady, size) >= peakBytes(first, size) ? steady : first;
 }
 
-/** The moment at which most is held, and what is held then. */
+/** The peak, and the memory by category at the peak. */
 function peakOf(data: PlannerData, pieces: Piece[], size: number): Peak {
   const [, phase, operation, constants, slopes] = pieces.findLast(([from]) => from <= size)!;
   const held = constants.map((constant, at) => constant + slopes[at]! * size);
@@ -162,7 +162,7 @@ function largestOfTensors(pieces: Piece[], budget: number): number | null {
   return limits.length ? Math.min(...limits) : null;
 }
 
-/** What the next larger micro-batch size would not fit for. */
+/** The reason why the next larger micro-batch size does not fit. */
 function binding(data: PlannerData, variant: VariantData, size: number, usable: number, share: number): Binding {
   if (size >= share) return "batch";
   const next = peakOf(data, higher(variant, size + 1), size + 1);
@@ -174,7 +174,7 @@ function sum(numbers: readonly number[]): number {
   return numbers.reduce((all, one) => all + one, 0);
 }
 
-/** What the device's memory is held for, in the order it is stacked: tensors by category, and what is beside them. */
+/** Device memory by category, in stacking order: tensors by category, then overhead. */
 export const ORDER = ["weights", "buffers", "optimizer", "gradients", "inputs", "activations", "temporaries"];
 export function byPurpose(data: PlannerData, one: Plan): [name: string, bytes: number][] {
   const held: [string, number][] = ORDER.map((name) => [name, one.peak.held[data.categories.indexOf(name)]!]);

@@ -1,4 +1,4 @@
-/** A line of Python as words with their kinds, for programs that are fetched and so cannot be coloured while building. */
+/** Split a line of Python into tokens with kinds, for programs that are fetched and not highlighted at build time. */
 
 export interface Word {
   kind: "" | "keyword" | "string" | "comment" | "constant" | "function";
@@ -13,7 +13,7 @@ const WORDS = new RegExp(
   "g",
 );
 
-/** All lines of a program, each in words; a string over several lines is a string on each of them. */
+/** All lines of a program, each in tokens; a string over several lines is a string on each of them. */
 export function coloured(lines: readonly string[]): Word[][] {
   let within = false;
   return lines.map((line) => {

@@ -1,4 +1,4 @@
-/** From numbers to places on a drawing, and where to put ticks. */
+/** Scales and ticks for drawings. */
 
 export interface Scale {
   /** The place of a number. */
@@ -7,7 +7,7 @@ export interface Scale {
   readonly domain: readonly [number, number];
 }
 
-/** Places in proportion to the number, or to its logarithm. */
+/** A linear or logarithmic scale. */
 export function scale(domain: readonly [number, number], range: readonly [number, number], log = false): Scale {
   const through = log ? Math.log : (value: number) => value;
   const [first, last] = [through(domain[0]), through(domain[1])];
@@ -38,11 +38,11 @@ export function ticks([least, most]: readonly [number, number], count: number): 
   const first = Math.ceil(least / step - 1e-9);
   const last = Math.floor(most / step + 1e-9);
   const digits = Math.max(0, -Math.floor(Math.log10(step)));
-  if (last <= first && count < 8) return ticks([least, most], 2 * count);  // one tick tells no distance
+  if (last <= first && count < 8) return ticks([least, most], 2 * count);  // one tick shows no distance
   return [...new Set(Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toFixed(Math.min(100, digits)))))];
 }
 
-/** Powers of ten within a domain, at most `count` of them; where there are fewer than two, also 2 and 5 times those. */
+/** Powers of ten within a domain, at most `count`; with fewer than two, also 2 and 5 times these. */
 export function logTicks([least, most]: readonly [number, number], count: number): number[] {
   const [first, last] = [Math.floor(Math.log10(least)), Math.ceil(Math.log10(most))];
   const inside = (value: number) => value >= least * 0.9999 && value <= most * 1.0001;
@@ -56,13 +56,13 @@ export function logTicks([least, most]: readonly [number, number], count: number
   return finer.length >= 2 ? finer : ticks([least, most], count);
 }
 
-/** Powers of two within a domain: what sizes of batches are usually compared at. */
+/** Powers of two within a domain: the usual batch sizes. */
 export function binaryTicks([least, most]: readonly [number, number]): number[] {
   const [first, last] = [Math.ceil(Math.log2(least) - 1e-9), Math.floor(Math.log2(most) + 1e-9)];
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => 2 ** (first + at));
 }
 
-/** Those of the marks whose labels do not run into each other: from the left, what has `room` to its neighbour. */
+/** The marks whose labels do not overlap: from the left, each with `room` to the previous one. */
 export function apart(marks: readonly number[], place: Scale, room: number): number[] {
   const kept: number[] = [];
   for (const mark of marks) {
@@ -72,7 +72,7 @@ export function apart(marks: readonly number[], place: Scale, room: number): num
   return kept;
 }
 
-/** Where the words at an upright line stand: to its right, else to its left, else at the edge; `end` says that they end there. */
+/** Position of the label of a vertical line: to its right, else to its left, else at the edge; `end`: right-aligned. */
 export function beside(place: number, words: string, width: number): { x: number; end: boolean } {
   const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
   const GAP = 6;

@@ -21,7 +21,7 @@ export function stackedLayers(layers: readonly (readonly number[])[]): { low: nu
   });
 }
 
-/** The outline of a layer: there along its upper edge, and back along its lower one. */
+/** The outline of a layer: forward along its upper edge, back along its lower edge. */
 export function areaPath(x: readonly number[], low: readonly number[], high: readonly number[], across: (value: number) => number, down: (value: number) => number): string {
   const there = x.map((place, at) => `${at ? "L" : "M"}${tenth(across(place))} ${tenth(down(high[at] ?? 0))}`);
   const back = x.map((place, at) => `L${tenth(across(place))} ${tenth(down(low[at] ?? 0))}`).reverse();

@@ -1,6 +1,6 @@
-/** Small drawings as paths: a gradient as bars up and down, samples as cells. One path each, however many there are. */
+/** Small drawings as single paths: a gradient as bars up and down, samples as cells. */
 
-/** Bars from the middle line of a box: up for numbers above zero, down for those below; none is longer than the box. */
+/** Bars from the middle line of a box: up for positive values, down for negative ones, clamped to the box. */
 export function bars(values: readonly number[], limit: number, width: number, height: number): string {
   const pitch = width / values.length;
   const thick = tenth(pitch * 0.72);

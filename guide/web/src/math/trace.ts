@@ -1,15 +1,15 @@
-/** A trace of the lines of a program, as guide/tracing.py writes it, and what is known at each of its moments. */
+/** A line trace of a program, written by guide/tracing.py, and the state at each line. */
 
 export interface Trace {
   files: { path: string; sha256: string; text: string }[];
   lines: number[];
-  /** Of each line, the number of its file; empty where there is one file only. */
+  /** File number of each line; empty if there is only one file. */
   file_of: number[];
-  /** [index, how many lines ran unnoted just before it]. */
+  /** [index, number of unrecorded lines just before it]. */
   skipped: [number, number][];
   /** Name to its changes: [index, value after that line]. */
   values: Record<string, [number, number | null][]>;
-  /** [index, characters printed when that line was over]. */
+  /** [index, characters printed after that line]. */
   printed: [number, number][];
   output: string;
 }
@@ -22,7 +22,7 @@ export interface Moment {
   printed: string;
 }
 
-/** What is known when a line has run. */
+/** The state after a line. */
 export function momentAt(trace: Trace, index: number): Moment {
   const values = Object.fromEntries(Object.entries(trace.values).map(([name, changes]) => [name, latest(changes, index) ?? null]));
   return {
@@ -34,7 +34,7 @@ export function momentAt(trace: Trace, index: number): Moment {
   };
 }
 
-/** The lines of a file that are worth showing: from the function of the first that ran to the last that ran. */
+/** The lines of a file to show: from the function of the first executed line to the last executed line. */
 export function window(trace: Trace, file: number): { first: number; lines: string[] } {
   const ran = trace.lines.filter((_, at) => (trace.file_of[at] ?? 0) === file);
   const all = (trace.files[file]?.text ?? "").trimEnd().split("\n");

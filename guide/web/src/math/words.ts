@@ -1,9 +1,9 @@
-/** A plan in the words of `anybatch plan`: src/anybatch/planner/report.py, core/splitting.py, core/units.py. */
+/** A plan as `anybatch plan` prints it: src/anybatch/planner/report.py, core/splitting.py, core/units.py. */
 import type { Budget, Plan } from "./planner";
 
 const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/** The lines that `anybatch plan` prints, up to the bar; without times, and without what a change would make of it. */
+/** The lines that `anybatch plan` prints, up to the bar; without times and the table of changes. */
 export function words(one: Plan): string[] {
   const { variant, budget } = one;
   return [
@@ -14,7 +14,7 @@ export function words(one: Plan): string[] {
   ];
 }
 
-/** What is taken of the device at the size that is proposed. */
+/** Used bytes of the device at the proposed size. */
 export function takenBytes(one: Plan): number {
   return one.reserved + one.budget.outside + one.budget.workspace;
 }
@@ -31,7 +31,7 @@ function fitting(one: Plan): [string, string][] {
   ];
 }
 
-/** What keeps the micro-batch size from being larger. */
+/** The limit of the micro-batch size. */
 export function bound(one: Plan): string {
   if (one.binds === "batch") return ", which is all there is for a rank";
   if (one.binds === "allocator") return `: tensors would leave room for ${one.largestOfTensors}, the allocator's rounding does not`;
@@ -77,7 +77,7 @@ function rows(texts: [string, string][]): string[] {
   return texts.map(([name, text]) => name.padEnd(11) + text);
 }
 
-/** How a batch is cut and dealt: `256 samples = 2 ranks x 8 micro-batches x 16`. */
+/** The split of a batch over ranks: `256 samples = 2 ranks x 8 micro-batches x 16`. */
 export function geometry(samples: number, ranks: number, size: number): string {
   const shares = Array.from({ length: ranks }, (_, rank) => Math.floor(samples / ranks) + (rank < samples % ranks ? 1 : 0));
   const units = shares.map((share) => unitsOf(share, size));
@@ -106,7 +106,7 @@ function ragged(units: number[][]): string {
     .join("; ");
 }
 
-/** Neighbours that are alike, together. */
+/** Group equal neighbours. */
 function runs<One>(ones: readonly One[], key: (one: One) => string): { one: One; first: number; count: number }[] {
   const found: { one: One; first: number; count: number }[] = [];
   ones.forEach((one, at) => {
@@ -148,7 +148,7 @@ function exponential(value: number): string {
   return Number(down.at(-1)) % 2 === 0 ? `${down}e${exponent}` : rounded;
 }
 
-/** A number with so many digits after the point, half to even. */
+/** A number with `digits` digits after the point, half to even. */
 function fixed(value: number, digits: number): string {
   const exact = value.toFixed(40);
   const point = exact.indexOf(".");

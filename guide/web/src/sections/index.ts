@@ -1,7 +1,7 @@
-/** The chapters of the page, in their order. A chapter is one file here and one entry below; what goes deeper is a fold at its end. */
+/** The chapters of the page, in order. A chapter is one file here and one entry below; `deeper` parts fold out at its end. */
 import type { Component } from "svelte";
 
-/** A part of the page with an address of its own: `#words`. Its script comes when it is near the screen. */
+/** A part of the page with its own address, such as `#words`. Its script loads when the part is near the screen. */
 export interface Part {
   id: string;
   title: string;
@@ -10,7 +10,7 @@ export interface Part {
 
 export interface Chapter extends Part {
   number: number;
-  /** Parts that are folded away at the end of the chapter, until somebody asks for them. */
+  /** Parts that are collapsed at the end of the chapter. */
   deeper: Part[];
 }
 
@@ -21,7 +21,7 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     load: () => import("./GpuMemory.svelte"),
     deeper: [
       { id: "planner", title: "A plan for real models and GPUs", load: () => import("./Planner.svelte") },
-      { id: "out-of-memory", title: "Out of memory, really, and foretold from two small steps", load: () => import("./OutOfMemory.svelte") },
+      { id: "out-of-memory", title: "Running out of memory, and predicting it from two small steps", load: () => import("./OutOfMemory.svelte") },
     ],
   },
   {
@@ -29,8 +29,8 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     title: "Split, accumulate, update",
     load: () => import("./SplitSum.svelte"),
     deeper: [
-      { id: "words", title: "The words: eight names for parts of a step", load: () => import("./Words.svelte") },
-      { id: "one-batch", title: "One batch, four ways, and three mistakes", load: () => import("./OneBatch.svelte") },
+      { id: "words", title: "Vocabulary: eight terms for the parts of a step", load: () => import("./Words.svelte") },
+      { id: "one-batch", title: "One batch split four ways, and three mistakes", load: () => import("./OneBatch.svelte") },
     ],
   },
   {
@@ -38,23 +38,23 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     title: "The full loop",
     load: () => import("./FullLoop.svelte"),
     deeper: [
-      { id: "walk", title: "Other loops, line by line: DDP, anybatch, and nine from scratch", load: () => import("./WalkThrough.svelte") },
-      { id: "log", title: "A step of the engine, from its own log", load: () => import("./EngineLog.svelte") },
+      { id: "walk", title: "Other loops, line by line: DDP, anybatch, and nine programs from scratch", load: () => import("./WalkThrough.svelte") },
+      { id: "log", title: "An engine step, replayed from its log", load: () => import("./EngineLog.svelte") },
     ],
   },
   { id: "mathematics", title: "Why the sum is exact", load: () => import("./Mathematics.svelte") },
   {
     id: "memory",
-    title: "What it saves, and what it costs",
+    title: "Memory: savings and cost",
     load: () => import("./MemoryComparison.svelte"),
-    deeper: [{ id: "copy", title: "The price, to the byte: one copy of the gradients", load: () => import("./GradientCopy.svelte") }],
+    deeper: [{ id: "copy", title: "The cost, to the byte: one copy of the gradients", load: () => import("./GradientCopy.svelte") }],
   },
   {
     id: "claims",
-    title: "What is true of it, and what is only said",
+    title: "Claims, measured",
     load: () => import("./Claims.svelte"),
     deeper: [
-      { id: "batch-norm", title: "BatchNorm: the layer that sees its neighbours", load: () => import("./BatchNorm.svelte") },
+      { id: "batch-norm", title: "BatchNorm: the layer that mixes samples", load: () => import("./BatchNorm.svelte") },
       { id: "exercises", title: "Exercises: find the bug", load: () => import("./Exercises.svelte") },
     ],
   },
@@ -63,31 +63,31 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     title: "Several devices",
     load: () => import("./devices/Devices.svelte"),
     deeper: [
-      { id: "who-holds", title: "Who holds what: one device, replicas, shared states, shards", load: () => import("./devices/WhoHolds.svelte") },
+      { id: "who-holds", title: "Memory per rank: one device, replicas, sharded states, sharded weights", load: () => import("./devices/WhoHolds.svelte") },
       { id: "why-not-linear", title: "Why two ranks are not twice as fast", load: () => import("./devices/WhyNotLinear.svelte") },
-      { id: "forecast", title: "A forecast: move the link, the ranks, the micro-batches", load: () => import("./devices/Forecast.svelte") },
-      { id: "said-of-devices", title: "What is said about several devices, measured", load: () => import("./devices/SaidOfDevices.svelte") },
+      { id: "forecast", title: "Forecast: change the network, the ranks, the micro-batches", load: () => import("./devices/Forecast.svelte") },
+      { id: "said-of-devices", title: "Claims about several devices, measured", load: () => import("./devices/SaidOfDevices.svelte") },
     ],
   },
   {
     id: "batch-size",
-    title: "How large a batch",
+    title: "How large should the batch be?",
     load: () => import("./batch_size/BatchSize.svelte"),
     deeper: [
-      { id: "noise", title: "How noisy is the gradient? What a larger batch buys", load: () => import("./batch_size/Noise.svelte") },
-      { id: "strategies", title: "Small, accumulated, native: variance, memory and time", load: () => import("./batch_size/Strategies.svelte") },
+      { id: "noise", title: "Gradient noise, and when a larger batch helps", load: () => import("./batch_size/Noise.svelte") },
+      { id: "strategies", title: "Small, accumulated and unsplit batches: variance, memory and time", load: () => import("./batch_size/Strategies.svelte") },
       { id: "sharpness", title: "Sharp and flat minima", load: () => import("./batch_size/Sharpness.svelte") },
-      { id: "spikes", title: "When a run leaves its course", load: () => import("./batch_size/Spikes.svelte") },
-      { id: "said-of-size", title: "What is said about the size of a batch, measured", load: () => import("./batch_size/SaidOfSize.svelte") },
+      { id: "spikes", title: "Loss spikes and divergence", load: () => import("./batch_size/Spikes.svelte") },
+      { id: "said-of-size", title: "Claims about batch size, measured", load: () => import("./batch_size/SaidOfSize.svelte") },
     ],
   },
-  { id: "lengths", title: "Sentences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
+  { id: "lengths", title: "Sequences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
   { id: "why-wrong", title: "Why is my loss wrong?", load: () => import("./why_wrong/WhyWrong.svelte") },
   {
     id: "playground",
-    title: "The playground: make it, break it",
+    title: "Playground: try settings and mistakes",
     load: () => import("./Playground.svelte"),
-    deeper: [{ id: "sources", title: "Every recording, and how to make it again", load: () => import("./Sources.svelte") }],
+    deeper: [{ id: "sources", title: "All recordings, and how to reproduce them", load: () => import("./Sources.svelte") }],
   },
 ];
 

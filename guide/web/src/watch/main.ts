@@ -1,4 +1,4 @@
-/** The page of one's own runs: `anybatch watch`. It is drawn in the browser, since nothing of it is known beforehand. */
+/** The page of `anybatch watch`. It is rendered in the browser, because its data is not known at build time. */
 import { mount } from "svelte";
 
 import { guide } from "../data/guide.svelte";
@@ -8,5 +8,5 @@ import "../base.css";
 
 const target = document.querySelector("#page");
 if (!target) throw new Error("the page has no element #page");
-guide.ready = true; // controls wait for it on pages that are there before their scripts
+guide.ready = true; // enables controls, which pre-rendered pages disable until scripts run
 mount(Watch, { target });

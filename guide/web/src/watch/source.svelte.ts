@@ -1,25 +1,25 @@
-/** Where the runs come from: the server that serves the page, or the page itself where it was written into a file. */
+/** The source of runs: the server, or data embedded in an exported page. */
 import type { Run } from "./types";
 
 const embedded = typeof document === "undefined" ? null : document.querySelector("#rec-watch");
 
 class Watched {
-  /** In the order in which they were named; one that was not read yet is missing. Replaced as a whole, never changed. */
+  /** In the order of the command line; undefined until read. Replaced, never mutated. */
   runs: (Run | undefined)[] = $state.raw([]);
-  /** By run, when it was told, on the page's own clock: seconds. */
-  told: number[] = $state.raw([]);
-  /** Whether the stream stood, and does no more. */
+  /** Time of the last update of each run, in seconds on the page's clock. */
+  updatedSeconds: number[] = $state.raw([]);
+  /** Whether the connection was lost. */
   lost = $state(false);
   readonly mode: "live" | "static" = embedded ? "static" : "live";
 }
 
 export const watched = new Watched();
 
-/** Take what the page holds, or listen; the answer ends that. */
+/** Load embedded data, or subscribe to the server; the result unsubscribes. */
 export function open(): () => void {
   if (embedded) {
     watched.runs = (JSON.parse(embedded.textContent ?? "") as { runs: Run[] }).runs;
-    watched.told = watched.runs.map(() => performance.now() / 1000);
+    watched.updatedSeconds = watched.runs.map(() => performance.now() / 1000);
     return () => {};
   }
   const stream = new EventSource("/api/watch");
@@ -36,7 +36,7 @@ export function open(): () => void {
   stream.addEventListener("run", (event) => {
     const { at, run } = JSON.parse(event.data as string) as { at: number; run: Run };
     watched.runs = watched.runs.with(at, run);
-    watched.told = Object.assign([...watched.told], { [at]: performance.now() / 1000 });
+    watched.updatedSeconds = Object.assign([...watched.updatedSeconds], { [at]: performance.now() / 1000 });
   });
   return () => stream.close();
 }

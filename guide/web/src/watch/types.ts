@@ -1,4 +1,4 @@
-/** What the server tells of a run: guide/src/anybatch_guide/watch/run_log.py. */
+/** Data of a run from the server: guide/src/anybatch_guide/watch/run_log.py. */
 
 export type Axis = "step" | "samples" | "seconds";
 
@@ -87,7 +87,7 @@ export interface Run {
   stride: number;
   counts: { clipped: number; skipped: number };
   curves: Record<"loss" | "speed" | "norm" | "rate" | "clipped", Points>;
-  /** The shape of a long log while it is read: some of its steps, samples estimated. */
+  /** Preview of a long log while it is read: some of its steps, with estimated samples. */
   sketch: Points | null;
   geometry: { step: number; text: string; why: string }[];
   evaluations: { step: number; samples: number | null; metrics: Record<string, number | string> }[];

@@ -1,4 +1,4 @@
-/** Every component of the kit on one sheet, with made-up numbers, to look at: `npm run gallery`. No part of the page. */
+/** Every component of the kit on one sheet, with made-up numbers: `npm run gallery`. Not part of the page. */
 import { mount } from "svelte";
 
 import { guide } from "../../src/data/guide.svelte";

@@ -1,4 +1,4 @@
-"""What a measurement of noise and time says about the effective batch size, as a person reads it and as JSON. Pure."""
+"""Advice on the effective batch size from measured noise and step times, as text and as JSON."""
 
 import math
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Advice:
         device: of a rank.
         learning_rate: that was measured with.
         rates: that learning rate scaled to the best batch size, by each rule.
-        on_ranks: other numbers of ranks to what is predicted there.
+        on_ranks: predictions by number of ranks.
         rows: of parameters, name to noise scale.
     """
 
@@ -97,7 +97,7 @@ class Advice:
 
     @property
     def gain_of_accumulating(self) -> float:
-        """The part of the time that the best batch saves over one micro-batch per rank; 0 where it is no larger."""
+        """The part of the time that the best batch saves over one micro-batch per rank; 0 if it is not larger."""
         alone = self.micro_batch_size * self.num_ranks
         return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
 
@@ -114,8 +114,8 @@ class Advice:
         scale, cost = self.cost.critical_batch_size, self.cost
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
         step = (
-            f"  a step takes {_ms(cost.step_seconds(self.size))}: {_ms(cost.overhead_seconds)} whatever its "
-            f"samples ({self.overhead_share:.0%}), and {_ms(cost.seconds_per_sample)} a sample"
+            f"  a step takes {_ms(cost.step_seconds(self.size))}: {_ms(cost.overhead_seconds)} fixed "
+            f"({self.overhead_share:.0%}) plus {_ms(cost.seconds_per_sample)} per sample"
         )
         lines = [
             f"effective batch {self.size} on {ranks} ({self.device}), {self.num_measured} measured steps",
@@ -123,7 +123,7 @@ class Advice:
             step,
         ]
         if self.interval[0] <= 0:
-            return "\n".join([*lines, "", "Nothing can be said yet: measure more steps."])
+            return "\n".join([*lines, "", "No advice yet: measure more steps."])
         lines += ["", *self._table_lines(), "", *self._verdict(), *self._rate_lines(), *self._rank_lines()]
         return "\n".join([*lines, "", _LIMITS])
 
@@ -172,12 +172,12 @@ class Advice:
         gain = noise_gain(noise, base_batch_size=self.size, effective_batch_size=best)
         return {
             "noise gain, for SGD": self.learning_rate * gain,
-            "its root, for Adam": self.learning_rate * math.sqrt(gain),
+            "square root of the noise gain, for Adam": self.learning_rate * math.sqrt(gain),
         }
 
     @property
     def _cost(self) -> BatchCost:
-        """The cost by what is known: by the lower end while the noise scale has no upper one."""
+        """The cost by the noise scale, or by its lower end while it has no upper end."""
         return self.cost if self.is_known else self.cost.at(self.interval[0])
 
     def _best_of(self, cost: BatchCost) -> float:
@@ -222,15 +222,13 @@ class Advice:
         alone, gain = self.micro_batch_size * self.num_ranks, self.gain_of_accumulating
         pieces = f"{alone:,} samples, one micro-batch" + (" on each rank" if self.num_ranks > 1 else "")
         otherwise = (
-            "Accumulate for a loss over the whole batch, or for stability, and not for speed; it pays where a step "
-            "costs more beside its samples, as over a slow network."
+            "Accumulate for a loss over the whole batch, or for stability, and not for speed; it pays if a step "
+            "has a higher fixed cost, as over a slow network."
         )
         if gain >= HARDLY:
             return f"Accumulating pays here: {gain:.0%} less time to a loss than with {pieces}."
         if not self.is_known:
-            return (
-                f"Whether accumulating pays cannot be said yet: the noise scale has no upper end. One pass: {pieces}."
-            )
+            return f"Whether accumulating pays is unknown yet: the noise scale has no upper bound. One pass: {pieces}."
         if gain > 0:
             return f"Accumulating hardly pays here: {gain:.0%} less time than with {pieces}. {otherwise}"
         return f"Accumulating does not pay here: the best batch is not above {pieces}. {otherwise}"

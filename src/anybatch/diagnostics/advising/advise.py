@@ -35,26 +35,26 @@ def advise(
     ranks: Sequence[int] = (),
     link: Link | None = None,
 ) -> Advice:
-    """Say which effective batch size is worth it: by the noise of the gradient, and by what a step takes here.
+    """Find the effective batch size that pays off, by the gradient noise and the step time on this machine.
 
     ```python
     engine = ab.Engine(model, optimizer, loss, micro_batch_size=32, noise=GradientNoise(every=2))
     print(ab.advise(engine, ab.batches(dataset, effective_batch_size=256)))
     ```
 
-    The noise scale stands for the critical batch size B_crit. With `overhead` the seconds of a step beside those of its
-    samples, the time to a loss is least at `sqrt(B_crit x overhead / seconds per sample)`.
+    The noise scale approximates the critical batch size B_crit. With `overhead`, the fixed
+    seconds of a step, the time to a loss is minimal at `sqrt(B_crit x overhead / seconds per sample)`.
 
     Args:
         source: an engine that measures noise, and makes ordinary steps here (it trains on); or the log of a finished
             run that did (`events.jsonl`, or the folder it is in).
-        batches: what the engine steps on.
-        steps: most steps.
+        batches: the training batches.
+        steps: maximum number of steps.
         ranks: numbers of ranks to predict for, each a multiple of the present one.
         link: between them.
 
     Raises:
-        UserError: noise was not measured, or there are no two steps; or ranks without a link.
+        UserError: noise was not measured, there are fewer than two steps, or ranks lack a link.
     """
     refuse_unless(isinstance(ranks, Sequence), "ranks", ranks, "a list of numbers of ranks")
     if ranks and link is None:
@@ -83,11 +83,11 @@ def _of_engine(engine: Engine, batches: Iterable[Any], steps: int) -> tuple[Advi
     if not measured or not timed:
         message = (
             f"of {len(reports)} steps {len(measured)} have measured the gradient's noise. Build the engine with "
-            "noise=GradientNoise(every=2) (of anybatch.engine.gradient_noise), with at least two micro-batches in an "
+            "noise=GradientNoise(every=2) (of anybatch.noise), with at least two micro-batches in an "
             "effective batch, and pass enough batches."
         )
         raise UserError(message)
-    # Steps that read every gradient once more are no measure of what others take, unless there are no others.
+    # Steps that measure noise take longer, so they are timed only if all steps do.
     chosen = [pair for pair in timed if pair[0].noise is None] or timed
     last = reports[-1]
     cost = BatchCost(
@@ -132,7 +132,7 @@ def _of_log(path: Path) -> tuple[Advice, int]:
     if not noises:
         message = (
             f"{log} holds no measurement of the gradient's noise. Train a recipe whose ab.Job has "
-            "noise=GradientNoise() (of anybatch.engine.gradient_noise), or with Engine(noise=...) and a JsonlLog."
+            "noise=GradientNoise() (of anybatch.noise), or with Engine(noise=...) and a JsonlLog."
         )
         raise UserError(message)
     times = read_steps(log)
@@ -162,13 +162,7 @@ def _of_log(path: Path) -> tuple[Advice, int]:
 
 
 def with_rates(advice: Advice, learning_rate: float, group: Mapping[str, Any]) -> Advice:
-    """Return advice with the learning rate at the best batch size, by each rule there is.
-
-    Args:
-        advice: what is known so far.
-        learning_rate: at the present size.
-        group: a parameter group, whose betas and eps a rule may scale.
-    """
+    """Return advice with the learning rate at the best batch size, by each rule there is."""
     best = round(advice.best)
     rates: tuple[ScaledRate, ...] = ()
     if best >= 1:
@@ -190,10 +184,10 @@ def _on_ranks(advice: Advice, ranks: Sequence[int], link: Link | None, num_bytes
     found = {}
     for number in ranks:
         if number < advice.num_ranks or number % advice.num_ranks:
-            message = f"ranks={number} is no multiple of the {advice.num_ranks} that were measured on."
+            message = f"ranks={number} is not a multiple of the {advice.num_ranks} measured ranks."
             raise UserError(message)
         assert link is not None  # checked before
-        # What the present ranks take to reduce is in the overhead already; nothing is taken to hide behind a backward.
+        # The overhead already includes the reduction of the present ranks; no overlap with the backward is assumed.
         already = best_all_reduce(num_bytes, advice.num_ranks, link) if advice.num_ranks > 1 else 0.0
         more = max(0.0, best_all_reduce(num_bytes, number, link) - already) if number > 1 else 0.0
         found[number] = advice.cost.on_ranks(number // advice.num_ranks, more)

@@ -13,18 +13,9 @@ _POINTS = 161
 
 
 def draw_advice(advice: Advice, path: Path) -> None:
-    """Draw time and samples against the batch size, with the present and the best one, and the noise scale's interval.
-
-    Args:
-        advice: of `advise`.
-        path: the file, which ends in .png, .svg or .pdf.
-
-    Raises:
-        UserError: nothing is known yet, matplotlib is not installed, or the picture has another ending.
-        OSError: it cannot be written.
-    """
+    """Draw time and samples over the batch size, with the present size, the best one, and the noise scale."""
     if advice.interval[0] <= 0:
-        message = "the noise scale is not known yet, so there is nothing to draw: measure more steps."
+        message = "the noise scale is not known yet: measure more steps to draw it."
         raise UserError(message)
     figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(7, 5), layout="constrained")
     time, samples = figure.subplots(2, 1, sharex=True)

@@ -1,4 +1,4 @@
-"""Which way of using devices is best for a job? Runs it in all of them, in turns, and compares what they take."""
+"""Compares ways of using devices on one job: runs it in all of them, interleaved, and measures their cost."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,23 +41,23 @@ def compare(
     """Run a job in all ways of using devices, interleaved, and compare time, memory, traffic and gradients.
 
     Each way is built again in every round, makes a step to warm up and three that are timed. On several ranks the time
-    of a step is that of the slowest rank; what communication adds is that less the time of a step of each rank's share
-    alone, on all ranks at once. Each rank has one thread.
+    of a step is taken from the slowest rank; communication adds the difference to a step of each rank's share
+    alone, run on all ranks simultaneously. Each rank has one thread.
 
     Args:
-        train: function () -> what is trained, made anew; at the top of a module, so that ranks can import it.
+        train: function () -> a new `TrainSpec`; at the top of a module, so that ranks can import it.
         data: function () -> effective batches of `effective_batch_size`, at least four, such as `ab.batches`; likewise.
         effective_batch_size: samples of one update.
         micro_batch_size: most samples of one forward and backward, where the batch is accumulated; None for a quarter
             of a rank's share.
         num_devices: devices of the ways that use several; None for all GPUs, or two ranks on the CPU.
-        device_type: "cuda" or "cpu"; None: "cuda" where there are so many devices, else "cpu".
+        device_type: "cuda" or "cpu"; None: "cuda" if there are enough devices, else "cpu".
         num_samples: samples that device-hours are given for.
         price_per_hour: of one device; None for no price.
         num_rounds: rounds at most.
-        most_seconds: no further round is begun after so long; there is one in any case.
+        most_seconds: start no round after this many seconds; there is at least one.
         title: the first line of the report.
-        tell: function (words) that is called in another process with what is done next; at the top of a module.
+        tell: function (text) that receives the progress, in another process; at the top of a module.
 
     Raises:
         BatchSizeError: sizes that do not fit together.

@@ -9,16 +9,7 @@ from anybatch.events.matplotlib_files import import_drawing
 
 
 def draw_comparison(report: ComparisonReport, path: Path) -> None:
-    """Draw a bar for each way: time of a sample with what communication adds, peak memory, bytes sent in a step.
-
-    Args:
-        report: of `compare`, with at least one result.
-        path: the file, which ends in .png, .svg or .pdf.
-
-    Raises:
-        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-        OSError: it cannot be written.
-    """
+    """Draw a bar for each way: time of a sample with what communication adds, peak memory, bytes sent in a step."""
     figures = import_drawing("matplotlib.figure", [path])
     results = report.results
     figure = figures.Figure(figsize=(11, 1.6 + 0.36 * len(results)), layout="constrained")

@@ -1,9 +1,9 @@
-"""The training loop of each way as one writes it by hand in plain PyTorch, and the one loop with anybatch.
+"""Hand-written training loops in plain PyTorch, one for each way, and the loop with anybatch.
 
-Each function is a whole loop, and a right one: every divisor is exact. `loss_share(model, micro_batch)` is the sum of
-the micro-batch's losses divided by the count of the whole effective batch, so that shares only have to be added;
-`steps` yields, for each step, the micro-batches of this rank. What a loop needs before it on several ranks (a launcher,
-`init_process_group`, a sampler) is the same for all of them and left out.
+Each function is a complete and correct loop with exact divisors. `loss_share(model, micro_batch)` is the sum of the
+micro-batch's losses divided by the count of the whole effective batch, so shares only have to be added. `steps` yields
+this rank's micro-batches for each step. The set-up of several ranks (launcher, `init_process_group`, sampler) is the
+same for all loops and omitted.
 """
 
 import difflib
@@ -26,7 +26,7 @@ LossShare = Callable[[Any, Batch], Tensor]
 Steps = Iterable[Sequence[Batch]]
 OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
 Wrap = Callable[[nn.Module], DistributedDataParallel]
-"""Makes the wrapper: torch's class itself, unless somebody watches what it does."""
+"""Makes the wrapper: torch's class, unless its reductions are watched."""
 _DDP: Wrap = DistributedDataParallel
 
 
@@ -60,7 +60,7 @@ def data_parallel(model: nn.Module, make_optimizer: OptimizerFunction, loss_shar
 
 
 def ddp(model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps) -> None:
-    """Train on several ranks, each with its share at once."""
+    """Train on several ranks, each with its share in one piece."""
     optimizer = make_optimizer(model.parameters())
     wrapper = DistributedDataParallel(model)
     for (batch,) in steps:
@@ -73,7 +73,7 @@ def ddp(model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossSha
 def ddp_without_no_sync(
     model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps, wrap: Wrap = _DDP
 ) -> None:
-    """Train on several ranks in micro-batches, and reduce after each of them: right, and as many reductions."""
+    """Train on several ranks in micro-batches, and reduce after each: correct, but with many reductions."""
     optimizer = make_optimizer(model.parameters())
     wrapper = wrap(model)
     for micro_batches in steps:
@@ -156,11 +156,7 @@ def with_engine(
 
 
 def lines_changed(loop: Callable[..., None]) -> int:
-    """Return how many lines of a loop are not in `plain`: what has to be written to get from one to the other.
-
-    Args:
-        loop: a function above. Its head, docstring and comments do not count.
-    """
+    """Return how many lines of a loop are not in `plain`: the lines to write to get from one to the other."""
     matcher = difflib.SequenceMatcher(a=_body(plain), b=_body(loop), autojunk=False)
     return sum(stop - start for kind, *_, start, stop in matcher.get_opcodes() if kind in ("insert", "replace"))
 

@@ -1,4 +1,4 @@
-"""What a rank does to compare ways of using devices: each way's facts once, then whole steps of all ways in turns."""
+"""Measures ways of using devices on one rank: facts of each way once, then interleaved whole steps."""
 
 import math
 import time
@@ -35,24 +35,14 @@ from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
 
 NUM_BATCHES = 4
-"""Effective batches whose gradients show how much they differ."""
+"""Effective batches for the variance of gradients."""
 _MOST_PARTS = 64
 _WARM_STEPS, _TIMED_STEPS = 1, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedJob:
-    """What ranks are asked to run; a value that they are sent.
-
-    Attributes:
-        train: function () -> what is trained, made anew.
-        data: function () -> effective batches, of which the first `NUM_BATCHES` are used.
-        ways: the ways to run it, those that are not measured among them.
-        device_type: "cpu" or "cuda".
-        num_rounds: rounds of timed steps at most.
-        most_seconds: no further round is begun after so long.
-        tell: function (words) that rank 0 calls with what it does next, and that can be sent to it; None for none.
-    """
+    """The job of a comparison; sent to ranks."""
 
     train: Callable[[], TrainSpec]
     data: Callable[[], Iterable[EffectiveBatch]]
@@ -65,19 +55,19 @@ class ComparedJob:
 
 @dataclass(slots=True, kw_only=True)
 class RankFigures:
-    """What one rank has measured of one way.
+    """The measurements of one way on one rank.
 
     Attributes:
         step_seconds: of each timed step.
-        alone_seconds: of each step on this rank's share alone, on all ranks at once: the same schedule unreduced.
-        peak_bytes: most memory at once on a device: of the allocator on CUDA, else of this rank's tensors.
+        alone_seconds: of each step on this rank's share alone, on all ranks simultaneously: the schedule unreduced.
+        peak_bytes: peak memory on a device: of the allocator on CUDA, else of this rank's tensors.
         total_peak_bytes: the same over all devices of this rank.
-        reserved_bytes: most that the allocator had reserved; None on a CPU.
+        reserved_bytes: peak of the allocator's reserved memory; None on a CPU.
         driver_bytes: memory of the device in use by its driver; None on a CPU.
-        gradient_bytes: bytes of gradients that this rank handed to collectives in a step.
-        gradient_error: relative error to the native gradient, by plain PyTorch; None on other ranks than the first.
-        gradient_variance: mean squared distance of a gradient from the mean of several, over the square of that.
-        reason: why it could not be run; empty if it could.
+        gradient_bytes: gradient bytes that this rank passes to collectives per step.
+        gradient_error: relative error against the native gradient of plain PyTorch; None except on rank 0.
+        gradient_variance: variance of several gradients, see `variance_of`.
+        reason: why it failed; empty on success.
     """
 
     step_seconds: list[float] = field(default_factory=list)
@@ -93,23 +83,14 @@ class RankFigures:
 
 
 def measure_on_rank(job: ComparedJob) -> dict[str, RankFigures]:
-    """Run every way on this rank, together with the other ranks; return its figures by name.
-
-    Args:
-        job: the same on all ranks, which are joined already.
-    """
+    """Run every way on this rank, together with the other ranks; return its figures by name."""
     device = torch.device(job.device_type, torch.distributed.get_rank()) if job.device_type == "cuda" else None
     with World.from_environment(device=device or job.device_type) as world:
         return _Runs(job, world).run()
 
 
 class _Runs:
-    """All ways on one rank.
-
-    Args:
-        job: what to run.
-        world: the ranks.
-    """
+    """All ways on one rank."""
 
     def __init__(self, job: ComparedJob, world: World) -> None:
         self._job = job
@@ -121,7 +102,7 @@ class _Runs:
         self._gradient_bytes = 0
 
     def run(self) -> dict[str, RankFigures]:
-        """Return the figures of every way that could be run, and the reasons of the others."""
+        """Return the figures of every way that ran, and the reasons of the others."""
         found = {way.name: RankFigures(reason=way.unmeasured) for way in self._job.ways}
         ways = [way for way in self._job.ways if not way.unmeasured]
         self._tell("the un-split batch")
@@ -134,10 +115,10 @@ class _Runs:
             left = max(0.0, self._job.most_seconds - (time.perf_counter() - begun))
             for way in ways:
                 self._tell(f"steps of {way.name}, round {number + 1}; the last round begins within {math.ceil(left)} s")
-                # Ways take turns, so that a machine that slows down slows all of them.
+                # Ways are interleaved, so that a machine that slows down affects all of them.
                 if not found[way.name].reason:
                     self._try(way, found[way.name], self._timed)
-            # What rank 0 says: clocks differ.
+            # Rank 0 decides, because clocks differ.
             if self._world.gather_numbers([time.perf_counter() - begun])[0][0] > self._job.most_seconds:
                 break
         return found
@@ -147,19 +128,19 @@ class _Runs:
             self._job.tell(words)
 
     def _try(self, way: Way, figures: RankFigures, measure: Callable[[Way, RankFigures], None]) -> None:
-        """Measure on the ranks that a way has; the others wait. What fails on one rank is not measured on any."""
+        """Measure on the ranks of a way; the others wait. A failure on one rank skips the way on all."""
         if self._world.rank < way.num_ranks:
             try:
                 measure(way, figures)
             except (torch.OutOfMemoryError, MemoryExhaustedError):
-                figures.reason = "it does not fit into the memory"
+                figures.reason = "it does not fit into memory"
             except (AnyBatchError, RuntimeError, TypeError, ValueError, AttributeError) as error:
                 figures.reason = str(error).strip().splitlines()[0] or type(error).__name__
         reasons = [reason for reason in self._world.gather_objects(figures.reason) if reason]
         figures.reason = reasons[0] if reasons else ""
 
     def _run_native_batch(self) -> None:
-        """Take the gradient of the un-split batch by plain PyTorch, and the modules whose draws would differ by cut."""
+        """Compute the native gradient by plain PyTorch, and find modules whose random numbers depend on the split."""
         random_modules: Sequence[str] = ()
         train = self._job.train()
         modules = collect_modules(train.model, declared(train.loss))
@@ -195,7 +176,7 @@ class _Runs:
             figures.gradient_error = relative_error(found, self._native)
 
     def _timed(self, way: Way, figures: RankFigures) -> None:
-        """Make some steps, each after all ranks are there; and as many without reduction."""
+        """Make some steps, each after a barrier, and equally many without reduction."""
         if way.strategy is None:
             seconds: list[float] = []
             self._by_hand(way, _WARM_STEPS + _TIMED_STEPS, seconds)
@@ -211,7 +192,7 @@ class _Runs:
                 figures.alone_seconds += self._seconds(way, lambda: engine.step(batch))
 
     def _seconds(self, way: Way, step: Callable[[], object]) -> list[float]:
-        """Return the seconds of some steps, after one that warms up."""
+        """Return the seconds of some steps, after a warm-up step."""
         found = []
         for number in range(_WARM_STEPS + _TIMED_STEPS):
             self._meet(way)
@@ -226,7 +207,7 @@ class _Runs:
             self._world.gather_numbers([0.0])
 
     def _now(self) -> float:
-        # Kernels run behind the host: without waiting, a step would seem to end when it has only been launched.
+        # Kernels run asynchronously: without waiting, a step would seem to end when it is only launched.
         if self._world.device.type != "cpu":
             torch.accelerator.synchronize(self._world.device)
         return time.perf_counter()
@@ -255,7 +236,7 @@ class _Runs:
         return next(_parts(self._batches[0], way))
 
     def _share(self, way: Way) -> EffectiveBatch:
-        """Return this rank's samples as a batch of their own."""
+        """Return this rank's samples as a separate batch."""
         whole = self._batches[0]
         units = Placement(Cut(micro_batch_size=way.micro_batch_size), way.num_ranks, self._world.rank).units(
             len(whole.sample_ids)
@@ -270,7 +251,7 @@ class _Runs:
             recording = record_memory(engine)
             with recording:
                 engine.step(batch)
-            # DDP's buckets are made by its own code, where no operation shows them.
+            # DDP's own code allocates its buckets, invisible to operations.
             buckets = self._gradient_bytes if way.strategy == "ddp" else 0
             self._set_peak(figures, recording.report.timeline.peak_bytes + buckets)
 
@@ -286,11 +267,11 @@ class _Runs:
         figures.driver_bytes = driver_bytes(self._world.device)
 
     def _devices(self) -> list[torch.device]:
-        """Return the CUDA devices that this process may use: all of them where it is the only one; none on a CPU."""
+        """Return the CUDA devices that this process may use: all if it is the only one; none on a CPU."""
         own = self._world.device
         if own.type != "cuda":
             return []
-        # `DataParallel` uses them all from one process; the other ranks wait meanwhile.
+        # `DataParallel` uses them all from one process, while the other ranks wait.
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
     def _facts_by_hand(self, way: Way, figures: RankFigures) -> None:
@@ -318,16 +299,12 @@ class _Runs:
         read: Callable[[Mapping[str, Tensor]], None] | None = None,
         made: TrainSpec | None = None,
     ) -> None:
-        """Run the loop by hand on this rank's share; with `read`, the first step's gradient is read, not used.
-
-        Raises:
-            ValueError: the loop by hand cannot do what the job asks for.
-        """
+        """Run the loop by hand on this rank's share; `read` receives the first step's gradient instead of an update."""
         train = made or self._trained(without_randomness=read is not None)
         loss = declared(train.loss)
         model = train.model
         if not isinstance(model, nn.Module) or loss.kind.encode is not None or loss.kind.brings_count:
-            message = "its loss or model asks for more than the loop by hand does"
+            message = "the loop by hand does not support its loss or model"
             raise ValueError(message)
         share = self._share(way)
         cut = Placement(Cut(micro_batch_size=way.micro_batch_size), 1, 0)
@@ -358,7 +335,7 @@ class _Runs:
 
 
 class _GradientBytes:
-    """Adds up the gradients that are handed to collectives: by the engine, as its observer, or by DDP itself."""
+    """Adds up gradient bytes passed to collectives: by the engine, as its observer, or by DDP."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -397,7 +374,7 @@ def _parts(whole: CachedBatch, way: Way) -> Iterator[EffectiveBatch]:
 
 
 def whole_tensors(gradients: Gradients) -> dict[str, Tensor | None]:
-    """Return gradients with those that are sharded gathered; all ranks call it."""
+    """Return gradients, with sharded ones gathered; all ranks call it."""
     return {
         name: cast("Any", value).full_tensor() if value is not None and is_dtensor(value) else value
         for name, value in gradients.items()
@@ -408,9 +385,6 @@ def variance_of(gradients: Sequence[Gradients]) -> float | None:
     """Return the mean squared distance of gradients from their mean, over the square of that mean's norm.
 
     `sum |g_i - m|^2 / (n - 1) / |m|^2`, with n gradients and their mean m; None for fewer than two.
-
-    Args:
-        gradients: by parameter name, of batches of equal size.
     """
     number = len(gradients)
     if number < 2:  # noqa: PLR2004 (one differs from nothing)

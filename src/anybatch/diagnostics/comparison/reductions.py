@@ -15,12 +15,7 @@ OnBucket = Callable[[int, int, SpanEvent], None]
 
 
 class WatchedDDP:
-    """Wraps a model in DDP and watches what it hands to all-reduces; what is computed is what DDP computes.
-
-    Args:
-        on_bucket: told of every bucket. Its end may be told from another thread.
-        bucket_bytes: gradient bytes of a bucket.
-    """
+    """Wraps a model in DDP and records its all-reduces, without changing the computation."""
 
     def __init__(self, on_bucket: OnBucket, *, bucket_bytes: int = 25 * 2**20) -> None:
         self.on_bucket = on_bucket

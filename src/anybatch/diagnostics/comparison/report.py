@@ -1,4 +1,4 @@
-"""What a comparison of ways found: a table, values, sentences."""
+"""The result of a comparison: a table, values, sentences."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from anybatch.core.units import in_bytes, three_digits
 from anybatch.diagnostics.comparison.ways import Way
-from anybatch.memory.counted import what_is_counted
+from anybatch.memory.counted import counting_text
 
 _VARIES = 0.25
 _EXACT = 1e-4
@@ -19,7 +19,7 @@ class WayResult:
     """One way, measured.
 
     Attributes:
-        way: what was run.
+        way: the way that was run.
         seconds_per_step: median of whole steps, of the slowest rank in each.
         quartiles: of the steps that this is the median of.
         exposed_seconds: the median less the median of the steps of each rank's share alone; None on one rank.
@@ -28,7 +28,7 @@ class WayResult:
         reserved_bytes: most that a rank's allocator had reserved; None on a CPU.
         driver_bytes: memory of a rank's device in use by its driver, as nvidia-smi shows it; None on a CPU.
         gradient_bytes: bytes of gradients that a rank hands to collectives in a step.
-        gradient_error: relative error of the gradient to that of the un-split batch by plain PyTorch; None for another
+        gradient_error: relative error against the gradient of the unsplit batch in plain PyTorch; None for another
             batch.
         gradient_variance: how much the gradients of several batches differ, see `variance_of`; None if not known.
     """
@@ -67,7 +67,7 @@ class WayResult:
         return dataclasses.replace(self, gradient_variance=native.gradient_variance)
 
     def device_hours(self, num_samples: float) -> float:
-        """Return device-hours for so many samples."""
+        """Return the device-hours for `num_samples`."""
         return self.way.num_devices * self.seconds_per_sample * num_samples / 3600
 
 
@@ -76,7 +76,7 @@ class ComparisonReport:
     """Ways of using devices, side by side. `print(report)` shows the table.
 
     Attributes:
-        title: what was compared.
+        title: first line of the report.
         device: where.
         effective_batch_size: samples of one update, but for the small batch.
         micro_batch_size: most samples of one forward and backward, where the batch is accumulated.
@@ -126,7 +126,7 @@ class ComparisonReport:
         return "\n".join([*lines, "", *self.sentences()])
 
     def sentences(self) -> list[str]:
-        """Return what the figures say, a sentence each."""
+        """Return conclusions, one sentence each."""
         if not self.results:
             return ["nothing could be measured."]
         fastest, smallest = self.fastest, self.smallest
@@ -148,7 +148,9 @@ class ComparisonReport:
             )
         others = [one.way.name for one in self._of_the_batch if (one.gradient_error or 0.0) > _EXACT]
         if others:
-            found.append(f"another gradient than the un-split batch's: {', '.join(others)}. `anybatch check` says why.")
+            found.append(
+                f"gradients that differ from the unsplit batch: {', '.join(others)}. `anybatch check` finds the cause."
+            )
         else:
             worst = max((one.gradient_error or 0.0 for one in self._of_the_batch), default=0.0)
             found.append(f"all of these have the gradient of the un-split batch (relative error at most {worst:.0e}).")
@@ -183,7 +185,7 @@ class ComparisonReport:
 
     def _counted(self) -> list[str]:
         on_device = any(one.reserved_bytes is not None for one in self.results)
-        return ["", what_is_counted("allocated" if on_device else "in tensors")] if self.results else []
+        return ["", counting_text("allocated" if on_device else "in tensors")] if self.results else []
 
     def _costs(self) -> list[list[str]]:
         priced = self.price_per_hour is not None
@@ -215,9 +217,5 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowest rank's seconds of each step, rising.
-
-    Args:
-        ranks: for each rank the seconds of its steps, equally many.
-    """
+    """Return the slowest rank's seconds of each step, rising."""
     return sorted(max(of_ranks) for of_ranks in zip(*ranks, strict=True))

@@ -17,8 +17,8 @@ class Way:
     """One way of using devices.
 
     Attributes:
-        name: as it stands in tables.
-        strategy: what the engine is told; None: a loop by hand, for what the engine never does.
+        name: its name in tables.
+        strategy: the engine's strategy; None: a loop by hand, for ways without the engine.
         num_devices: devices that it needs.
         num_ranks: processes among them.
         num_samples: samples of one update.
@@ -60,16 +60,7 @@ _WAYS: tuple[tuple[str, str | None, bool, Cut, Callable[..., None]], ...] = (
 
 
 def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: int) -> tuple[Way, ...]:
-    """Return the ways of training with one effective batch size.
-
-    Args:
-        effective_batch_size: samples of one update; of a small batch they are `micro_batch_size`.
-        micro_batch_size: most samples of one forward and backward where the batch is accumulated.
-        num_devices: devices of those ways that use several.
-
-    Raises:
-        BatchSizeError: a micro-batch is larger than the batch, or there are fewer samples than devices.
-    """
+    """Return the ways of training with one effective batch size."""
     if not 1 <= micro_batch_size <= effective_batch_size:
         message = f"{micro_batch_size=} must be from 1 to the {effective_batch_size} samples of the batch."
         raise BatchSizeError(message, effective_batch_size=effective_batch_size, micro_batch_size=micro_batch_size)

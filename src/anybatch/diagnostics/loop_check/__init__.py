@@ -1,1 +1,1 @@
-"""Judges a training loop by running it: on a model whose gradient says which samples made it, and with what weights."""
+"""Checks a training loop by running it on a model whose gradient shows the samples used and their weights."""

@@ -31,7 +31,7 @@ from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.diagnostics.loop_check.steps import micro_batches_of, steps_of
 from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, visible
 from anybatch.errors import LoopError
-from anybatch.parallel.launchers import say_launched
+from anybatch.parallel.launchers import set_launch_variables
 from anybatch.testing.ranks import RankOutcome, RankPool, rank_context
 
 NUM_RANKS = 2
@@ -79,11 +79,7 @@ def check_named_loop(
     ranks: Literal[1, 2] | None = None,
     time_limit_seconds: float = 20.0,
 ) -> LoopReport:
-    """Judge the loop that `find` returns, as `check_loop` does; `find` imports it in the subprocess.
-
-    Raises:
-        UserError: as `check_loop`; or the loop does not exist, or finding it takes more than a minute.
-    """
+    """Judge the loop that `find` returns, as `check_loop` does; `find` imports it in the subprocess."""
     work = partial(_judge, find, data, ranks, time_limit_seconds)
     timeout_seconds = IMPORT_SECONDS + MAX_RUNS * time_limit_seconds
     report, written, not_copied = run_in_sandbox(work, timeout_seconds=timeout_seconds)
@@ -145,7 +141,7 @@ def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
 def run_on_rank(loop: JudgedLoop) -> bytes:
     """Run a loop on every rank: a loader has the rank's share, a data set has all samples."""
     rank, num_ranks, ids = dist.get_rank(), dist.get_world_size(), loop.ids
-    say_launched(rank, num_ranks)
+    set_launch_variables(rank, num_ranks)
     prepare_process(in_group=True)
     share = math.ceil(len(ids) / num_ranks)
     trace = loop.run(ids[rank * share : (rank + 1) * share] if "loader" in loop.parameters.needed else ids)

@@ -19,7 +19,7 @@ from anybatch.diagnostics.loop_check.parameters import GuessedSettings, LoopPara
 from anybatch.diagnostics.loop_check.probe import ProbeData, ProbeLoader, RowModel, TargetKind, make_data
 from anybatch.diagnostics.loop_check.recorder import LoopTrace, Recorder, time_limit
 from anybatch.errors import LoopError
-from anybatch.parallel.launchers import say_launched
+from anybatch.parallel.launchers import set_launch_variables
 from anybatch.parallel.torch_internals import HashStore
 
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
@@ -84,9 +84,6 @@ class JudgedLoop:
         """Run it with micro-batches of a size on some samples (None: all), and return its trace.
 
         A function without a number of epochs is called once for each.
-
-        Raises:
-            LoopError: the loop raised.
         """
         needed, recorder = self.parameters.needed, Recorder(self.place[0], gain, epochs)
         torch.set_grad_enabled(True)  # an earlier run may have changed these
@@ -194,6 +191,6 @@ def prepare_process(*, in_group: bool) -> None:
         setattr(torch.cuda, name, nothing)
     if in_group:
         if not dist.is_initialized():  # a loop for several ranks also runs alone, to measure unit gradients
-            say_launched(0, 1)
+            set_launch_variables(0, 1)
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         vars(dist).update(init_process_group=nothing, destroy_process_group=nothing)

@@ -47,12 +47,6 @@ def run_in_sandbox(
 
     On Linux without an accelerator the process is forked, so that `work` can use functions of a notebook. Otherwise
     `work` is pickled.
-
-    Returns:
-        The value, the files written in the copy, and the files and folders that the copy left out.
-
-    Raises:
-        UserError: raised by `work`; or the process died, took too long, or cannot import `work`.
     """
     can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
     context: Any = multiprocessing.get_context("fork") if can_fork else rank_context()

@@ -38,11 +38,7 @@ COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
 
 
 class UnitGradients:
-    """Gradients of single samples with weight one, measured with the loop.
-
-    Attributes:
-        scale_is_known: whether their size is known, and not only their direction.
-    """
+    """Gradients of single samples with weight one, measured with the loop."""
 
     def __init__(self, loop: JudgedLoop, trace: LoopTrace) -> None:
         self.scale_is_known = True

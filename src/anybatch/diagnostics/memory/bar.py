@@ -83,14 +83,14 @@ class MemoryBar:
         if self._total_bytes is not None and total > self._total_bytes:
             place = 1 + round((width - 2) * self._total_bytes / total)
             note = f"{in_bytes(self._total_bytes)} is what there is"
-            # The note goes to the left of the arrow where there is no room on the right.
+            # Without room on the right, the note goes to the left of the arrow.
             before = place + len(note) + 2 > width
             yield _line(f"{note} ^".rjust(place + 1) if before else f"{'':{place}}^ {note}")
         yield from _legend(parts, width, blocks=blocks)
 
     def _parts(self, num_cells: int) -> list[_Part]:
         total = sum(self._num_bytes.values())
-        # Parts may exceed the device; the bar then stands for the parts.
+        # If the parts exceed the device, the bar shows only the parts.
         whole = max(total, self._total_bytes or 0)
         sizes = dict(self._num_bytes)
         letters = _letters(sizes)
@@ -109,11 +109,8 @@ class MemoryBar:
 def colours_of(names: Iterable[str]) -> dict[str, str]:
     """Return a colour for each name, the same in figures and on terminals.
 
-    Shades of the palette of Okabe and Ito, which colour-blind readers can tell apart. What stays from step to step is
-    cool, what comes and goes is warm; names that are no category get one of some others, in order.
-
-    Args:
-        names: categories of memory, or other names.
+    Shades of the palette of Okabe and Ito, which colour-blind readers can distinguish. Persistent categories have cool
+    colours, temporary ones warm colours; other names get further colours in order.
     """
     others = itertools.cycle(_OTHER_COLOURS)
     return {name: _COLOURS.get(name) or next(others) for name in names}
@@ -140,7 +137,7 @@ def cells_of(sizes: Sequence[int], num_cells: int) -> list[int]:
 
 
 def _legend(parts: Sequence[_Part], width: int, *, blocks: bool) -> Iterator[Text]:
-    """Yield the legend, in as many columns as there is room for, filled from top to bottom."""
+    """Yield the legend in columns that fit the width, filled from top to bottom."""
     if not parts:
         return
     name_width = min(_NAME_WIDTH, max(len(part.name) for part in parts), max(4, width - 20))
@@ -161,7 +158,7 @@ def _glyph(part: _Part, *, blocks: bool) -> str:
 
 
 def _letters(names: Iterable[str]) -> list[str]:
-    """Return a letter for each name: one of its own, if one is left."""
+    """Return a letter for each name, unique while letters last."""
     found: list[str] = []
     for name in names:
         candidates = (*name.lower(), *string.ascii_lowercase, *string.digits)

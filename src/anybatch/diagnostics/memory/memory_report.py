@@ -1,4 +1,4 @@
-"""Memory of a step, measured while it ran: when, by purpose, and how much was left."""
+"""Measured memory of a step: over time, by purpose, and the free rest."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from anybatch.diagnostics.memory.bar import MemoryBar
 from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
-from anybatch.memory.counted import Counted, what_is_counted
+from anybatch.memory.counted import Counted, counting_text
 from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import MemoryTimeline, timeline
@@ -34,11 +34,11 @@ class AllocatorReport:
     """Counters of torch's CUDA allocator during the recording.
 
     Attributes:
-        peak_bytes: most that was allocated at once, by kernels too.
+        peak_bytes: peak of allocated memory, including kernels.
         allocated_bytes: allocated at the moment of the tensors' peak.
         reserved_bytes: reserved on the device by then.
-        num_retries: how often it emptied its cache to find room, during the recording.
-        summary: `torch.cuda.memory_summary()` at the end; empty if it was not asked for.
+        num_retries: how often the allocator emptied its cache because memory was full, during the recording.
+        summary: `torch.cuda.memory_summary()` at the end; empty if not requested.
     """
 
     peak_bytes: int
@@ -53,7 +53,7 @@ class AllocatorReport:
         return 1.0 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return it in a line, with the summary below."""
+        """Return the counters in a line, with the summary below."""
         retries = f"{self.num_retries:,} retr{'y' if self.num_retries == 1 else 'ies'}"
         line = f"allocator: {in_bytes(self.reserved_bytes)} reserved at the peak"
         line += f", {100 * self.fragmentation:.1f}% of it not handed out; {retries}"
@@ -70,10 +70,10 @@ class MemoryReport:
         num_steps: optimizer steps that were recorded.
         num_samples: samples of the last of them, over all ranks.
         num_micro_batches: micro-batches that this rank ran for it.
-        limit_bytes: memory of the device; None if that is not known.
-        headroom: share of it that is to be kept free.
+        limit_bytes: memory of the device; None if unknown.
+        headroom: share of it to keep free.
         allocator: counters of torch's allocator; None on a CPU.
-        decided: the micro-batch size that the engine chose, and why; None where it was named.
+        decided: the micro-batch size that the engine chose, and why; None if the user gave it.
     """
 
     timeline: MemoryTimeline
@@ -88,7 +88,7 @@ class MemoryReport:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory at once: of the allocator where there is one, else of tensors."""
+        """Peak memory: of the allocator if there is one, else of tensors."""
         seen = self.timeline.peak_bytes
         return seen if self.allocator is None else max(seen, self.allocator.peak_bytes)
 
@@ -100,13 +100,13 @@ class MemoryReport:
     @property
     def at_peak(self) -> Mapping[str, int]:
         """Memory at the peak by purpose, in bytes."""
-        # Workspaces of kernels are in the allocator's count, and in no tensor.
+        # The allocator also counts workspaces of kernels, which are not tensors.
         unseen = self.peak_bytes - self.timeline.peak_bytes
         return {**self.timeline.at(self.timeline.peak_moment), **({UNSEEN: unseen} if unseen else {})}
 
     @property
     def reserve(self) -> Reserve | None:
-        """The part of the limit that the peak leaves free; None where there is no limit."""
+        """The part of the limit that the peak leaves free; None without a limit."""
         return None if self.limit_bytes is None else Reserve(self.peak_bytes, self.limit_bytes, self.headroom)
 
     @property
@@ -132,14 +132,14 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the peak, its bar, and the memory left."""
-        return "\n".join([self._what, self._where_from, str(self.bar), *self._words_below()])
+        return "\n".join([self._what, self._where_from, str(self.bar), *self._footer()])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the same for a terminal, with the bar in colours."""
         words = partial(Text, overflow="fold")
         yield from map(words, (self._what, self._where_from))
         yield self.bar
-        yield from map(words, self._words_below())
+        yield from map(words, self._footer())
 
     @property
     def _what(self) -> str:
@@ -160,8 +160,8 @@ class MemoryReport:
         operation = self.timeline.operations[self.timeline.peak_moment]
         return f"{self._where}{f', by {operation}' if operation else ''}"
 
-    def _words_below(self) -> list[str]:
-        lines = [what_is_counted(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
+    def _footer(self) -> list[str]:
+        lines = [counting_text(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
         lines += [] if self.decided is None else [f"decided: micro-batch size: {self.decided}"]
         reserve = self.reserve
         if reserve is not None:
@@ -170,7 +170,7 @@ class MemoryReport:
 
 
 class MemoryRecording:
-    """Records what an engine's steps hold while it is entered; see `record_memory`."""
+    """Context manager that records the memory of an engine's steps; see `record_memory`."""
 
     def __init__(
         self,
@@ -200,28 +200,23 @@ class MemoryRecording:
 
     @property
     def report(self) -> MemoryReport:
-        """The report, once the block is over.
-
-        Raises:
-            UserError: the block is not over, or no step was made in it.
-        """
+        """The report, available after the block."""
         if self._report is None:
             message = (
-                "there is nothing to report: record_memory reports once its block is over, and an engine.step must "
-                "have been made in it."
+                "no memory report yet: call engine.step inside the record_memory block, and read the report after it."
             )
             raise UserError(message)
         return self._report
 
     def __enter__(self) -> Self:
-        """Book what the engine holds already, and begin."""
+        """Register the engine's existing memory, and begin."""
         self._ledger.phase = "setup"
         self._hold()
         if self._allocator is not None:
             begin_peak(self._device)
             now = self._allocator()
             self._retries_before = 0 if now is None else now.num_retries
-        # If the ledger cannot be entered, the engine is no longer observed.
+        # If the ledger cannot be entered, stop observing the engine.
         with ExitStack() as stack:
             stack.enter_context(self._engine.observed_by(self, self._hold_inputs))
             stack.enter_context(self._ledger)
@@ -231,15 +226,15 @@ class MemoryRecording:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop looking, and put the report together."""
+        """Stop recording and create the report."""
         self._stack.close()
-        # After an error the last step is incomplete, and a report of it would mislead.
+        # After an error the last step is incomplete, and a report would be misleading.
         if error is None and self._steps:
             self._report = self._make_report()
         self._ledger.forget()
 
     def observe(self, record: Record, /) -> None:
-        """Follow the step: where it stands, and what has come to stay."""
+        """Follow the step: its phase, and its new permanent memory."""
         match record:
             case MicroBatchRecord(event="begin"):
                 self._mark(f"micro-batch {record.position + 1}")
@@ -253,10 +248,10 @@ class MemoryRecording:
                 return
 
     def _follow(self, record: PhaseRecord) -> None:
-        """Take over the phase; between two of them the former goes on. The ledger tells forward from backward."""
+        """Set the phase, which lasts until the next one. The ledger separates forward and backward."""
         begins = record.event == "begin"
         if record.name == "load":
-            # Loading is not booked; the micro-batch that comes of it is, in `_hold_inputs`.
+            # Loading is not counted; the loaded micro-batch is, in `_hold_inputs`.
             self._ledger.phase, self._ledger.paused = "setup" if begins else None, begins
             self._loading = record.position or 0
             return
@@ -270,7 +265,7 @@ class MemoryRecording:
             self._hold()
 
     def _hold(self) -> None:
-        """Book what the engine keeps; what was made within a phase is known at its end, and was that from the start."""
+        """Register the engine's permanent memory; memory made within a phase is classified at its end."""
         for category, tensors in self._engine.resident_tensors().items():
             self._ledger.hold(category, tensors)
 
@@ -288,8 +283,7 @@ class MemoryRecording:
             self._last_mark = name
 
     def _watch(self, held_bytes: int, _num_bytes: int, _operation: str) -> None:
-        """Ask the allocator whenever tensors hold more than ever before."""
-        # Reading the allocator's counters is slow, so it is done at new peaks only.
+        """Read the allocator's counters at each new peak of tensors."""
         if self._allocator is not None and held_bytes > self._seen_bytes:
             self._seen_bytes = held_bytes
             self._at_peak = self._allocator()
@@ -329,7 +323,7 @@ def record_memory(
     headroom: float = HEADROOM,
     summary: bool = False,
 ) -> MemoryRecording:
-    """Record what the steps of a block hold in memory, tensor by tensor.
+    """Record the memory of the steps in a block, tensor by tensor.
 
     ```python
     with record_memory(engine) as recording:
@@ -338,15 +332,15 @@ def record_memory(
     recording.report.draw("memory.png")
     ```
 
-    The step is a real one, with the same result to the bit, but slower: every operation is looked at. What a kernel
-    takes for itself and gives back before it returns is seen on a CUDA device only, as `not in tensors`. The first
-    step of an engine is not like the others: it checks the loss, and makes the optimizer's state. Record a later one.
+    The step is a real one with bitwise the same result, but slower, since every operation is recorded. Temporary memory
+    inside kernels is visible on CUDA devices only, as `not in tensors`. Do not record the first step of an engine,
+    which checks the loss and creates the optimizer's state.
 
     Args:
-        engine: whose steps are recorded. Its own observer goes on looking in.
-        limit_bytes: what there is; None for what this process may allocate on the device, on a CPU no limit.
-        headroom: share of the limit that is to be kept free.
-        summary: keep `torch.cuda.memory_summary()` as well.
+        engine: the engine to record. Its observer still receives records.
+        limit_bytes: available memory; None for the limit of this process on the device, or no limit on a CPU.
+        headroom: share of the limit to keep free.
+        summary: also store `torch.cuda.memory_summary()`.
     """
     device = engine.world.device
     return MemoryRecording(

@@ -22,11 +22,11 @@ from anybatch.memory.timeline import MemoryTimeline
 
 INK, FAINT, PALE = "#262626", "#8C8C8C", "#595959"
 MOST_COLUMNS = 1_500
-"""Longer timelines are drawn in so many columns, each as high as its highest moment."""
+"""Number of columns of a longer timeline, each as high as its peak."""
 SHOWN_LIMIT = 1.6
-"""A limit above so many peaks is not drawn: the axis would be mostly empty."""
+"""A limit above this multiple of the peak is not drawn, because the axis would be mostly empty."""
 LETTER_SHARE = 0.0075
-"""Width of a letter in the strips, as a share of theirs: what has no room for its name carries none."""
+"""Width of a letter in the strips, as a share of their width: names that do not fit are omitted."""
 MOST_EDGES = 100
 """Strips of more pieces are drawn without edges, which would hide them."""
 TURN = 0.6
@@ -67,7 +67,7 @@ _MARKS = "#FFFFFF", "#EFEFEF"
 
 
 def draw(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
-    """Draw a timeline into a file, whatever settings of matplotlib the user has; they stay as they are."""
+    """Draw a timeline into a file, independent of the user's matplotlib settings, which are restored."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(cast("Any", _SETTINGS))
@@ -76,7 +76,7 @@ def draw(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
 
 
 def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
-    """Return a timeline as a figure: two strips that say what was going on, and below them the areas."""
+    """Return a timeline as a figure: two strips of marks and phases, and the areas below them."""
     # Not by pyplot, which would keep the figure alive and may open a window.
     figure = Figure(figsize=(11.0, 5.6), layout="constrained")
     strips, areas = figure.subplots(2, 1, sharex=True, height_ratios=[0.075, 1.0])
@@ -107,9 +107,9 @@ def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
 
 
 def highest_moments(totals: Int[Tensor, " moment"], num_columns: int) -> Int[Tensor, " column"]:
-    """Return the moments to draw: all, or in each of `num_columns` equal stretches the highest one, and both ends.
+    """Return the moments to draw: all, or both ends and the highest one in each of `num_columns` equal stretches.
 
-    The peak is always among them, and so is whatever stands out of its neighbourhood.
+    The peak is always among them, and no spike disappears.
     """
     num_moments = len(totals)
     if num_moments <= num_columns:
@@ -183,7 +183,7 @@ def _draw_peak(areas: Axes, course: MemoryTimeline, unit_bytes: float) -> None:
 
 
 def _draw_phases(strips: Axes, course: MemoryTimeline) -> list[str]:
-    """Draw what was going on as the lower strip; return the phases for whose names there was no room."""
+    """Draw the phases as the lower strip; return the phases whose names did not fit."""
     found = stretches(course.phases)
     edge = 0.5 if len(found) <= MOST_EDGES else 0.0
     unnamed: list[str] = []
@@ -197,7 +197,7 @@ def _draw_phases(strips: Axes, course: MemoryTimeline) -> list[str]:
 
 
 def _draw_marks(strips: Axes, areas: Axes, course: MemoryTimeline) -> None:
-    """Draw what the marks begin as the upper strip, and a line through the areas at each."""
+    """Draw the marks as the upper strip, with a line through the areas at each."""
     num_moments, has_edges = len(course.phases), len(course.marks) <= MOST_EDGES
     ends = [*(place for place, _ in course.marks[1:]), num_moments]
     for number, ((begin, name), end) in enumerate(zip(course.marks, ends, strict=True)):
@@ -252,7 +252,7 @@ def _draw_phases_legend(strips: Axes, areas: Axes, phases: Sequence[str]) -> Non
             bbox_transform=areas.transAxes,
             handlelength=1.1,
             alignment="left",
-        ).set_in_layout(False)  # it stands beside the areas, where the other legend has made room
+        ).set_in_layout(False)  # it uses the room next to the areas that the other legend has reserved
 
 
 def _phase_name(phase: str) -> str:

@@ -1,4 +1,4 @@
-"""What keeps a step from being faster, what to change, and the gain to expect. Pure: evidence in, causes out."""
+"""Causes of slow steps on several ranks, with the change and the expected gain. Pure: evidence in, causes out."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,12 +21,12 @@ Code = Literal[
     "shared_cores",
 ]
 WORTH = 0.1
-"""The part of a step from which on a cause is named."""
+"""Minimum share of a step for a cause to be reported."""
 _NEGLIGIBLE = 0.05
 _MOST_WORKERS = 8
 _BESIDE_COMPUTE = 2.0
 _OWN_MESSAGES = 2
-"""Messages of a step beside the gradients: its agreement, and what the control plane says."""
+"""Messages of a step other than gradients: its agreement and the control plane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class Cause:
 
     Attributes:
         code: its name.
-        cost: seconds of a step that it takes.
-        what: what was found, with figures.
-        change: what to change.
-        predicted_step: seconds of a step after the change; None where that cannot be said.
-        settings: those of the run after the change, where it is one that can be tried.
+        cost: its seconds per step.
+        what: the observation, with figures.
+        change: the change to make.
+        predicted_step: seconds of a step after the change; None if unknown.
+        settings: the run's settings after the change; None if it is not a setting.
     """
 
     code: Code
@@ -51,13 +51,7 @@ class Cause:
 
 
 def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> tuple[Cause, ...]:
-    """Return what takes at least a tenth of a step, the largest first; empty for a healthy run.
-
-    Args:
-        evidence: of the most ranks.
-        settings: of the run.
-        num_cores: that the ranks of one host share.
-    """
+    """Return the causes that take at least a tenth of a step, the largest first; empty for a healthy run."""
     settings = replace(settings, micro_batch_size=evidence.micro_batch_size)
     found = [
         _loading(evidence, settings, num_cores),
@@ -92,7 +86,7 @@ def _loading(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -
     best = next(number for number, seconds in predicted.items() if seconds <= 1.03 * least)
     change = f"num_workers={best} instead of {now}"
     if predicted[best] > (1.0 - _NEGLIGIBLE) * parts.step:
-        change = f"make samples cheaper to load: {num_cores} cores are too few for more workers beside the ranks"
+        change = f"make samples cheaper to load: {num_cores} cores are too few for ranks and more workers"
     return Cause(
         code=code,
         cost=parts.waiting,
@@ -104,10 +98,10 @@ def _loading(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -
 
 
 def step_with_workers(evidence: ScalingEvidence, num_workers: int, *, num_cores: int) -> float:
-    """Return the seconds of a step with so many loading processes per rank.
+    """Return the seconds of a step with this number of loading processes per rank.
 
-    The longest of three: what a step takes without waiting; loading, shared out; and what all ranks together ask of the
-    cores, training and loading, shared out to them.
+    The maximum of three times: the step without waiting; the loading time per worker; and the work of all ranks,
+    training and loading, per core.
     """
     parts = evidence.parts
     rest = parts.step - parts.waiting
@@ -124,7 +118,7 @@ def _copies(evidence: ScalingEvidence) -> Cause | None:
         code="copies",
         cost=parts.copies,
         what=f"copies to the device take {_ms(parts.copies)} of {_ms(parts.step)}",
-        change="pin_memory=True in ab.batches, and samples that are already in the type that the model computes in",
+        change="use pin_memory=True in ab.batches, and load samples in the number type of the model",
         predicted_step=parts.step - parts.copies,
     )
 
@@ -145,7 +139,7 @@ def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Cause | None:
     current, best = evidence.current_bucket, evidence.best_bucket
     if current is None or best is None or best is current:
         return None
-    # No more than these messages take by themselves: what is beyond that is chance.
+    # At most the time of these messages alone; the rest is noise.
     gain = min(current.longer.seconds - best.longer.seconds, _most_by_messages(evidence, current.cut.num_buckets))
     size = best.cut.sizes[0]
     return Cause(
@@ -162,7 +156,7 @@ def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Cause | None:
 
 
 def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause]:
-    """Return what is left of exposed communication at the best bucket size, shared out to latency and rate."""
+    """Return the exposed communication at the best bucket size, split into latency and rate."""
     link, best, current = evidence.link, evidence.best_bucket, evidence.current_bucket
     if link is None or best is None or current is None:
         return []
@@ -198,9 +192,9 @@ def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause
 
 
 def _most_by_messages(evidence: ScalingEvidence, num_buckets: int) -> float:
-    """Return the most seconds by which messages can make a step longer: what goes beyond is ranks that wait for ranks.
+    """Return the maximum effect of messages on a step; a longer delay comes from ranks that wait for each other.
 
-    Messages that are under way beside a backward may take twice what they take by themselves.
+    Messages during a backward may take twice as long as alone.
     """
     if evidence.link is None:
         return 0.0
@@ -228,20 +222,20 @@ def _update(evidence: ScalingEvidence) -> Cause:
     return Cause(
         code="replicated_update",
         cost=shared,
-        what=f"every rank makes the whole update, {_ms(parts.update)}, whatever their number",
-        change='strategy="zero1" shares it out; or a larger effective batch, if training allows',
+        what=f"every rank makes the whole update, {_ms(parts.update)}, regardless of the number of ranks",
+        change='strategy="zero1" shards it; or a larger effective batch, if training allows',
         predicted_step=parts.step - shared,
     )
 
 
 def _cores(evidence: ScalingEvidence, num_cores: int) -> Cause:
     parts = evidence.parts
-    others = "" if parts.world_size > num_cores else ", or no other programs beside them"
+    too_many = parts.world_size > num_cores
     return Cause(
         code="shared_cores",
         cost=parts.queued,
         what=f"ranks wait {_ms(parts.queued)} of a step for a core: {parts.world_size} ranks on {num_cores} cores",
-        change=f"as many cores as ranks{others}",
+        change="use fewer ranks" if too_many else "stop other programs on these cores, or use fewer ranks",
         predicted_step=parts.step - parts.queued,
     )
 

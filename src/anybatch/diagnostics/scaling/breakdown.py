@@ -1,4 +1,4 @@
-"""The seconds of a step by part, from what every rank has measured. Pure."""
+"""Compute the seconds of a step by part, from the measurements of every rank. Pure."""
 
 import math
 import statistics
@@ -11,22 +11,22 @@ from anybatch.diagnostics.scaling.phase_clock import RankSeconds
 
 _MANY_ROUNDS, _NEARLY_ALL = 6, 0.9
 _SURE = 3.0
-"""So many uncertainties are more than chance, also where the best of several is looked for."""
+"""A difference above this many uncertainties is significant, also for the best of several trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """The seconds of a step, part by part; they add up to `step`.
+    """The seconds of a step by part; they add up to `step`.
 
     Attributes:
         world_size: number of ranks.
-        step: on the slowest rank: a step whose samples are there already, and what one that loads waits longer.
-        waiting: for data, on the rank that waits longest.
-        copies: to the device; on a CPU what it takes to hand a micro-batch on.
+        step: a step with loaded samples on the slowest rank, plus the extra wait of a step that loads them.
+        waiting: waiting for data, on the rank that waits longest.
+        copies: copies to the device; on a CPU the time to hand over a micro-batch.
         compute: forwards and backwards, the mean of the ranks.
-        queued: waiting for a core, the mean of the ranks; it is taken out of compute.
-        communication: exposed: a step with reduction minus the same step without, the slowest rank of each.
-        stragglers: what the slowest rank takes longer than the mean rank, without reduction.
+        queued: waiting for a core, the mean of the ranks; not included in compute.
+        communication: exposed communication: a step with reduction minus one without, the slowest rank of each.
+        stragglers: extra time of the slowest rank over the mean rank, without reduction.
         update: clipping and the optimizer, the mean of the ranks.
     """
 
@@ -42,7 +42,7 @@ class StepBreakdown:
 
     @property
     def other(self) -> float:
-        """What is in none of the parts: the engine itself, and jitter."""
+        """The rest: the engine itself, and jitter."""
         return self.step - sum(self.named.values())
 
     @property
@@ -61,11 +61,11 @@ class StepBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much longer one kind of step takes than another.
+    """The extra time of one kind of step over another.
 
     Attributes:
         seconds: the median over rounds.
-        uncertainty: the quartile range over rounds, by the root of their number.
+        uncertainty: the quartile range over rounds, divided by the square root of their number.
         always: whether it took longer in nine tenths of many rounds.
     """
 
@@ -75,7 +75,7 @@ class Difference:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is more than what would be found by chance: on a busy machine a few rounds are far off."""
+        """Whether the difference is significant, since on a busy machine a few rounds are far off."""
         return self.seconds > (1.0 if self.always else _SURE) * self.uncertainty
 
 
@@ -84,9 +84,9 @@ class BucketTrial:
     """One way to cut gradients into buckets.
 
     Attributes:
-        cut: its sizes, and the number of buckets.
-        step_seconds: of the slowest rank, with samples that are there already: the fastest's median, and `longer`.
-        longer: than the fastest of all, round by round.
+        cut: sizes and number of buckets.
+        step_seconds: time of a step with loaded samples on the slowest rank: the fastest cut's median, plus `longer`.
+        longer: extra time over the fastest cut, round by round.
     """
 
     cut: BucketCut
@@ -96,39 +96,39 @@ class BucketTrial:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """What a message between ranks takes by itself: `latency + bytes / bytes_per_second`."""
+    """The time of one message between ranks: `latency + bytes / bytes_per_second`."""
 
     latency: float
     bytes_per_second: float
 
     def seconds(self, num_messages: int, num_bytes: float) -> float:
-        """Return the seconds of so many messages, one after the other, that carry so many bytes together."""
+        """Return the seconds of consecutive messages with this total size."""
         return num_messages * self.latency + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingEvidence:
-    """All that a step on some ranks was found to take, and what changes of it took.
+    """Measurements of a step on a number of ranks, and of changes of it.
 
     Attributes:
         parts: the step by part.
-        alone: the same of one rank that runs the whole effective batch; None where it is the same measurement.
-        reduction: what it takes longer with reduction than without; on one rank 0.
-        held_step: a step of samples that are there already, on the slowest rank.
+        alone: the same for one rank that runs the whole effective batch; None if there is only one rank.
+        reduction: extra time with reduction; 0 on one rank.
+        held_step: a step with loaded samples, on the slowest rank.
         unreduced_step: the same without reduction.
-        buckets: what other bucket sizes take, from the smallest to the largest; empty on one rank.
+        buckets: trials of other bucket sizes, from the smallest to the largest; empty on one rank.
         current_bucket: the trial of the size in use; None on one rank.
-        compressed: how much a step gains by gradients in bf16; None if that was not tried.
-        larger_micro_batch: how much compute gains by a rank's share in one micro-batch; None if it is that already.
-        link: of the ranks; None on one rank.
-        num_messages: collectives that carry gradients, in a step.
-        gradient_bytes: of one copy.
+        compressed: time saved per step by gradients in bf16; None if not tried.
+        larger_micro_batch: compute time saved by a rank share in one micro-batch; None if it is one already.
+        link: link between the ranks; None on one rank.
+        num_messages: collectives with gradients per step.
+        gradient_bytes: bytes of one copy of the gradients.
         slowest_rank: the straggler.
-        loads: seconds to load each rank's share in its own process, and the part of that on a processor.
-        micro_batch_size: that was used.
+        loads: seconds to load each rank's share in its own process, and the processor time of that.
+        micro_batch_size: micro-batch size used.
         share: samples of the largest share.
-        num_samples: of a step.
-        device: where.
+        num_samples: samples of a step.
+        device: the device measured.
     """
 
     parts: StepBreakdown
@@ -157,19 +157,19 @@ class ScalingEvidence:
 
     @property
     def efficiency(self) -> float:
-        """The part of the ideal speed that is reached."""
+        """Speed relative to the ideal."""
         return self.ideal / self.parts.step
 
     @property
     def best_bucket(self) -> BucketTrial | None:
-        """The bucket size to take: the one in use unless another is surely faster, else the smallest of the fastest."""
+        """The recommended bucket size: the current one, or the smallest of the fastest if these are surely faster."""
         if self.current_bucket is None or not self.current_bucket.longer.is_sure:
             return self.current_bucket
         return next((one for one in self.buckets if not one.longer.is_sure), self.current_bucket)
 
 
 def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
-    """Return what the times of all ranks of one measurement say."""
+    """Return the evidence in the times of all ranks."""
     first = ranks[0]
     size = len(ranks)
     key = UNREDUCED if size > 1 else CURRENT
@@ -183,7 +183,7 @@ def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
     ]
     parts = StepBreakdown(
         world_size=size,
-        # Not the loading steps: those were run at other times, when the machine may have been slower or faster.
+        # Not from the loading steps, which ran at another time, when the machine may have been slower or faster.
         step=statistics.median(held) + max(waits),
         waiting=max(waits),
         copies=_mean(_median(one.steps[key], lambda step: step.load) for one in ranks),
@@ -218,12 +218,7 @@ def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
 
 
 def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
-    """Return the median of the differences of rounds, and an uncertainty: quartile range by the root of their number.
-
-    Args:
-        longer: seconds, one for each round.
-        shorter: seconds of another kind of step in the same rounds.
-    """
+    """Return the median difference over rounds, and its uncertainty: quartile range / sqrt(rounds)."""
     found = sorted(one - other for one, other in zip(longer, shorter, strict=True))
     if len(found) < 2:  # noqa: PLR2004 (one number has no range)
         return Difference(found[0], math.inf)
@@ -251,7 +246,7 @@ def _alone(rank: RankTimes) -> StepBreakdown:
 
 
 def _bucket_trials(ranks: Sequence[RankTimes]) -> list[tuple[bool, BucketTrial]]:
-    """Return whether it is the one in use, and the trial, for each way to cut gradients."""
+    """Return for each cut of the gradients whether it is the current one, and its trial."""
     if len(ranks) == 1:
         return []
     seconds: list[tuple[bool, BucketCut, list[float]]] = []
@@ -264,7 +259,7 @@ def _bucket_trials(ranks: Sequence[RankTimes]) -> list[tuple[bool, BucketTrial]]
     trials = []
     for own, cut, taken in seconds:
         longer = difference(taken, best)
-        # Not its own median: where a machine is now fast and now slow, two medians may be of different times.
+        # Compare round by round, since medians may be from different times if the machine's speed varies.
         trials.append((own, BucketTrial(cut, fastest + longer.seconds, longer)))
     return trials
 
@@ -276,7 +271,7 @@ def _gain(ranks: Sequence[RankTimes], kind: str) -> Difference | None:
 
 
 def _compute_gain(ranks: Sequence[RankTimes]) -> Difference | None:
-    """Return the gain by larger micro-batches, in compute: whole steps differ by what else disturbs ranks, too."""
+    """Return the gain of larger micro-batches in compute time, which is less noisy than the time of whole steps."""
     if LARGER not in ranks[0].steps:
         return None
     per_round = [
@@ -288,7 +283,7 @@ def _compute_gain(ranks: Sequence[RankTimes]) -> Difference | None:
 
 
 def _link(ranks: Sequence[RankTimes]) -> MeasuredLink | None:
-    """Return latency and rate of messages: of the smallest, and of what the largest takes longer."""
+    """Return the link: latency from the smallest message, rate from the extra time of the largest."""
     if not ranks[0].messages:
         return None
     seconds = {num_bytes: max(dict(one.messages)[num_bytes] for one in ranks) for num_bytes, _ in ranks[0].messages}
@@ -307,7 +302,7 @@ def _median(steps: Sequence[RankSeconds], part: Callable[[RankSeconds], float]) 
 
 
 def _on_core(step: RankSeconds) -> float:
-    """Return the seconds of compute without those in which other programs had the core."""
+    """Return the seconds of compute without the time in which other programs used the core."""
     return step.compute - step.queued
 
 

@@ -8,17 +8,12 @@ from anybatch.core.geometry import ceil_div
 MEBIBYTE = 2**20
 USUAL_SIZES = tuple(size * MEBIBYTE for size in (1, 5, 25, 50, 100))
 _SHARES = (1, 2, 4, 8)
-"""A model's own candidates: its gradients in so many nearly equal parts."""
+"""Numbers of nearly equal parts of a model's gradients, as further candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCut:
-    """Bucket sizes that cut the gradients of a model into the same buckets.
-
-    Attributes:
-        num_buckets: of a step.
-        sizes: in bytes, rising; all of them make these buckets.
-    """
+    """Bucket sizes that cut the gradients of a model into the same buckets."""
 
     num_buckets: int
     sizes: tuple[int, ...]
@@ -27,14 +22,7 @@ class BucketCut:
 def bucket_cuts(
     gradient_sizes: Sequence[int], asked: Sequence[int] | None, current: int, *, least: int = 1
 ) -> tuple[BucketCut, ...]:
-    """Return what there is to choose from, from the smallest bucket to the largest.
-
-    Args:
-        gradient_sizes: bytes of the gradient of each parameter, in the order of the parameters.
-        asked: bucket sizes to try, in bytes; None for 1, 5, 25, 50 and 100 MiB, and the gradients in 1, 2, 4, 8 parts.
-        current: the size that is used now, which is always among them.
-        least: smaller sizes are not tried, since the strategy would take this one for them.
-    """
+    """Return the candidate bucket sizes, from the smallest to the largest; `current` is always among them."""
     total = sum(gradient_sizes)
     own = [max(1, ceil_div(total, parts)) for parts in _SHARES]
     tried = asked if asked is not None else (*USUAL_SIZES, *own)

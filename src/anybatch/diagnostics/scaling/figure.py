@@ -11,16 +11,7 @@ _PARTS = 8
 
 
 def draw_scaling(report: ScaleReport, path: Path) -> None:
-    """Draw a bar for each number of ranks, made of the parts of a step, beside the time by bucket size.
-
-    Args:
-        report: of `measure_scaling`.
-        path: the file, which ends in .png, .svg or .pdf.
-
-    Raises:
-        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-        OSError: it cannot be written.
-    """
+    """Draw a bar for each number of ranks, made of the parts of a step, and the time by bucket size."""
     figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(10, 4.2), layout="constrained")
     bars, curve = figure.subplots(1, 2, width_ratios=(3, 2))
     last = report.largest

@@ -1,4 +1,4 @@
-"""Where the steps of a finished run went, from the logs of its ranks."""
+"""The parts of a finished run's steps, from the logs of its ranks."""
 
 import os
 import statistics
@@ -18,13 +18,7 @@ _SMALL_MESSAGE, _MANY = 2**18, 4
 
 @dataclass(slots=True)
 class LoggedStep:
-    """The seconds of one step of one rank, as its log tells them: on the host.
-
-    Attributes:
-        parts: load, compute, reduce and update to seconds.
-        whole: from its first record to its last.
-        message_bytes: of each collective that carried gradients.
-    """
+    """The host seconds of one step of one rank, by its log: `whole`, and by part."""
 
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("load", "compute", "reduce", "update"), 0.0))
     whole: float = 0.0
@@ -36,17 +30,15 @@ class LogReport:
     """The parts of a step of a finished run: medians over its steps. `print(report)` shows it.
 
     Attributes:
-        num_ranks: of the run.
-        num_logs: ranks whose logs were found.
-        num_steps: that were looked at.
+        num_logs: ranks with a log.
         step: seconds of a step, on the slowest rank.
-        waiting: for data, on the rank that waits longest, copies included.
-        compute: forwards and backwards, the mean of the ranks.
-        communication: what the last rank to arrive still waits for sums; with one log an upper bound.
-        stragglers: what the mean rank waits longer for sums than the last one to arrive; None with one log.
-        update: the mean of the ranks.
-        num_messages: collectives that carried gradients, in a step.
-        message_bytes: of their mean.
+        waiting: waiting for data, on the slowest rank, including copies.
+        compute: forwards and backwards, mean over ranks.
+        communication: time that the last rank to arrive waits for sums; with one log an upper bound.
+        stragglers: extra wait for sums of the mean rank over the last one to arrive; None with one log.
+        update: update of the parameters, mean over ranks.
+        num_messages: gradient collectives per step.
+        message_bytes: their mean size.
     """
 
     num_ranks: int
@@ -75,7 +67,7 @@ class LogReport:
 
     @property
     def bottleneck(self) -> str:
-        """The part other than compute that takes most, if it takes a tenth; empty if there is none."""
+        """The part other than compute that takes most, if it takes a tenth; else empty."""
         others = {name: share for name, share in self.shares.items() if name != "compute"}
         name = max(others, key=lambda one: others[one])
         return name if others[name] >= _WORTH else ""
@@ -86,7 +78,7 @@ class LogReport:
         lines = [f"{self.num_steps} steps, {ranks}, the logs of {self.num_logs}", ""]
         lines += [f"  {name:<38}{share * self.step * 1e3:>9.1f} ms{share:>7.0%}" for name, share in self.shares.items()]
         lines.append(f"  {'whole step':<38}{self.step * 1e3:>9.1f} ms")
-        lines += ["", f"bottleneck: {self.bottleneck}. {self._change()}" if self.bottleneck else "no bottleneck in it."]
+        lines += ["", f"bottleneck: {self.bottleneck}. {self._change()}" if self.bottleneck else "no bottleneck."]
         if self.num_logs < self.num_ranks:
             lines.append("Without the logs of all ranks, waiting for a straggler counts as communication.")
         return "\n".join(lines)
@@ -95,33 +87,26 @@ class LogReport:
         messages = f"{self.num_messages} messages of {in_bytes(self.message_bytes)} a step"
         few = self.num_messages >= _MANY and self.message_bytes < _SMALL_MESSAGE
         return {
-            "waiting for data": "More workers that load, or samples that are cheaper to load.",
+            "waiting for data": "Use more loading workers, or make samples cheaper to load.",
             "communication after the last backward": f"{messages}: "
-            + ("larger buckets." if few else "other buckets, compression, or a larger effective batch."),
-            "stragglers": "Look at the host of the rank whose compute takes longest.",
-            "update": 'strategy="zero1", or a larger effective batch.',
+            + ("use larger buckets." if few else "use other buckets, compression, or a larger effective batch."),
+            "stragglers": "Check the host of the rank with the longest compute time.",
+            "update": 'Use strategy="zero1", or a larger effective batch.',
         }[self.bottleneck]
 
 
 def read_steps(path: str | os.PathLike[str]) -> LogReport:
-    """Read where the steps of a run went, from rank 0's log and those of other ranks beside it.
+    """Read the parts of a run's steps from rank 0's log and the other ranks' logs next to it.
 
-    A log has times of the host: on an accelerator, work that runs behind it shows where the host waits for it. The run
+    A log has host times: on an accelerator, asynchronous work shows up where the host waits for it. The run
     without reduction that `measure_scaling` makes is missing, so only what comes after the last backward counts as
     communication.
-
-    Args:
-        path: `events.jsonl`, or the folder of a run.
-
-    Raises:
-        UserError: there are not two steps in it.
-        OSError: the log cannot be opened.
     """
     first, *others = rank_logs(path)
     ranks = [steps for log in (first, *others) if (steps := dict(_steps_of(log)))]
     common = sorted(set.intersection(*map(set, ranks)) if ranks else ())[_FIRST_STEPS:]
     if not common:
-        message = f"{first} holds fewer than two whole steps; a log of a longer run is needed."
+        message = f"{first} has fewer than two complete steps; use the log of a longer run."
         raise UserError(message)
     per_rank = [[steps[number] for number in common] for steps in ranks]
     reduces = [[step.parts["reduce"] for step in steps] for steps in zip(*per_rank, strict=True)]
@@ -143,7 +128,7 @@ def read_steps(path: str | os.PathLike[str]) -> LogReport:
 
 
 def _steps_of(path: Path) -> Iterator[tuple[int, LoggedStep]]:
-    """Yield each step that was finished, with its number; of a step that was made again, the last one counts."""
+    """Yield each finished step with its number; for a repeated step, the last one."""
     step, begun = LoggedStep(), dict[str, float]()
     start: float | None = None
     for line in read_jsonl(path):

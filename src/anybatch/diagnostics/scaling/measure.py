@@ -1,4 +1,4 @@
-"""What every rank measures: whole steps of several kinds in turns, steps that load, and messages by themselves."""
+"""Measurements on every rank: interleaved steps of several kinds, steps with data loading, and single messages."""
 
 import dataclasses
 import statistics
@@ -47,18 +47,7 @@ class DataFunction(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What of a run is only hardware and can be changed without changing what is learned.
-
-    Attributes:
-        strategy: how gradients are summed.
-        micro_batch_size: most samples of one forward and backward; None takes the fastest of a few.
-        bucket_bytes: gradient bytes per all-reduce.
-        compression: of gradients on the wire.
-        num_workers: processes that load, per rank; 0 loads in the process that trains.
-
-    Raises:
-        UserError: a number is out of its range.
-    """
+    """Settings of a run that do not change the training."""
 
     strategy: ReplicaStrategy = "all_reduce"
     micro_batch_size: int | None = None
@@ -80,17 +69,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """What ranks are to measure; can be pickled.
-
-    Attributes:
-        train: returns what is trained, made anew each time.
-        data: makes effective batches.
-        settings: of the run that is looked at.
-        bucket_sizes: bytes of the buckets to try; None for the usual ones and some of the model's own.
-        most_seconds: about the seconds that steps in turns may take.
-        device: where to compute; None for the rank's own accelerator, or the CPU.
-        tell: function (words) that rank 0 calls with what it does next; None for none.
-    """
+    """Measurements to run on every rank; can be pickled."""
 
     train: Callable[[], TrainSpec]
     data: DataFunction
@@ -103,22 +82,22 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """What one rank has measured.
+    """Measurements of one rank.
 
     Attributes:
-        rank: its number.
-        steps: kind of step to its times, one for each round; the same round of every rank ran at the same time.
-        loading: steps that load their samples, as the run does.
-        loading_alone: the same on one rank, which runs the whole effective batch while the others wait; only of rank 0.
-        load_seconds: to load this rank's share in its own process.
-        load_processor_seconds: the processor's part of that.
-        messages: bytes and seconds of an all-reduce by itself.
-        cuts: what `steps["buckets N"]` are, N counting from 0.
-        micro_batch_size: that was used.
-        num_samples: of the effective batch.
+        rank: number of the rank.
+        steps: kind of step to its times, one for each round; ranks run the same round at the same time.
+        loading: steps that load their samples, like the real run.
+        loading_alone: the same on rank 0, which runs the whole effective batch while the others wait; empty elsewhere.
+        load_seconds: time to load this rank's share in its own process.
+        load_processor_seconds: processor time of that.
+        messages: bytes and seconds of a separate all-reduce.
+        cuts: the cuts of `steps["buckets N"]`, with N from 0.
+        micro_batch_size: micro-batch size used.
+        num_samples: samples of the effective batch.
         share: samples of this rank.
-        gradient_bytes: of one copy of the gradients.
-        device: where it was measured.
+        gradient_bytes: bytes of one copy of the gradients.
+        device: the device measured.
     """
 
     rank: int
@@ -137,7 +116,7 @@ class RankTimes:
 
 
 def measure_ranks(request: ScaleRequest) -> list[RankTimes]:
-    """Measure on every rank of the default group, or on one; return what each has found, the same on all ranks."""
+    """Measure on every rank of the default group, or on one; return the results of all ranks on each of them."""
     with World.from_environment(device=request.device) as world:
         found: list[RankTimes] = world.gather_objects(_RankMeasurement(request, world).times())
     return found
@@ -146,7 +125,7 @@ def measure_ranks(request: ScaleRequest) -> list[RankTimes]:
 def compare_settings(
     request: ScaleRequest, before: RunSettings, after: RunSettings
 ) -> list[tuple[tuple[RankSeconds, ...], tuple[RankSeconds, ...]]]:
-    """Run steps that load under two settings in turns; return both times of every rank."""
+    """Run interleaved steps with data loading under two settings; return both times of every rank."""
     with World.from_environment(device=request.device) as world:
         measurement = _RankMeasurement(dataclasses.replace(request, settings=before), world)
         found: tuple[list[RankSeconds], list[RankSeconds]] = ([], [])
@@ -161,7 +140,7 @@ def compare_settings(
 
 
 class _RankMeasurement:
-    """One rank's part in a measurement."""
+    """The measurement on one rank."""
 
     def __init__(self, request: ScaleRequest, world: World) -> None:
         self._request = request
@@ -224,7 +203,7 @@ class _RankMeasurement:
         return Placement(Cut(micro_batch_size=self._settings.micro_batch_size), self._world.size, self._world.rank)
 
     def _kinds(self, cuts: Sequence[BucketCut], largest_unit: int, *, compresses: bool) -> dict[str, RunSettings]:
-        """Return the kinds of step that take turns."""
+        """Return the kinds of step to interleave."""
         settings = self._settings
         kinds = {CURRENT: settings}
         if self._world.size == 1:
@@ -252,7 +231,7 @@ class _RankMeasurement:
         return Engine.from_spec(train, hardware, observer=observer)
 
     def _in_turns(self, kinds: Mapping[str, RunSettings]) -> dict[str, tuple[RankSeconds, ...]]:
-        """Run every kind of step once in each round, on samples that are there already."""
+        """Run every kind of step once in each round, on loaded samples."""
         device = self._world.device
         waits = {kind: kind in (UNREDUCED, ALONE) for kind in kinds}
         clocks = {kind: PhaseClock(device, waits=waits[kind]) for kind in kinds}
@@ -264,7 +243,7 @@ class _RankMeasurement:
         found: dict[str, list[RankSeconds]] = {kind: [] for kind in kinds}
         rounds, number = WARM_UP_STEPS + LEAST_ROUNDS, 0
         while number < rounds:
-            self._tell(f"steps of {len(kinds)} kinds in turns, round {number + 1} of {rounds}")
+            self._tell(f"interleaved steps of {len(kinds)} kinds, round {number + 1} of {rounds}")
             begun = time.perf_counter()
             # Each goes first as often as last: a step that follows a longer one finds other caches and clock rates.
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
@@ -304,7 +283,7 @@ class _RankMeasurement:
         return found[WARM_UP_STEPS:]
 
     def _load(self) -> tuple[float, float]:
-        """Return the seconds, and those of the processor, in which this rank's share is loaded."""
+        """Return the seconds and the processor seconds of loading this rank's share."""
         taken = (0.0, 0.0)
         for batch in self._batches:
             begun, processor = time.perf_counter(), time.process_time()

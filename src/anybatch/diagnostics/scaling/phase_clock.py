@@ -24,7 +24,7 @@ class RankSeconds:
         reduce: from the end of the last backward until all sums are there.
         update: of clipping and the optimizer.
         whole: of the step.
-        queued: in which the rank could have run and had no core, because others had them; 0 where that is not told.
+        queued: in which the rank could have run and had no core, because others had them; 0 if not reported.
         num_samples: that the rank has run.
         num_messages: collectives that carried gradients.
         message_bytes: that they carried.
@@ -42,7 +42,7 @@ class RankSeconds:
 
     @property
     def busy(self) -> float:
-        """Seconds in which the rank did work of its own."""
+        """Seconds of the rank's own work."""
         return self.load + self.compute + self.update - self.queued
 
 

@@ -1,4 +1,4 @@
-"""What a measurement of scaling says, as a person reads it and as JSON."""
+"""The result of a measurement of scaling, as text and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,15 +15,7 @@ _USUAL_LOW, _USUAL_HIGH = 25 * 2**20, 50 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedChange:
-    """A change that was tried, against the run as it is, in turns.
-
-    Attributes:
-        cause: that it is for; the first one that has a change to try.
-        before: seconds of a step as it is.
-        after: seconds of a step with the change.
-        predicted: seconds of a step that were predicted.
-        measured: seconds of a step as it is when the prediction was made.
-    """
+    """A tried change, interleaved with the unchanged run; `measured` is the step time of the prediction."""
 
     cause: str
     before: float
@@ -33,36 +25,27 @@ class TriedChange:
 
     @property
     def predicted_gain(self) -> float:
-        """The part of a step that was to be saved."""
+        """The predicted part of a step to save."""
         return 1.0 - self.predicted / self.measured
 
     @property
     def gain(self) -> float:
-        """The part of a step that is saved."""
+        """The saved part of a step."""
         return 1.0 - self.after / self.before
 
     def __str__(self) -> str:
-        """Return both gains, and whether it came."""
+        """Return both gains, and whether the prediction is confirmed."""
         ratio = self.gain / self.predicted_gain if self.predicted_gain > 0 else 0.0
-        verdict = "it came" if ratio >= _CAME else "it came in part" if ratio >= _CAME_IN_PART else "it did not come"
+        verdict = "confirmed" if ratio >= _CAME else "partly confirmed" if ratio >= _CAME_IN_PART else "not confirmed"
         return (
-            f"tried, for {self.cause}: {self.before * 1e3:.1f} ms -> {self.after * 1e3:.1f} ms a step, "
-            f"{self.gain:.0%} less; predicted were {self.predicted_gain:.0%}: {verdict}."
+            f"tried for {self.cause}: {self.before * 1e3:.1f} ms -> {self.after * 1e3:.1f} ms per step, "
+            f"{self.gain:.0%} faster (predicted {self.predicted_gain:.0%}): {verdict}."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleReport:
-    """Why it is not linear. `print(report)` shows it.
-
-    Attributes:
-        evidence: number of ranks to what was found, rising.
-        causes: what makes a step on the most ranks longer, the largest first; empty for a healthy run.
-        settings: of the run.
-        num_cores: that the ranks of this machine share.
-        tried: a change, if one was to be tried and there was one.
-        applies: a change was to be tried.
-    """
+    """The limits of scaling. `print(report)` shows them."""
 
     evidence: Mapping[int, ScalingEvidence]
     causes: tuple[Cause, ...]
@@ -73,12 +56,12 @@ class ScaleReport:
 
     @property
     def largest(self) -> ScalingEvidence:
-        """What was found on the most ranks."""
+        """The evidence on the most ranks."""
         return self.evidence[max(self.evidence)]
 
     @property
     def to_try(self) -> Cause | None:
-        """The first cause whose change is one of the settings of a run; None if there is none."""
+        """The first cause whose change is one of the settings of a run, else None."""
         triable = (cause for cause in self.causes if cause.settings is not None and cause.predicted_step is not None)
         return next(triable, None)
 
@@ -94,13 +77,13 @@ class ScaleReport:
         if self.tried is not None:
             lines += ["", str(self.tried)]
         elif self.applies and self.causes:
-            lines += ["", "tried: nothing; none of these changes is one of the settings of this run."]
+            lines += ["", "tried: nothing, because these changes are not settings of this run."]
         if last.buckets:
             lines += ["", *self._buckets()]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as values of JSON."""
+        """Return everything as JSON."""
         return {
             "settings": asdict(self.settings),
             "num_cores": self.num_cores,
@@ -126,13 +109,13 @@ class ScaleReport:
         lines.append(f"  {'of linear':<22}" + "".join(f"{one:>10}" for one in share))
         if last.device == "cpu" and last.parts.world_size > self.num_cores:
             shared = f"{last.parts.world_size} ranks share {self.num_cores} cores: no strategy makes this linear."
-            lines += ["", f"{shared} Measure where each rank has a core, or a device, of its own."]
+            lines += ["", f"{shared} Measure with a core or a device per rank."]
         return lines
 
     def _verdict(self) -> list[str]:
         step = self.largest.parts.step
         if not self.causes:
-            return ["no bottleneck: nothing but compute takes a tenth of a step."]
+            return ["no bottleneck: only compute takes a tenth of a step or more."]
         lines = []
         for number, cause in enumerate(self.causes):
             word = "bottleneck" if number == 0 else "then"
@@ -140,7 +123,7 @@ class ScaleReport:
             gain = ""
             if cause.predicted_step is not None:
                 less = 1.0 - cause.predicted_step / step
-                gain = f" Predicted: {cause.predicted_step * 1e3:.1f} ms a step, {less:.0%} less."
+                gain = f" Predicted: {cause.predicted_step * 1e3:.1f} ms per step, {less:.0%} less."
             lines.append(f"  change: {cause.change}.{gain}")
         return lines
 
@@ -161,19 +144,19 @@ class ScaleReport:
         return [*lines, "", self._advice()]
 
     def _advice(self) -> str:
-        """Return the recommendation, and whether the usual advice holds."""
+        """Return the recommendation, compared with the usual advice."""
         last, best = self.largest, self.largest.best_bucket
         assert best is not None
         usual = [one for one in last.buckets if any(_USUAL_LOW <= size <= _USUAL_HIGH for size in one.cut.sizes)]
-        said = "the usual 25 to 50 MiB were not among the sizes."
+        note = "the usual 25 to 50 MiB were not among the sizes."
         if usual:
             nearest = min(usual, key=lambda one: one.step_seconds)
             extra = nearest.step_seconds / best.step_seconds - 1.0
             one_bucket = " (one bucket: the model has less)" if nearest.cut.num_buckets == 1 else ""
             holds = f"cost {extra:.0%}" if nearest.longer.is_sure and nearest is not best else "are as good"
-            said = f"the usual 25 to 50 MiB{one_bucket} {holds} here."
+            note = f"the usual 25 to 50 MiB{one_bucket} {holds} here."
         size = self.settings.bucket_bytes if best is last.current_bucket else best.cut.sizes[0]
-        return f"recommended: bucket_bytes={size} ({in_bytes(size)}, {_buckets(best.cut.num_buckets)}); {said}"
+        return f"recommended: bucket_bytes={size} ({in_bytes(size)}, {_buckets(best.cut.num_buckets)}); {note}"
 
 
 def _buckets(number: int) -> str:
@@ -181,5 +164,5 @@ def _buckets(number: int) -> str:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    # Two that differ by a few bytes are written alike.
+    # Sizes that differ by a few bytes look the same.
     return ", ".join(dict.fromkeys(map(in_bytes, sizes)))

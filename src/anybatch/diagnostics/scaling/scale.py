@@ -36,29 +36,29 @@ def measure_scaling(
     num_cores: int | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> ScaleReport:
-    """Start ranks on the CPUs of this machine, measure the steps of a job, and say what keeps them from being faster.
+    """Start ranks on the CPUs of this machine, measure the steps of a job, and report what limits their speed.
 
-    On each number of ranks whole steps are run in turns: with reduction, without it (each rank its own share, at the
-    same time), on one rank alone, in other bucket sizes, with compressed gradients, in larger micro-batches. Steps that
-    load their samples are run by themselves. All is measured at one effective batch size, so that N ranks have an Nth
-    of it each.
+    For each number of ranks, these steps are interleaved: with reduction, without reduction (all ranks run their shares
+    at the same time), on one rank alone, with other bucket sizes, with compressed gradients, with larger micro-batches.
+    Steps that load their samples run separately. The effective batch size is the same for all, so each of N ranks has
+    an Nth of it.
 
-    Exposed communication is the time of a step with reduction minus that of the same step without; waiting for data is
-    what a step that loads waits longer than one whose samples are there.
+    Exposed communication is the extra time of a step with reduction over one without; waiting for data is the extra
+    wait of a step that loads over one with loaded samples.
 
     Args:
-        train: function () -> what is trained, made anew; it can be pickled, as `MeasuredJob.train_spec` can.
-        data: function (steps=) -> function num_workers -> effective batches; it can be pickled, too.
-        ranks: numbers of ranks; 1 is measured beside every other.
-        settings: of the run; None for those of `anybatch train`.
+        train: function () -> a new `TrainSpec`; must be picklable, like `MeasuredJob.train_spec`.
+        data: function (steps=) -> function num_workers -> effective batches; must be picklable.
+        ranks: numbers of ranks; 1 is always measured too.
+        settings: settings of the run; None: the defaults of `anybatch train`.
         bucket_sizes: bytes of the buckets to try; None for 1, 5, 25, 50 and 100 MiB and some of the model's own.
-        most_seconds: about the seconds that steps in turns may take, for each number of ranks.
-        apply: try the change that belongs to the first cause that has one to try.
-        num_cores: that ranks share; None asks the system.
-        tell: function (words) that is called in another process with what is done next; at the top of a module.
+        most_seconds: approximate seconds of interleaved steps, for each number of ranks.
+        apply: try the change for the first cause that has one.
+        num_cores: number of cores shared by the ranks; None asks the system.
+        tell: function (text) that receives the progress in another process; must be picklable.
 
     Raises:
-        UserError: no number of ranks, or one below 1.
+        UserError: no number of ranks is given, or one is below 1.
     """
     sizes = sorted(set(ranks))
     if not sizes or sizes[0] < 1:
@@ -75,7 +75,7 @@ def measure_scaling(
         device="cpu",
         tell=tell,
     )
-    # One rank alone is measured beside the others, at the same time of day.
+    # One rank alone is measured at the same time of day as the others.
     sizes = sizes if len(sizes) == 1 else [size for size in sizes if size > 1]
     reports: list[ScaleReport] = []
     for size in reversed(sizes):  # the most first: the others take the micro-batch size that is the fastest there
@@ -88,12 +88,12 @@ def measure_scaling(
 
 
 def scale_on_ranks(request: ScaleRequest, num_cores: int, apply: bool = False) -> ScaleReport:  # noqa: FBT001, FBT002 (handed on by a pool)
-    """Do what `measure_scaling` does on ranks that are there: call it on every rank that a launcher has started.
+    """Run the measurements of `measure_scaling` on existing ranks; call this on every rank of a launcher.
 
     Args:
-        request: what to measure.
-        num_cores: that the ranks of one host share.
-        apply: try the change that belongs to the first cause that has one to try.
+        request: the measurements to run.
+        num_cores: number of cores shared by the ranks of a host.
+        apply: try the change for the first cause that has one.
 
     Returns:
         The report, on every rank.
@@ -120,7 +120,7 @@ def _report_of_ranks(request: ScaleRequest, num_cores: int, *, apply: bool) -> S
 
 
 def _tried(request: ScaleRequest, report: ScaleReport, cause: Cause) -> TriedChange:
-    """Run steps as they are and with the change of a cause, in turns."""
+    """Run interleaved steps with and without the change of a cause."""
     assert cause.settings is not None
     assert cause.predicted_step is not None
     both = compare_settings(request, report.settings, cause.settings)

@@ -1,1 +1,1 @@
-"""From an effective batch to its summed gradient: micro-batches, the hot loop, two passes for some losses."""
+"""From an effective batch to its summed gradient: planned micro-batches and the hot loop."""

@@ -1,4 +1,4 @@
-"""From a batch of any kind to micro-batches that are planned, counted and lined up."""
+"""From any batch to planned and counted micro-batches in the order in which they run."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from anybatch.core.batch import Placement, Position, picked, taken
+from anybatch.core.batch import Placement, Position, lengths_of, picked, taken
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
@@ -23,7 +23,7 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The samples one rank brings to an effective batch from its own loader; None when its loader has ended."""
+    """One rank's samples of an effective batch, from the rank's loader; None after this loader has ended."""
 
     batch: Batch | None
 
@@ -35,17 +35,17 @@ class RankShare:
 
 
 class PlannedBatch(NamedTuple):
-    """An effective batch that has been planned; nothing of it is loaded yet. A tuple, since each step makes one.
+    """An effective batch that is planned but not loaded; a tuple for speed.
 
     Attributes:
-        plan: which rank runs which units.
-        units: this rank's.
+        plan: the units of each rank.
+        units: this rank's units.
         sample_ids: global ids of all samples, in the order in which they are cut.
         seed: first word of every random key.
-        end: where the data stands after a step on it.
-        micro_batches: the data of each unit of this rank, on the host; loaded as they are asked for.
-        pick: function (lists of places in the plan) -> a micro-batch for each list, on the host, loaded once more.
-        picks_any: `pick` takes places of other ranks too.
+        end: position in the data after this batch.
+        micro_batches: the data of each unit of this rank, on the host, loaded on demand.
+        pick: function (lists of places in the plan) -> a micro-batch for each list, on the host, loaded again.
+        picks_any: whether `pick` accepts places of other ranks too.
     """
 
     plan: BatchPlan
@@ -59,15 +59,15 @@ class PlannedBatch(NamedTuple):
 
 
 class CountedBatch(NamedTuple):
-    """An effective batch whose divisors are known, with this rank's micro-batches lined up. A tuple as well.
+    """An effective batch with its divisors and this rank's micro-batches; a tuple for speed.
 
     Attributes:
         planned: the batch and its plan.
         divisors: the count of each loss term over all ranks.
-        micro_batches: this rank's that have something to add, each with its data on the device.
-        replay: the data of `micro_batches` once more, from the host, for a loss across samples; nothing for others.
-        seed: of what such a loss draws once for the whole effective batch.
-        left_out: a micro-batch of this rank that counts nothing, on the host; None without one.
+        micro_batches: this rank's micro-batches that contribute to the loss, each with its data on the device.
+        replay: the data of `micro_batches` again, from the host, for a loss across samples; empty for others.
+        seed: seed of the numbers that such a loss draws once for the whole effective batch.
+        left_out: a micro-batch of this rank with a count of 0, on the host; None without one.
     """
 
     planned: PlannedBatch
@@ -79,21 +79,22 @@ class CountedBatch(NamedTuple):
 
 
 def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
-    """Plan an effective batch, or what every rank brought as its share of one.
+    """Plan an effective batch, given as a whole or as the shares of the ranks.
 
     Args:
-        batch: an `EffectiveBatch`, a `RankShare`, or any nested batch, which is then this rank's share.
+        batch: an `EffectiveBatch`, a `RankShare`, or any nested batch as this rank's share.
         placement: how to cut and deal.
         world: the ranks.
-        start: where the data stands before this step.
+        start: position in the data before this step.
 
     Raises:
-        BatchSizeError: no rank brought a sample.
-        DataError: a rank brought none, and ranks run in lockstep.
+        BatchSizeError: no rank has a sample.
+        DataError: a rank has no sample, and ranks run in lockstep.
     """
     if isinstance(batch, RankShare) or not is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
-    batch, lengths = placement.laid_out(batch)
+    if (lengths := lengths_of(batch)) is not None:
+        batch, lengths = placement.laid_out(batch)
     sample_ids = batch.sample_ids
     plan = placement.plan(len(sample_ids), lengths)
     units = plan.shares[placement.rank]
@@ -104,46 +105,46 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
         seed=batch.seed,
         end=batch.end,
         micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
-        pick=lambda lists: batch.feed(lists if plan.order is None else [taken(plan.order, one) for one in lists]),
+        pick=lambda lists: batch.feed(lists if plan.order is None else [taken(plan.order, places) for places in lists]),
         picks_any=True,
     )
 
 
 class SumsWithoutCount(Protocol):
-    """Finds out of which terms micro-batches have something to add where they count nothing."""
+    """Detects loss terms whose sum can be nonzero in a micro-batch with a count of 0."""
 
     def is_needed(self, counts: Sequence[tuple[float, ...]]) -> bool:
-        """Whether that has to be found out for micro-batches with these counts."""
+        """Return whether micro-batches with these counts need a probe."""
         ...
 
     def probe(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
-        """Find it out."""
+        """Detect such terms."""
         ...
 
     @property
     def names(self) -> Collection[str]:
-        """The terms that have, as far as is known."""
+        """The terms detected so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _UnitInTurn:
-    """A unit that this rank runs, with all that follows from the plan and the counts."""
+    """A unit that this rank runs, with its factors and its turn."""
 
-    place: int  # among those of this rank
+    place: int  # index among this rank's units
     unit: Unit
     factors: tuple[TermFactors, ...]
     turn: Turn
 
 
 class BatchCounter:
-    """Counts the terms of the loss in effective batches, and lines their micro-batches up.
+    """Counts the terms of the loss in effective batches, and prepares their micro-batches.
 
     Args:
-        loss: the declared loss, as the loop calls it.
+        loss: the declared loss, in the form that the loop calls.
         world: the ranks.
-        constraints: of cuts, on how units are run.
-        sums: knows which terms add up without a count.
+        constraints: requirements on how units are run.
+        sums: detects terms with a sum but no count.
     """
 
     def __init__(self, loss: Loss, world: World, constraints: CutConstraints, sums: SumsWithoutCount) -> None:
@@ -153,43 +154,43 @@ class BatchCounter:
         self._sums = sums
         self._needs_data, self._has_two_passes = loss.needs_data_to_count, loss.kind.encode is not None
         self._is_on_host = world.device.type == "cpu"
-        # Most steps are cut alike: what follows from the plan alone is kept for the next one with it.
+        # Cached values that depend on the plan only, since most steps have the same plan.
         self._newest: tuple[BatchPlan | None, tuple[float, ...], list[_UnitInTurn]] = (None, (), [])
 
     def count(self, planned: PlannedBatch, step: int) -> CountedBatch:
-        """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
+        """Count the terms of the loss, agree on the counts over ranks, and prepare the micro-batches.
 
-        Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first runs.
+        If counts need the data, all of this rank's micro-batches are loaded (on the host) before the first one runs.
 
         Args:
             planned: the effective batch.
-            step: its number.
+            step: number of the step.
 
         Raises:
-            LossError: the whole effective batch has nothing to count, so its loss is not defined.
-            DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
+            LossError: the count of the whole effective batch is 0, so its loss is undefined.
+            DataError: the count of a rank is 0, and the strategy keeps ranks in lockstep.
         """
         device, micro_batches, left_out = self._world.device, planned.micro_batches, None
         if self._needs_data:
             planned, loaded, counts, divisors = self._count_from_data(planned)
             in_turn = self._in_turn(planned, counts, divisors)
-            micro_batches = iter([loaded[one.place] for one in in_turn])
+            micro_batches = iter([loaded[turn.place] for turn in in_turn])
             left_out = next((batch for batch, count in zip(loaded, counts, strict=True) if not any(count)), None)
         else:
             divisors, in_turn = self._count_samples(planned)
         replay: Iterator[Batch] = iter(())
         if self._has_two_passes:
-            micro_batches, replay = itertools.tee(micro_batches)  # kept on the host, until they have gone by twice
-            # The first pass may change what it is given, which is a copy already if it had to be moved.
+            micro_batches, replay = itertools.tee(micro_batches)  # stay on the host until they are used twice
+            # The first pass may change its batch, so it gets a copy, unless a move to the device makes one.
             micro_batches = (_private_copy(batch, device) for batch in micro_batches)
         if not self._is_on_host:
             micro_batches, replay = to_device(micro_batches, device), to_device(replay, device)
-        # Made here: between two backwards the same lines would run from cold caches, several times as long.
+        # Created in advance: between two backwards the same lines would take several times as long, with cold caches.
         key = BatchKey(planned.seed, step, planned.sample_ids)
         lined_up = []
-        for one in in_turn:
-            seed = unit_seed(planned.seed, step, planned.sample_ids[one.unit.start])
-            lined_up.append(MicroBatch(one.unit, one.factors, one.turn, seed, key))
+        for item in in_turn:
+            seed = unit_seed(planned.seed, step, planned.sample_ids[item.unit.start])
+            lined_up.append(MicroBatch(item.unit, item.factors, item.turn, seed, key))
         return CountedBatch(
             planned=planned,
             divisors=divisors,
@@ -200,10 +201,7 @@ class BatchCounter:
         )
 
     def _count_samples(self, planned: PlannedBatch) -> tuple[tuple[float, ...], list[_UnitInTurn]]:
-        """Return divisors and units where every term counts samples, which the plan knows.
-
-        Nothing is loaded ahead, and ranks need not talk.
-        """
+        """Return divisors and units if every term counts samples: from the plan, without data or communication."""
         plan = planned.plan
         if plan is not self._newest[0]:
             num_terms = len(self._loss.names)
@@ -224,16 +222,16 @@ class BatchCounter:
         def load_and_count(units: Sequence[Unit] = planned.units) -> list[float]:
             loaded.extend(planned.micro_batches)
             counts.extend(unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, units, strict=True))
-            # A unit of weight 0 repeats samples that another unit counts already.
-            own = [sum(c[j] for c, u in zip(counts, units, strict=True) if u.weight) for j in range(len(loss.names))]
-            return [*own, float(any(map(any, counts))), float(sums.is_needed(counts))]
+            # A unit of weight 0 repeats samples that another unit counts.
+            local = [sum(c[j] for c, u in zip(counts, units, strict=True) if u.weight) for j in range(len(loss.names))]
+            return [*local, float(any(map(any, counts))), float(sums.is_needed(counts))]
 
-        # One message carries the counts of all terms, whether this rank has anything to run at all, and a question.
+        # One message: the counts of all terms, whether this rank has anything to run, and whether it needs a probe.
         rows = world.gather_from(load_and_count, len(loss.names) + 2)
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]
-        # In lockstep every rank runs the model equally often, also for a question of one of them.
-        is_asked = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
-        if is_asked and any(divisors):
+        # In lockstep every rank must run the model equally often, so all of them probe if one needs it.
+        needs_probe = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
+        if needs_probe and any(divisors):
             sums.probe(loaded, counts)
         if constraints.lockstep and any(divisors) and not sums.names:
             _refuse_idle_rank([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")
@@ -244,16 +242,16 @@ class BatchCounter:
     def _in_turn(
         self, planned: PlannedBatch, counts: Sequence[tuple[float, ...]], divisors: tuple[float, ...]
     ) -> list[_UnitInTurn]:
-        """Return the units that have something to add.
+        """Return the units to run: those with a count, or all if a term has sums without a count.
 
-        A mean over nothing is NaN, so units without a count are left out, unless a term returns sums.
+        A mean over nothing is NaN, so units with a count of 0 are skipped otherwise.
         """
         loss, sums, constraints = self._loss, self._sums.names, self._constraints
         every_unit = constraints.every_unit or constraints.lockstep or bool(sums)
-        # The last unit that runs starts the reduction, so it has to be known before the first one does.
+        # The last unit that runs starts the reduction, so it must be known before the first one runs.
         running = [number for number, count in enumerate(counts) if any(count) or every_unit]
         first, last = (running[0], running[-1]) if running else (-1, -1)
-        known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units count alike
+        known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units have equal counts
         in_turn = []
         for number in running:
             unit = planned.units[number]
@@ -264,11 +262,7 @@ class BatchCounter:
         return in_turn
 
     def _refuse_nothing(self, planned: PlannedBatch, divisors: tuple[float, ...]) -> None:
-        """Refuse a loss that would be 0 / 0.
-
-        Raises:
-            LossError: with its terms.
-        """
+        """Raise a `LossError` for a loss that would be 0 / 0."""
         names = self._loss.names
         if not any(divisors):
             message = (
@@ -280,12 +274,12 @@ class BatchCounter:
 
 
 def _private_copy(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch of which nothing is shared but tensors that are copied when they are moved to the device."""
+    """Return a copy of a batch; tensors on other devices are shared, since the move to the device copies them."""
     return copied(batch, lambda tensor: tensor if tensor.device != device else tensor.clone())
 
 
 def report_failed_count(error: BaseException, loss: Loss, world: World) -> None:
-    """Tell the other ranks, which wait in `BatchCounter` for this rank's counts, that it has none; raises the error."""
+    """Raise the error, and send it to the other ranks, which wait in `BatchCounter` for this rank's counts."""
 
     def fail() -> list[float]:
         raise error
@@ -296,8 +290,8 @@ def report_failed_count(error: BaseException, loss: Loss, world: World) -> None:
 def _fill_empty_units(
     planned: PlannedBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
 ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]]]:
-    """Under lockstep every unit has to run; one that counts nothing runs another's samples with weight 0 instead."""
-    # There is one: a rank that counts nothing has been refused just before.
+    """Replace units with a count of 0 by fillers, since every unit must run in lockstep."""
+    # It exists: ranks with a count of 0 were refused before.
     busy = next(number for number, count in enumerate(counts) if any(count))
     chosen = [number if any(count) else busy for number, count in enumerate(counts)]
     units = tuple(
@@ -312,24 +306,20 @@ def _fill_empty_units(
 
 
 def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
-    """Refuse, on every rank, a batch in which some rank has nothing that it could run along with the others.
-
-    Raises:
-        DataError: with the rank.
-    """
+    """Raise a `DataError` on every rank if some rank has nothing to run."""
     if all(busy):
         return
     message = (
-        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy keeps ranks "
-        "in lockstep: each runs in every step. Use a larger effective batch, or strategy='all_reduce' and norms='keep'."
+        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy keeps ranks in "
+        "lockstep, so each must run. Use a larger effective batch, or strategy='all_reduce' and norms='keep'."
     )
     raise DataError(message)
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Return the batches on the device. On CUDA copies run in a stream of their own, beside what computes."""
+    """Return the batches on the device. On CUDA, copies run in a separate stream and overlap with computation."""
     if device.type == "cuda":
-        return _copied_beside(batches, device)
+        return _copied_in_stream(batches, device)
     return batches if device.type == "cpu" else (moved_to(batch, device) for batch in batches)
 
 
@@ -337,59 +327,59 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies to a device, the same one in all steps.
 
-    torch's allocator shares no memory between streams: with a new one for each step, memory would stay reserved for
-    each of the 32 streams of torch's pool.
+    torch's allocator shares no memory between streams: a new stream for each step would leave memory reserved for each
+    of the 32 streams of torch's pool.
     """
     return torch.cuda.Stream(device)
 
 
-def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def _copied_in_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     copies = _copy_stream(device)
     for batch in batches:
         with torch.cuda.stream(copies):
             moved = moved_to(batch, device, non_blocking=True)
         computing = torch.cuda.current_stream(device)
-        # The device waits for the copy before it computes on it; the host goes on.
+        # The device waits for the copy before the computation; the host does not wait.
         computing.wait_stream(copies)
         for tensor in tensors_of(moved):
-            tensor.record_stream(computing)  # the allocator must not hand its memory to the next copy too early
+            tensor.record_stream(computing)  # the allocator must not reuse its memory for the next copy too early
         yield moved
 
 
 def is_effective_batch(batch: object) -> bool:
-    """Whether a batch finds and loads its samples itself, and is not the share of a rank."""
-    # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
+    """Return whether a batch loads its samples, as opposed to a rank's share."""
+    # By attributes and not by class, since users may define a class of effective batches.
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
 
 def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> list[int]:
-    """Return how many samples each rank brings.
+    """Return the number of samples of each rank.
 
     Raises:
-        DataError: ranks are in different steps, because the loader of one has ended before that of another.
+        DataError: ranks are in different steps, because their loaders differ in length.
         RankFailedError: another rank ended.
     """
     cure = (
-        "Where loaders of ranks differ in length, iterate ab.shares(loader): ranks that are done first bring empty "
-        "shares until all are."
+        "If the ranks' loaders differ in length, iterate ab.shares(loader): ranks that finish early then take part "
+        "with empty shares until all are done."
     )
     try:
         rows = world.gather_from(lambda: [float(count()), float(start.epoch), float(start.sample_offset)], 3)
     except RankFailedError as error:
-        error.add_note(f"anybatch: this rank waited for the samples that others bring to the step. {cure}")
+        error.add_note(f"anybatch: this rank waited for the other ranks' numbers of samples. {cure}")
         raise
     for rank, (_, *place) in enumerate(rows):
         if place != rows[0][1:]:
             message = (
-                f"ranks are not in the same step: rank 0 stands behind {rows[0][2]:,.0f} samples of its data, rank "
-                f"{rank} behind {place[1]:,.0f}; one of them has gone on to something else. {cure}"
+                f"ranks are not in the same step: rank 0 is at sample {rows[0][2]:,.0f} of its data, rank {rank} at "
+                f"sample {place[1]:,.0f}. {cure}"
             )
             raise DataError(message)
     return [int(row[0]) for row in rows]
 
 
 def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
-    # A rank whose loader has ended takes part with 0 samples: the others would wait for its answer.
+    # A rank whose loader has ended takes part with 0 samples, because the others wait for its number.
     batch: Batch = None
 
     def read() -> int:
@@ -399,7 +389,7 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
 
     sizes = _sizes_on_ranks(read, world, start)
     if not sum(sizes):
-        message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
+        message = "the effective batch is empty: no rank has a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
     if placement.cut.lockstep:
         _refuse_idle_rank(sizes, "no sample")
@@ -412,8 +402,8 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         plan=plan,
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
-        seed=0,  # a loader of the user's own has none; the planner gives one
-        # Where the epochs of such a loader end is not known, so its samples are counted on.
+        seed=0,  # other loaders have no seed; the planner sets one
+        # The ends of such a loader's epochs are unknown, so its samples are counted without a reset.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
         pick=functools.partial(picked, batch, first=first),

@@ -1,1 +1,1 @@
-"""Runs effective batches under a policy about BatchNorm."""
+"""Runs effective batches under a BatchNorm policy."""

@@ -1,4 +1,4 @@
-"""The executor of exact normalisation: micro-batches advance layer by layer, and share one backward."""
+"""The executor of norms="exact": micro-batches advance layer by layer and share one backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -9,8 +9,7 @@ from torch import Tensor
 from anybatch.core.compatibility import Feature, refusal
 from anybatch.core.loss import without_graph
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, forward_of
-from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums, forward_of
 from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.norms.batch_norm_override import BatchNormCall, Interceptor
@@ -40,50 +39,55 @@ def accumulate_together(
     ranks: Ranks,
     offload: bool | None,
 ) -> Sums:
-    """Add up the gradient of one effective batch whose BatchNorm layers normalise all of it together, exactly.
+    """Add up the gradient of one effective batch whose BatchNorm layers use the statistics of all of it, exactly.
 
-    Equal to one forward and backward over all samples of all ranks: each micro-batch runs its forward until it comes
-    to a BatchNorm layer and waits there; when the last one has come, their statistics are merged, over ranks too, and
-    they go on. Merging is differentiable, so that all forwards are one graph, and one backward goes through it.
+    Equal to one forward and backward over all samples of all ranks: each micro-batch runs its forward up to a BatchNorm
+    layer and waits there. When all have arrived, their statistics are merged, also over ranks, and they continue.
+    Merging is differentiable, so all forwards form one graph with one backward.
 
     Args:
-        context: as for `accumulate`.
-        micro_batches: the same; all of it is loaded before the first forward.
-        interceptor: lets us normalise in the model's layers.
-        statistics: takes the statistics of the effective batch.
-        ranks: the other ranks; all of them must run at least one unit.
-        offload: keep saved activations on the host; None: if micro-batches run on an accelerator.
+        context: see `accumulate`.
+        micro_batches: see `accumulate`; all of them are loaded before the first forward.
+        interceptor: replaces the normalisation in the model's layers.
+        statistics: receives the statistics of the effective batch.
+        ranks: the ranks; each must run at least one unit.
+        offload: keep saved activations on the host; None: only if micro-batches run on an accelerator.
     """
-    micro_batches = _worth_running(list(micro_batches))
+    micro_batches = _without_fillers(list(micro_batches))
     device = statistics.device
     store = None
     if device.type != "cpu" if offload is None else offload:
         store = HostStore(context.prepared.parameters.values())
-    # One for each forward, since forwards take turns; they are joined in the order of the micro-batches.
+    # One for each forward, since forwards are interleaved; they are joined in the order of the micro-batches.
     sums = [Sums() for _ in micro_batches]
     merging = _Merging(statistics, ranks, device)
-    # torch keeps these states per thread, and each forward runs in a thread of its own.
-    here = _ThisThread(device)
+    # torch keeps this state per thread, and each forward runs in a separate thread.
+    thread_state = _ThreadState(device)
+
+    before, after = context.callbacks()
 
     def forward_of_one(number: int) -> Callable[[Exchange[_Contribution, MergedStatistics]], Terms]:
         micro_batch, batch = micro_batches[number]
 
         def run(exchange: Exchange[_Contribution, MergedStatistics]) -> Terms:
-            context.before(micro_batch)
+            for look in before:
+                look(micro_batch)
             together = interceptor.in_this_thread(
                 lambda call: _normalise(call, exchange, counts=micro_batch.unit.weight > 0)
             )
             forward = forward_of(context.loss, micro_batch, sums[number])
-            with context.randomness.micro_batch(micro_batch), here.again(), together, _hooks(store), context.autocast():
+            random = context.randomness.micro_batch(micro_batch)
+            with random, thread_state.applied(), together, _hooks(store), context.autocast():
                 terms: Terms = context.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
             sums[number].contributions.append((micro_batch.factors, contributions))
-            context.after(micro_batch, contributions)
+            for note in after:
+                note(micro_batch, contributions)
             return terms
 
         return run
 
-    # Gradients travel after the backward, not within it, where the sums of the layers do.
+    # Gradients are reduced after the backward, not during it, when the layers' statistics are summed.
     with context.strategy.micro_batch(Turn(first=True, last=False)):
         with statistics.forward(counts=any(micro_batch.unit.weight for micro_batch, _ in micro_batches)):
             threads: CooperativeThreads[_Contribution, MergedStatistics, Terms] = CooperativeThreads(
@@ -91,7 +95,7 @@ def accumulate_together(
             )
             found = threads.run([forward_of_one(number) for number in range(len(micro_batches))])
         terms = [term for terms in found for term in terms]
-        # One backward for all: merged statistics make one graph of the forwards.
+        # One backward for all, since merged statistics join the forwards into one graph.
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
         if not total.requires_grad:
             raise without_graph()
@@ -113,8 +117,8 @@ class _Merging:
         total = sum(part.count for part in parts)
         if self._ranks.size == 1 and total == 1:
             message = (
-                f"the effective batch has 1 value per channel at the BatchNorm layer with {layer}: one value has no "
-                "variance. Use a larger effective batch."
+                f"the effective batch has 1 value per channel at the BatchNorm layer with {layer}: a single value has "
+                "no variance. Use a larger effective batch."
             )
             raise BatchSizeError(message)
         if running_mean is not None:
@@ -123,36 +127,36 @@ class _Merging:
         return statistics
 
     def last_token(self, *, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return what makes a backward run the sums of all layers over ranks, in order, though it adds nothing."""
+        """Return a zero whose backward runs the sums of all layers over ranks, in order; nothing with one rank."""
         if self._ranks.size == 1:
             return []
-        # Not detached: the token's graph puts the collectives of a backward into one order on all ranks.
+        # Not detached: the token's graph gives the collectives of a backward the same order on all ranks.
         token = self._token * 0
         return [token.to(like[0].dtype) if like else token]
 
 
 def _normalise(call: BatchNormCall, exchange: Exchange[_Contribution, MergedStatistics], *, counts: bool) -> Tensor:
-    """Normalise one micro-batch by the merged statistics of all of them."""
+    """Normalise one micro-batch with the merged statistics of all micro-batches."""
     if is_in_checkpoint():
         raise CompositionError(refusal(Feature.NON_REENTRANT, Feature.NORMS_EXACT, {}))
     part = partial_statistics(call.values)
     if not counts:
-        # It has to come to each layer like the others, and must not change the statistics.
+        # A filler must reach each layer like the others, but must not change the statistics.
         part = PartialStatistics(0, part.mean, part.squares)
     statistics = exchange(f"{call.values.shape[1]} channels, eps={call.eps:g}", (part, call.running_mean))
     return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
 
 
-def _worth_running(micro_batches: list[tuple[MicroBatch, Batch]]) -> list[tuple[MicroBatch, Batch]]:
-    """Leave out what only fills ranks up, but for one micro_batch of a rank that has nothing else: it must be there."""
+def _without_fillers(micro_batches: list[tuple[MicroBatch, Batch]]) -> list[tuple[MicroBatch, Batch]]:
+    """Drop filler micro-batches, but keep one if the rank has no others, since every rank must take part."""
     return [micro_batch for micro_batch in micro_batches if micro_batch[0].unit.weight] or micro_batches[:1]
 
 
 def _joined(sums: Sequence[Sums]) -> Sums:
     joined = Sums()
-    for one in sums:
-        joined.contributions += one.contributions
-        joined.late_counts += one.late_counts
+    for part in sums:
+        joined.contributions += part.contributions
+        joined.late_counts += part.late_counts
     return joined
 
 
@@ -160,8 +164,8 @@ def _hooks(store: HostStore | None) -> AbstractContextManager[object]:
     return nullcontext() if store is None else store.hooks()
 
 
-class _ThisThread:
-    """Per-thread state of torch, as it is here: gradient mode, modes that see operations, on CUDA the stream."""
+class _ThreadState:
+    """The current thread's state in torch: gradient mode, dispatch modes, and the stream on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._gradients = torch.is_grad_enabled()
@@ -169,8 +173,8 @@ class _ThisThread:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Have the same in another thread."""
+    def applied(self) -> Iterator[None]:
+        """Apply the same state in another thread."""
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with ExitStack() as stack:
             for mode in self._modes:

@@ -1,4 +1,4 @@
-"""How a policy about BatchNorm is carried out: what runs an effective batch, and what layers see of it."""
+"""Applies a BatchNorm policy: runs effective batches, and normalises inside the model's layers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from anybatch.core.splitting import CutConstraints, Unit, group_sizes
 from anybatch.core.torch_internals import InstanceNormBase
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, accumulate
-from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums, accumulate
 from anybatch.engine.batch_norm.exact import accumulate_together
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Freeze, Policy, PolicyName, policy_of
@@ -29,18 +28,18 @@ Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
 
 
 class BatchNormRunner:
-    """Runs effective batches under a policy. It takes no decisions: they stand in `constraints` and the policy.
+    """Runs effective batches under a policy. `constraints` and the policy contain all decisions.
 
     Args:
         policy: the policy.
         modules: the model, on its device.
-        constraints: what the policy demands of cuts.
-        ranks: the other ranks, for statistics over them.
+        constraints: requirements of the policy on cuts.
+        ranks: the ranks, for statistics over them.
         autocast: makes the autocast context of a forward.
-        device: where the model is.
+        device: device of the model.
 
     Attributes:
-        is_idle: there is no layer that it has anything to do with.
+        is_idle: whether no layer needs any handling.
         description: the policy in words; empty without BatchNorm layers.
     """
 
@@ -61,14 +60,13 @@ class BatchNormRunner:
         self._autocast = autocast
         self._has_sums = False
         self._unit = Unit(0, 0, 0)
-        # Of the policies only Exact(method="checkpoint") makes a rank share one unit.
+        # Only Exact(method="checkpoint") makes a rank share one unit.
         blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and constraints.whole else {}
         frozen = isinstance(policy, Freeze)
         self._frozen = list(self._batch_norms.values()) if frozen else []
         self._statistics = _statistics(modules, device, frozen=frozen)
-        # Most models are: then a micro-batch costs nothing here but one question.
         self.is_idle = not self._batch_norms and not self._statistics.layers
-        # Layers whose statistics nothing else gets to see leave them in their buffers.
+        # The statistics of layers that are not overridden are read from their buffers.
         overridden = bool(self._batch_norms) and (
             constraints.group is not None or constraints.lockstep or constraints.every_unit
         )
@@ -85,7 +83,7 @@ class BatchNormRunner:
         self.description = self._in_words(list(blocks))
 
     def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
-        """Return the context of one forward: autocast; layers know which samples they see, and statistics see them."""
+        """Return the context of one forward: autocast, and recording of the unit's statistics."""
         if self._constraints.every_unit:
             return self._autocast()
         self._unit = micro_batch.unit
@@ -95,28 +93,28 @@ class BatchNormRunner:
         return stack
 
     def accumulate(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
-        """Add up the gradient of one effective batch; buffers are as before afterwards, see `update`.
+        """Add up the gradient of one effective batch without changing running statistics, see `update`.
 
         Args:
-            context: what the loop uses.
+            context: the parts that the loop uses.
             micro_batches: this rank's, in order, each with its data on the device.
         """
         if self._constraints.every_unit:
             return self._together(context, micro_batches)
-        # Around the backward too: a block that is run again there must be normalised as before.
+        # Around the backward too: a block that is recomputed there must be normalised in the same way.
         with self._prepared(), self._interceptor.everywhere(self._normalisation()):
             return accumulate(context, micro_batches)
 
     def accumulate_alone(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         """Add up the gradient of some micro-batches without waiting for other ranks; see `accumulate`."""
         if self.is_idle or self._constraints.lockstep or self._constraints.every_unit:
-            # As plain layers: those that wait for other ranks or micro-batches would wait for ever in a trial.
+            # With plain layers: layers that wait for other ranks or micro-batches would hang in a trial.
             return accumulate(dataclasses.replace(context, forward=lambda _: self._autocast()), micro_batches)
         return self.accumulate(context, micro_batches)
 
     @contextmanager
     def two_passes(self) -> Iterator[Callable[[MicroBatch], AbstractContextManager[object]]]:
-        """Prepare layers for a loss across samples; what is yielded is the context of a forward of the first pass."""
+        """Prepare layers for a loss across samples; yield a function that makes contexts for first-pass forwards."""
         if self.is_idle:
             yield lambda _: nullcontext()
             return
@@ -124,7 +122,7 @@ class BatchNormRunner:
             yield lambda micro_batch: self._statistics.forward(counts=micro_batch.unit.weight > 0)
 
     def update(self) -> None:
-        """Update running statistics, once, from what the last effective batch has shown."""
+        """Update running statistics once, from the last effective batch."""
         if self._has_sums:
             self._statistics.update(self._ranks)
             self._has_sums = False
@@ -138,7 +136,7 @@ class BatchNormRunner:
         self._interceptor.close()
 
     def _normalisation(self) -> Callable[[BatchNormCall], Tensor] | None:
-        """Return what normalises in the place of the layers; None where they do it themselves."""
+        """Return the function that replaces the layers' normalisation; None to use the layers'."""
         if not self._batch_norms:
             return None
         if self._constraints.group is not None:
@@ -157,18 +155,18 @@ class BatchNormRunner:
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Set layers up for one effective batch, and put everything but the sums back."""
+        """Set up the layers for one effective batch, and restore everything but the recorded sums on exit."""
         modes = [layer.training for layer in self._frozen]
         self._has_sums = False
         self._statistics.begin()
         try:
-            # For this batch alone: the modes of the model are the user's.
+            # For this batch only: the user controls the modes of the model.
             for layer in self._frozen:
                 layer.training = False
-            # With a momentum of 1 a layer leaves each forward's statistics in its buffers, for `BufferReader`.
+            # With a momentum of 1, a layer stores each forward's statistics in its buffers, for `BufferReader`.
             with momentum_of_one(self._reading):
                 yield
-            # Not reached after an error: a part of a batch must not update running statistics.
+            # Not set after an error: a partial batch must not update running statistics.
             self._has_sums = True
         finally:
             for layer, training in zip(self._frozen, modes, strict=True):
@@ -188,32 +186,32 @@ class BatchNormRunner:
             )
 
     def _over_ranks(self, call: BatchNormCall) -> Tensor:
-        """Normalise by the statistics of what all ranks run at this moment."""
+        """Normalise with the statistics of the current micro-batches of all ranks."""
         part = partial_statistics(call.values)
         self._record(call, [part])
-        # A rank that only fills up takes part in the sum all the same, with a count of 0: the others wait for it.
+        # A filler takes part in the sum with a count of 0, because the other ranks wait for it.
         counted = part if self._unit.weight else PartialStatistics(0, part.mean, part.squares)
         statistics, _ = merge_statistics([counted], self._ranks, torch.zeros_like(part.mean[0]))
         return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
 
     def _by_groups(self, call: BatchNormCall) -> Tensor:
-        """Normalise each group of samples by its own statistics."""
+        """Normalise each group of samples with the group's statistics."""
         group_size = self._constraints.group
         assert group_size is not None
         rows, rest = divmod(call.values.shape[0], self._unit.num_samples)
         if rest:
             message = (
-                f"Ghost(group_size={group_size}) needs the samples along the first axis of what BatchNorm "
-                f"gets, which has {call.values.shape[0]} rows for {self._unit.num_samples} samples. Move the samples "
-                "to the front (flattened with other axes is right too), or use norms='exact'."
+                f"Ghost(group_size={group_size}) needs samples along the first axis of the BatchNorm input, "
+                f"which has {call.values.shape[0]} rows for {self._unit.num_samples} samples. Move the samples to the "
+                "first axis (they may be flattened with other axes), or use norms='exact'."
             )
             raise CompositionError(message)
         sizes = [rows * size for size in group_sizes(self._unit.num_samples, group_size)]
         groups = call.values.split(sizes)
         with torch.no_grad():
-            # For the running statistics alone; the normalisation below makes a graph of its own.
+            # For the running statistics only; the normalisation below builds the graph.
             self._record(call, [partial_statistics(group) for group in groups])
-        # Without running statistics: those of the whole effective batch are updated once, after the step.
+        # Without running statistics, which are updated once from the whole effective batch, after the step.
         return torch.cat(
             [F.batch_norm(g, None, None, call.weight, call.bias, training=True, eps=call.eps) for g in groups]
         )
@@ -225,7 +223,7 @@ class BatchNormRunner:
 
 
 def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_size: int) -> Policy:
-    """Return the policy that was asked for, if the model's layers permit one at all.
+    """Return the chosen policy, after a check of the model's layers.
 
     Args:
         norms: a policy or its name; None for the default.
@@ -233,8 +231,8 @@ def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_si
         world_size: number of ranks.
 
     Raises:
-        UserError: an unknown name.
-        ParameterError, CompositionError: a layer that nothing can be done about as it is.
+        UserError: the name is unknown.
+        ParameterError, CompositionError: a layer is not supported.
     """
     policy = policy_of(norms)
     refuse_unfit_layers(modules, num_ranks=world_size, frozen=isinstance(policy, Freeze))
@@ -244,45 +242,42 @@ def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_si
 def refuse_policy(
     policy: Policy, modules: nn.Module, constraints: CutConstraints, needs: Capabilities, *, searches: bool
 ) -> None:
-    """Refuse what a policy cannot do with this strategy or these layers.
+    """Raise a `CompositionError` if the policy does not work with this strategy or these layers.
 
     Args:
         policy: the policy.
         modules: the model.
-        constraints: what the policy demands of cuts.
-        needs: what the strategy can do and what it demands.
-        searches: a micro-batch size would have to be found by trial runs, because memory is short.
-
-    Raises:
-        CompositionError: with what to use instead.
+        constraints: requirements of the policy on cuts.
+        needs: capabilities and requirements of the strategy.
+        searches: whether the micro-batch size must be found by trial runs, because the device can run out of memory.
     """
     if constraints.every_unit and searches:
         message = (
-            "micro_batch_size='auto' cannot search under norms='exact', where all micro-batches take memory at "
-            "once. Name a micro_batch_size."
+            "micro_batch_size='auto' cannot search under norms='exact', where all micro-batches are in memory "
+            "together. Set micro_batch_size."
         )
         raise CompositionError(message)
     if constraints.every_unit and needs.lockstep:
         message = (
-            f"norms='exact' runs micro-batches in turns, and strategy {needs.name!r} keeps ranks "
-            "in lockstep within each. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
+            f"norms='exact' interleaves micro-batches, but strategy {needs.name!r} keeps ranks in lockstep within "
+            "each. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
         )
         raise CompositionError(message)
     for name, layer in batch_norms(modules).items():
         if isinstance(policy, Freeze) and layer.running_mean is None:
             message = (
-                f"norms='freeze' needs running statistics, and layer {name!r} tracks none "
+                f"norms='freeze' needs running statistics, but layer {name!r} tracks none "
                 "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
             )
             raise CompositionError(message)
 
 
 def ranks_of(strategy: Strategy, world: World) -> Ranks:
-    """Return the ranks as layers that are normalised over them see them.
+    """Return the ranks for layers that are normalised over them.
 
     Args:
         strategy: sums tensors over ranks.
-        world: gathers numbers from them.
+        world: gathers numbers from the ranks.
     """
 
     def total(tensor: Tensor) -> Tensor:

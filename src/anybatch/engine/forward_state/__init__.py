@@ -1,1 +1,1 @@
-"""State that a forward changes, other than the statistics of normalisation layers: found, and updated once per step."""
+"""Detects state that a forward changes, other than normalisation statistics, and updates it once per step."""

@@ -1,7 +1,7 @@
-"""Buffers that a forward updates (a queue, a centre, a codebook): once per effective batch instead of per micro-batch.
+"""Updates buffers that a forward changes (a queue, a centre, a codebook) once per effective batch.
 
-Every micro-batch begins with the value from before the step, as the un-split batch does, and what the micro-batches
-have made of it becomes one new value, the same on all ranks.
+Every micro-batch starts from the value before the step, like the native batch, and the micro-batches' values are
+combined into one new value, the same on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
 
 PooledUpdate = Callable[[Tensor, Sequence[Tensor], Sequence[int]], Tensor]
-"""Function (value before the step, values that micro-batches left, their numbers of samples) -> value after it."""
+"""Function (value before the step, values after each micro-batch, their numbers of samples) -> value after the step."""
 BufferUpdate = Literal["keep", "first", "mean"] | PooledUpdate
 _NAMES = ("keep", "first", "mean")
 _NOTHING = nullcontext()
@@ -30,17 +30,17 @@ _NOTHING = nullcontext()
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """One buffer, and what has been made of it in this step.
+    """One buffer, and its values in this step.
 
     Attributes:
-        owner: the module that it belongs to.
-        name: its name there.
-        update: what becomes of it.
-        before: the tensor itself, which the module may replace.
-        value: its value from before the step.
-        found: (first sample, number of samples, value) of micro-batches that have run; for "mean" one weighted sum,
-            for "first" the first one on this rank.
-        pooled: the new value, once it is known.
+        owner: the module that has the buffer.
+        name: name of the buffer in that module.
+        update: how the new value is computed.
+        before: the buffer's tensor, which the module may replace.
+        value: the value before the step.
+        found: (first sample, number of samples, value) of micro-batches that have run; for "mean" one weighted sum, for
+            "first" only the first one on this rank.
+        pooled: the new value; None until it is computed.
     """
 
     owner: nn.Module
@@ -52,18 +52,18 @@ class _Pool:
     pooled: Tensor | None = None
 
     def begin(self) -> None:
-        """Keep the value, and forget those of another step or try."""
+        """Save the value, and drop the values of an earlier step or attempt."""
         self.before = self.owner.get_buffer(self.name)
         self.value = self.before.detach().clone()
         self.found, self.pooled = [], None
 
     def restore(self) -> None:
-        """Put the value from before the step back, also where the module has replaced the tensor."""
+        """Restore the value before the step, even if the module has replaced the tensor."""
         self.before.copy_(self.value)
         setattr(self.owner, self.name, self.before)
 
     def note(self, start: int, number: int) -> None:
-        """Take what a micro-batch has left."""
+        """Record the value after a micro-batch."""
         value = self.owner.get_buffer(self.name).detach()
         if self.update == "mean":
             total = self.found[0][2] if self.found else torch.zeros_like(value, dtype=_wide(value))
@@ -76,14 +76,14 @@ class BufferUpdates:
     """Updates chosen buffers once per effective batch.
 
     Args:
-        chosen: by the buffer's name or a pattern such as "*.queue", what becomes of it: "mean" over samples, what the
-            "first" micro-batch made of it, a function, or "keep" for one update after the other.
+        chosen: the update by buffer name or pattern, such as "*.queue": the "mean" over samples, the value of the
+            "first" micro-batch, a function, or "keep" to let each micro-batch continue from the last one.
         modules: the model.
         strategy: sums over ranks.
         world: the ranks.
 
     Raises:
-        UserError: a pattern matches nothing, or something that it does not suit.
+        UserError: an update is unknown, or a pattern matches no buffer or one of an unsuitable type.
     """
 
     def __init__(
@@ -96,39 +96,36 @@ class BufferUpdates:
         self._num_counted = 0
 
     def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
-        """Refuse what runs micro-batches twice, in turns or in parts.
+        """Raise a `CompositionError` if micro-batches run twice, interleaved or in parts.
 
         Args:
-            loss: the declaration.
-            constraints: what the policy about BatchNorm demands.
-            needs: of the strategy.
-
-        Raises:
-            CompositionError: with what to use instead.
+            loss: the declared loss.
+            constraints: requirements of the BatchNorm policy.
+            needs: capabilities of the strategy.
         """
         if self._pools and (loss.kind.encode is not None or constraints.every_unit):
             what = "ab.joint" if loss.kind.encode else "norms='exact'"
             message = (
-                f"buffers={{{self._pools[0].name!r}: ...}} lets each micro-batch begin with the value from before the "
-                f"step, and {what} runs parts of each more than once, in turns with others. Leave buffers= out and "
-                "update them outside of the forward, once per step."
+                f"buffers={{{self._pools[0].name!r}: ...}} does not work with {what}. Each micro-batch must start from "
+                f"the value before the step, but {what} runs parts of each more than once, interleaved with others. "
+                "Omit buffers=, and update the buffers outside of the forward, once per step."
             )
             raise CompositionError(message)
         if self._pools and needs.splits_micro_batches:
             message = (
-                f"buffers={{{self._pools[0].name!r}: ...}} takes what each micro-batch has left in the model, and "
-                f"under strategy {needs.name!r} that is what one replica has seen of it. Use strategy='all_reduce' "
+                f"buffers={{{self._pools[0].name!r}: ...}} does not work with strategy {needs.name!r}, which splits "
+                "each micro-batch over replicas, so that a buffer sees only a part of it. Use strategy='all_reduce' "
                 "(torchrun)."
             )
             raise CompositionError(message)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no buffer is updated."""
         return not self._pools
 
     def effective_batch(self) -> AbstractContextManager[None]:
-        """Return the context in which the micro-batches of an effective batch are run, anew for each try."""
+        """Return the context for the micro-batches of an effective batch, a new one for each attempt."""
         return self._running() if self._pools else _NOTHING
 
     @contextmanager
@@ -142,20 +139,20 @@ class BufferUpdates:
             self._restore()
 
     def before(self, micro_batch: MicroBatch) -> None:  # noqa: ARG002 (the loop's)
-        """Let a micro-batch begin with the values from before the step."""
+        """Restore the values before the step for a micro-batch."""
         self._restore()
 
     def after(self, micro_batch: MicroBatch, _contributions: Sequence[Tensor]) -> None:
-        """Take the values that a micro-batch has left."""
+        """Record the values after a micro-batch."""
         unit = micro_batch.unit
-        if unit.weight:  # not of one that only keeps ranks in lockstep
+        if unit.weight:  # not a filler
             self._num_counted += unit.num_samples
             for pool in self._pools:
                 pool.note(unit.start, unit.num_samples)
 
     def pool(self) -> None:
-        """Make the new values, together with all ranks: once none of them can leave the step any more."""
-        # Not the plan's numbers: a micro-batch that counts nothing does not run.
+        """Compute the new values with all ranks, after none of them can abort the step any more."""
+        # Not the plan's numbers of samples: micro-batches with a count of 0 do not run.
         rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():
@@ -163,7 +160,7 @@ class BufferUpdates:
             pool.found = []
 
     def update(self) -> None:
-        """Write the new values, with the update of the parameters."""
+        """Write the new values, when the parameters are updated."""
         for pool in self._pools:
             if pool.pooled is not None:
                 with torch.no_grad():
@@ -176,16 +173,16 @@ class BufferUpdates:
             pool.restore()
 
     def _new_value(self, pool: _Pool, numbers: Sequence[float]) -> Tensor:
-        """Return a buffer's new value: its old one if no micro-batch counted anything.
+        """Return a buffer's new value, or the old one if no micro-batch ran.
 
         Args:
             pool: the buffer.
-            numbers: samples of micro-batches that counted something, by rank.
+            numbers: samples of the micro-batches that ran, by rank.
         """
         if callable(pool.update):
-            own = [(start, number, value.cpu()) for start, number, value in pool.found]
-            # In the order of the effective batch, which no cut and no number of ranks changes.
-            found = sorted((one for of_rank in self._gathered(own) for one in of_rank), key=lambda one: one[0])
+            local = [(start, number, value.cpu()) for start, number, value in pool.found]
+            # In the order of the effective batch, which does not depend on the cut or the number of ranks.
+            found = sorted((entry for share in self._gathered(local) for entry in share), key=lambda entry: entry[0])
             values = [value.to(pool.value.device) for _, _, value in found]
             return pool.update(pool.value, values, [number for _, number, _ in found]) if found else pool.value
         first = next((rank for rank, number in enumerate(numbers) if number), None)
@@ -199,38 +196,38 @@ class BufferUpdates:
             total = self._strategy.sum(share)
         return total / sum(numbers) if pool.update == "mean" else total
 
-    def _gathered(self, own: list[Any]) -> list[list[Any]]:
+    def _gathered(self, local: list[Any]) -> list[list[Any]]:
         with self._world.collective():
-            return self._world.gather_objects(own)
+            return self._world.gather_objects(local)
 
     def _found(self, chosen: Mapping[str, BufferUpdate], modules: nn.Module) -> list[_Pool]:
-        found: dict[str, _Pool] = {}
-        own = dict(_own_buffers(modules))
+        pools: dict[str, _Pool] = {}
+        buffers = dict(_candidate_buffers(modules))
         for pattern, update in chosen.items():
             if not callable(update) and update not in _NAMES:
                 message = f"buffers[{pattern!r}]={update!r} must be 'keep', 'first', 'mean' or a function."
                 raise UserError(message)
-            matched = [name for name in own if fnmatchcase(name, pattern)]
+            matched = [name for name in buffers if fnmatchcase(name, pattern)]
             if not matched:
-                known = ", ".join(list(own)[:8]) or "none"
+                known = ", ".join(list(buffers)[:8]) or "none"
                 message = (
-                    f"buffers[{pattern!r}] is the name of no buffer (statistics of normalisation layers belong to "
-                    f"norms=...). The model has: {known}."
+                    f"buffers[{pattern!r}] matches no buffer (norms=... controls the statistics of normalisation "
+                    f"layers). The model has: {known}."
                 )
                 raise UserError(message)
             for name in matched:
-                owner, attribute = own[name]
+                owner, attribute = buffers[name]
                 if update == "mean" and not owner.get_buffer(attribute).is_floating_point():
                     dtype = owner.get_buffer(attribute).dtype
                     message = f"buffers[{pattern!r}]='mean', but {name!r} is {dtype}: use 'first' or a function."
                     raise UserError(message)
-                found[name] = _Pool(owner, attribute, update)
-        self.names = frozenset(found)
-        return [pool for pool in found.values() if pool.update != "keep"]
+                pools[name] = _Pool(owner, attribute, update)
+        self.names = frozenset(pools)
+        return [pool for pool in pools.values() if pool.update != "keep"]
 
 
-def _own_buffers(modules: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield the buffers that are no statistics of normalisation layers: full name, and module and name there."""
+def _candidate_buffers(modules: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """Yield buffers other than normalisation statistics: the full name, and the module and the name in it."""
     for prefix, module in modules.named_modules():
         if not isinstance(module, (BatchNormBase, InstanceNormBase)):
             for name, _ in module.named_buffers(recurse=False):
@@ -238,7 +235,7 @@ def _own_buffers(modules: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Return a type in which values of micro-batches can be added up."""
+    """Return a type in which the values of micro-batches can be summed."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.int64
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,1 +1,1 @@
-"""The first step's check: is the loss what it was declared to be?"""
+"""The first step's check: does the loss match its declaration?"""

@@ -1,4 +1,4 @@
-"""Finds where a loss function lets every sample meet every other by broadcasting: (n, 1) against (n,)."""
+"""Detects loss functions that compare every sample with every other by broadcasting: (n, 1) against (n,)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,16 +8,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class BroadcastWatch(TorchFunctionMode):
-    """Notes the first function that broadcasts a column of samples against a row of as many.
+    """Records the first function that broadcasts a column (n, 1) of samples against a row (n,).
 
-    Predictions of shape (n, 1) and targets of shape (n,) give a matrix (n, n) of all pairs, and its mean is a number
-    like any other.
+    Predictions of shape (n, 1) and targets of shape (n,) give a matrix (n, n) of all pairs, and its mean looks like a
+    normal loss.
 
     Args:
         num_samples: n, at least 2.
 
     Attributes:
-        found: what was seen, in words; empty if nothing was.
+        found: the broadcast in words; empty without one.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -32,17 +32,17 @@ class BroadcastWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (the same)
-        """Run the function, and look at the shapes that it is given."""
+        """Run the function, and check the shapes of its arguments."""
         given = dict(kwargs or {})
-        # Labels are compared with each other on purpose.
-        tensors = (one for one in _tensors((*args, *given.values())) if one.is_floating_point())
-        shapes = [tuple(one.shape) for one in tensors]
+        # Only floating-point tensors: losses that compare integer labels with each other do so on purpose.
+        tensors = (tensor for tensor in _tensors((*args, *given.values())) if tensor.is_floating_point())
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         if not self.found and self._column in shapes and self._row in shapes:
             square = (*self._row, *self._row)
             name = getattr(func, "__name__", str(func)).strip("_")
             self.found = (
-                f"In {name} a tensor of shape {self._column} meets one of shape {self._row}, which broadcasts to "
-                f"{square}: every sample's output is compared with every sample's target"
+                f"In {name}, tensors of shapes {self._column} and {self._row} broadcast to {square}: every sample's "
+                "output is compared with every sample's target"
             )
         return func(*args, **given)
 

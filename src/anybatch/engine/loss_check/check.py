@@ -1,4 +1,4 @@
-"""When the declaration of a loss is checked, on which samples, the verdict of all ranks, and the report of it."""
+"""The check of a loss's declaration: its schedule, its samples, the verdict of all ranks, and the report."""
 
 import dataclasses
 import functools
@@ -29,18 +29,19 @@ from anybatch.parallel.strategy import Prepared, Strategy, Turn, caller_of
 from anybatch.parallel.world import World
 
 _AGAIN = frozenset({3, 7, 15})
-"""Steps, counted from 0, in which the check is repeated: other batches may show more."""
+"""Steps, counted from 0, in which the check is repeated, since other batches may show more."""
 _CANDIDATES, _LOADED_CANDIDATES = 64, 16
+# Part of the format of checkpoints: `LossCheck.resume` compares with it.
 _TAKEN = "taken as a mean over samples, because the check of the first step has found that it is one"
-_HOLDS = "as declared: the check of the first step has found that it holds"
-_ALIKE = ", on samples that all count alike"
-_OTHERWISE = "If this is a false alarm, Engine(check_loss=False) leaves the check out."
+_HOLDS = "as declared, confirmed by the check of the first step"
+_ALIKE = ", on samples with equal counts"
+_OTHERWISE = "If this is a false alarm, Engine(check_loss=False) skips the check."
 _MOST_LETTERS = 200
 _NOT_LAST = Turn(first=False, last=False)
 
 
 class _RankVerdict(NamedTuple):
-    """A rank's verdict; pickled. `message` is an error's, `cause`, `term` and `where` are its fields."""
+    """A rank's verdict, which is pickled; `message`, `cause` and `term` belong to the error of a broken declaration."""
 
     kind: str
     reason: str = ""
@@ -53,14 +54,14 @@ class _RankVerdict(NamedTuple):
 
 
 class BareLoss:
-    """A loss function that was passed as it is: if it turns out to be a mean over samples, it says so from then on."""
+    """A loss function without a declaration; if the check finds a mean over samples, it returns a sum and a count."""
 
     def __init__(self, function: LossFunction, *, is_mean: bool = False) -> None:
         self.function = self.__wrapped__ = function
         self.is_mean = is_mean
 
-    def __call__(self, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
-        """Return what the function returns; one number, once it is known to be a mean, as a sum and a count."""
+    def __call__(self, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (the user's model and loss)
+        """Call the function; after `is_mean` is set, convert one number to a sum and a count."""
         value = self.function(model, batch)
         if self.is_mean and isinstance(value, torch.Tensor) and not value.dim():
             number = count_samples(batch)
@@ -71,22 +72,22 @@ class BareLoss:
 class LossCheck:
     """Compares a loss with its declaration in the first step, and again in steps 4, 8 and 16.
 
-    Each rank checks samples of its share, and all take the same verdict. In lockstep all ranks run the same
+    Each rank checks samples of its share, and all ranks reach the same verdict. In lockstep, all ranks run the same
     samples, and agree on every number that decides whether another run follows.
 
     Args:
-        loss: as it was declared, or bare.
+        loss: the declared loss, or a bare function.
         model: the argument of the loss function.
-        modules: everything that may change in a forward.
+        modules: all modules that a forward may change.
         world: the ranks.
-        strategy: the strategy, and the model that it has prepared.
-        prepared: the same.
-        decisions: the verdict is added to them.
+        strategy: the strategy.
+        prepared: the model, prepared by the strategy.
+        decisions: receives the verdict.
         notifier: reports the verdict to the user.
-        enabled: whether to check. Without, a bare function that returns one number is refused.
+        enabled: whether to check; if not, a bare function that returns one number is refused.
 
     Attributes:
-        loss: the loss that the loop calls: the declared one, or the bare function that may turn out to be a mean.
+        loss: the loss that the loop calls: the declared loss or the bare function.
     """
 
     def __init__(
@@ -114,36 +115,41 @@ class LossCheck:
         self._decisions = decisions
         self._notifier = notifier
         self._enabled = enabled
-        # Changed where all ranks come to one verdict, and only there: a rank may have failed before it got so far.
+        # Set only together with the common verdict, since a rank may fail before.
         self._newest: int | None = None
         self._is_settled = False
         self._has_warned = False
         self._undecided = ""
 
     def provisional(self, context: LoopContext) -> LoopContext:
-        """Return a context to try sizes with, before the check: a bare function's number is taken as a mean."""
+        """Return a context for size trials before the check; a bare function's number counts as a mean."""
         if self._bare is None:
             return context
         loss = dataclasses.replace(self._declared, function=BareLoss(self._declared.function, is_mean=True))
         return dataclasses.replace(context, loss=loss)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the batch of a step, counted from 0, is checked: the same on all ranks."""
+        """Return whether the batch of a step, counted from 0, is checked; the same on all ranks."""
         return self._enabled and (self._newest is None or (step in _AGAIN and step != self._newest))
 
+    def is_over(self, step: int) -> bool:
+        """Return whether no step after this one is checked."""
+        return not self._enabled or (self._newest is not None and step >= max(_AGAIN))
+
     def warn_if_undecided(self) -> None:
-        """Warn once that the loss could not be checked, after its step has run: an error of the user's comes first."""
+        """Warn once that the loss could not be checked; called after the step, so that user errors come first."""
         if self._undecided and not self._has_warned:
             self._has_warned = True
             self._notifier.warn(
                 "loss_not_checked",
-                f"the loss could not be compared with its declaration: {self._undecided}. It is taken as declared. "
-                "Compare one batch with ab.check(model, loss, batch); pass Engine(check_loss=False) to silence this.",
+                f"the loss could not be compared with its declaration: {self._undecided}. The declaration is used "
+                "unchecked. Compare one batch with ab.check(model, loss, batch), or pass Engine(check_loss=False) to "
+                "silence this warning.",
             )
         self._undecided = ""
 
     def resume(self, decisions: Mapping[str, str]) -> None:
-        """Take the finding of before a resume: a function that was a mean over samples then is one now."""
+        """Restore the result of the check: a bare function that was a mean over samples is still one."""
         if self._bare is not None and decisions.get("loss") == _TAKEN:
             self._bare.is_mean = True
             self._is_settled = True
@@ -151,22 +157,22 @@ class LossCheck:
     def check_declaration(
         self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]], step: int
     ) -> None:
-        """Check the loss on a few samples of the effective batch, of which nothing is used up.
+        """Check the loss on a few samples of the effective batch, without consuming it.
 
         Args:
             planned: the effective batch.
             autocast: makes the autocast context of a forward.
-            step: its number, from 0.
+            step: number of the step, from 0.
 
         Raises:
-            LossError: on every rank: the loss is not what was declared, or is one number and not declared at all.
+            LossError: on every rank: the loss does not match its declaration, or is one number without a declaration.
             RankFailedError: another rank failed.
         """
         source = self._source(planned)
         if self._lockstep and not planned.picks_any:
             source = self._shared_source(source)
         most = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
-        # In lockstep, running out of memory ends the run: the check takes no more samples than a micro-batch, or two.
+        # In lockstep, out of memory ends the run, so the check runs at most the samples of a micro-batch, or two.
         max_samples = min(MAX_SAMPLES, max(2 if self._lockstep else FEW_SAMPLES, most))
         verdicts = self._world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
         is_cut = sum(map(len, planned.plan.shares)) > 1
@@ -178,7 +184,7 @@ class LossCheck:
 
         Args:
             autocast: makes the autocast context of a forward.
-            generators: from which a model or a loss may draw.
+            generators: generators from which a model or a loss may draw.
         """
         names, parameters = list(self._prepared.parameters), list(self._prepared.parameters.values())
         leaves_of = (self._lockstep and self._prepared.gradient_leaves) or (lambda: parameters)
@@ -188,7 +194,7 @@ class LossCheck:
             modules=self._modules,
             device=self._world.device,
             autocast=autocast,
-            # Without the strategy's wrapper, whose forward would prepare a reduction.
+            # Without the strategy's wrapper, whose forward prepares a reduction.
             call=self._call_in_lockstep if self._lockstep else caller_of(self._model),
             leaves=lambda: dict(zip(names, leaves_of(), strict=True)),
             gather=self._prepared.layout.gather,
@@ -196,12 +202,12 @@ class LossCheck:
         )
         return LossRuns(parts, generators)
 
-    def _call_in_lockstep(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+    def _call_in_lockstep(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss)
         with self._strategy.micro_batch(_NOT_LAST):
             return self._prepared.call(function, batch)
 
     def _source(self, planned: PlannedBatch) -> SampleSource:
-        """Return the samples that this rank checks: its share; in lockstep the whole effective batch, if it can be."""
+        """Return the samples that this rank checks: its share, or in lockstep the whole effective batch if possible."""
         share = planned.units
         if self._lockstep and planned.picks_any:
             share = tuple(itertools.chain.from_iterable(planned.plan.shares))
@@ -210,24 +216,24 @@ class LossCheck:
             places=list(itertools.chain.from_iterable(units)),
             pick=planned.pick,
             num_candidates=_LOADED_CANDIDATES if planned.picks_any else _CANDIDATES,
-            # The first two micro-batches in one piece may not fit, which in lockstep ends the run.
+            # Not in lockstep: the first two micro-batches in one piece may not fit, which would end the run.
             real_units=() if self._lockstep else units,
             reads_again=planned.picks_any,
         )
 
     def _shared_source(self, source: SampleSource) -> SampleSource:
-        """Return samples of one rank, the same on all ranks, where each rank brings its own."""
+        """Return samples of one rank, the same on all ranks, if each rank has its share only."""
 
         def few() -> Batch:
-            if len(source.places) < 2:  # noqa: PLR2004 (they are to be cut)
+            if len(source.places) < 2:  # noqa: PLR2004 (a single sample cannot be cut)
                 return None
             try:
                 return next(source.pick([choose(self._declared, source, MAX_SAMPLES)[0]]))
-            except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in order)
+            except Exception:  # noqa: BLE001 (a user's batch class may support slices but not reordering)
                 return next(source.pick([source.places[:MAX_SAMPLES]]))
 
-        found = next((one for one in self._world.run_on_all_ranks(few) if one is not None), None)
-        batch, number = (None, 0) if found is None else read_samples(found)
+        shared = next((batch for batch in self._world.run_on_all_ranks(few) if batch is not None), None)
+        batch, number = (None, 0) if shared is None else read_samples(shared)
         return SampleSource(range(number), functools.partial(picked, batch), _CANDIDATES)
 
     def _verdict(
@@ -235,7 +241,7 @@ class LossCheck:
     ) -> _RankVerdict:
         agree = self._largest if self._lockstep else (lambda number: number)
         functions = self._declared.functions.values()
-        # A layer that waits for other ranks would wait for ever: these may not run any sample.
+        # Layers that wait for other ranks would hang, since other ranks may not run any sample.
         synchronised = [m for m in self._modules.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
         for module in synchronised:
             module.training = False
@@ -245,14 +251,14 @@ class LossCheck:
                 return self._described(runs, judge(runs, source, max_samples=max_samples, agree=agree))
         except torch.OutOfMemoryError:
             pass
-        except Exception as error:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
+        except Exception as error:  # noqa: BLE001 (the step itself raises errors of the batch)
             return _RankVerdict("undecided", f"{type(error).__name__}: {error}"[:_MOST_LETTERS])
         finally:
             for module in synchronised:
                 module.training = True
-            if self._lockstep:  # sharded modules may be left gathered
+            if self._lockstep:  # after an error, sharded modules may still be gathered
                 self._strategy.clear_gradients()
-        if self._world.device.type == "cuda":  # outside of the handler: the failed frames hold no memory any more
+        if self._world.device.type == "cuda":  # outside the handler, after the failed frames are freed
             torch.cuda.empty_cache()
         return _RankVerdict("undecided", "it ran out of memory")
 
@@ -277,26 +283,26 @@ class LossCheck:
         return made._replace(message=message, cause=found.cause, term=found.term)
 
     def _take(self, verdicts: Sequence[_RankVerdict], *, is_cut: bool) -> None:
-        """Come to one verdict from those of all ranks, the same on each."""
-        is_number = self._bare is not None and any(one.is_scalar for one in verdicts)
-        broken = next((one for one in verdicts if one.kind == "broken"), None)
+        """Combine the ranks' verdicts into one, the same on each rank."""
+        is_number = self._bare is not None and any(verdict.is_scalar for verdict in verdicts)
+        broken = next((verdict for verdict in verdicts if verdict.kind == "broken"), None)
         if broken is not None:
             message = broken.message
             if is_number and broken.cause != "form":
                 message = f"{ONE_NUMBER} Checked on the first step: {message}"
-            # Of a bare function no items were declared, so there are none to name.
+            # A bare function has no declared items.
             unit = None if is_number or broken.term is None else self._declared.kind.terms[broken.term].items.name
             raise LossError(message, term=broken.term, unit=unit, cause=broken.cause)
-        holding = [one for one in verdicts if one.kind == "holds"]
+        holding = [verdict for verdict in verdicts if verdict.kind == "holds"]
         undecided = next((one for one in verdicts if one.kind == "undecided" and not one.is_harmless), None)
         if undecided is None and holding:
-            self._hold(is_number=is_number, is_alike=all(one.fits_others for one in holding))
+            self._hold(is_number=is_number, is_alike=all(verdict.fits_others for verdict in holding))
             return
         if self._is_settled:
             return
-        reason = next((one.reason for one in verdicts if one is undecided), verdicts[0].reason)
+        reason = verdicts[0].reason if undecided is None else undecided.reason
         if is_number:
-            message = f"{ONE_NUMBER} (The check of the first step cannot tell: {reason}.)"
+            message = f"{ONE_NUMBER} (The check of the first step is undecided: {reason}.)"
             raise LossError(message)
         self._decisions.add("loss", f"as declared, unchecked: {reason}")
         if is_cut and undecided is not None:

@@ -1,4 +1,4 @@
-"""The check itself: the gradient of a few samples in one piece against the sum over uneven pieces of them."""
+"""The check's comparison: the gradient of a few samples in one piece, and the sum over uneven pieces of them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from anybatch.engine.loss_check.sample_choice import FEW_SAMPLES, MAX_SAMPLES, S
 from anybatch.errors import LossError
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-"""Differences up to here are rounding. Above, wider numbers decide."""
+"""Smaller differences are rounding; larger ones are compared again in a wider type."""
 _WIDE_TOLERANCES = {torch.float64: 1e-5, torch.float32: 3e-4}
-"""Not smaller: some models compute parts in float32 with parameters of any type."""
+"""Not smaller, since some models compute parts in float32 with parameters of any type."""
 _DEFINITE = 30.0
-"""Without wider numbers, a difference above this multiple of the tolerance is not rounding."""
+"""Without a wider type, a difference above this multiple of the tolerance is not rounding."""
 _COUNT_TOLERANCE = 1e-5
 _MOST_LETTERS = 100
 
@@ -40,14 +40,14 @@ class Verdict:
 
     Attributes:
         kind: "holds", "broken" or "undecided".
-        reason: why it is undecided, or a caveat, a clause.
-        is_harmless: undecided, for a reason that does not suggest a fault.
-        fits_others: it holds, and on these samples other declarations would too: all of them count alike.
+        reason: why it is undecided, or a caveat, as a clause.
+        is_harmless: it is undecided for a reason that does not suggest a fault.
+        fits_others: other declarations would hold too, since all these samples have equal counts.
         error: relative difference of the parameter that differs most.
-        tolerance: of a difference that is rounding.
-        parameter: the name of that parameter.
+        tolerance: largest difference that is rounding.
+        parameter: name of that parameter.
         pieces: the samples in one piece, then in several.
-        counts: what did not add up, of a count that is not additive: the term, the count of all, the sum of counts.
+        counts: for a count that is not additive: the term, the count of all samples, the sum of the pieces' counts.
     """
 
     kind: Literal["holds", "broken", "undecided"]
@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it is broken for another reason than a difference of gradients."""
+        """Whether it is broken for a reason other than a difference of gradients."""
         return self.kind == "broken" and (self.counts is not None or bool(self.reason))
 
     @property
@@ -84,12 +84,11 @@ def judge(
     Args:
         runs: runs the loss.
         source: the samples.
-        max_samples: most samples of a run.
-        agree: function (number) -> the largest of all ranks, where ranks run in lockstep: how many runs follow depends
-            on it.
+        max_samples: maximum samples of a run.
+        agree: function (number) -> the largest of all ranks in lockstep, where it decides how many runs follow.
     """
     if len(source.places) < 2:  # noqa: PLR2004 (one sample has no pieces)
-        return Verdict(kind="undecided", reason="there is one sample only", is_harmless=True)
+        return Verdict(kind="undecided", reason="there is only one sample", is_harmless=True)
     source = source.repeatable()
     chosen = _chosen(runs, source, max_samples)
     verdict = _tried(runs, source, chosen, agree)
@@ -97,7 +96,7 @@ def judge(
         # A hinge loss has a gradient of zero for most samples.
         verdict = _tried(runs, source, _chosen(runs, source, 4 * max_samples), agree)
     if verdict.kind != "holds" and not verdict.is_harmless and agree(float(runs.draws.num_draws)):
-        # Samples may be on another axis than the first, or draw in a loop.
+        # Samples may be along another axis than the first, or draw in a loop.
         varied, runs.draws = runs.draws, HeldDraws(constant=True)
         constant = _tried(runs, source, chosen, agree)
         if constant.kind != "undecided" or verdict.kind == "undecided":
@@ -110,14 +109,14 @@ def _chosen(runs: LossRuns, source: SampleSource, max_samples: int) -> _Orders:
     try:
         chosen = choose(runs.parts.loss, source, max_samples)
         next(source.pick([chosen[0][::-1]]))
-    except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in another order)
+    except Exception:  # noqa: BLE001 (a user's batch class may support slices but not reordering)
         first = list(source.places[:max_samples])
         return first, first
     return chosen
 
 
 def _tried(runs: LossRuns, source: SampleSource, orders: _Orders, agree: Agree) -> Verdict:
-    """Try splits until one decides: it holds with pieces of one sample, or differs without any."""
+    """Try splits until one decides: equal gradients with single samples, or different ones without single samples."""
     even: list[Verdict] = []
     single: Verdict | None = None
     failure = Verdict(kind="undecided", reason="no split could be run")
@@ -139,8 +138,8 @@ def _tried(runs: LossRuns, source: SampleSource, orders: _Orders, agree: Agree) 
     if single is None or not even:
         return even[0] if even else single or failure
     reason = (
-        f"pieces of one sample differ by {single.error:.1e} from all {single.full.num_samples}, and pieces of even "
-        "sizes agree (samples in pairs or groups, or a threshold?)"
+        f"pieces of one sample differ by {single.error:.1e} from all {single.full.num_samples} samples, but pieces of "
+        "even sizes agree (samples in pairs or groups, or a threshold?)"
     )
     return dataclasses.replace(single, kind="undecided", reason=reason)
 
@@ -148,7 +147,7 @@ def _tried(runs: LossRuns, source: SampleSource, orders: _Orders, agree: Agree) 
 def _attempted(
     runs: LossRuns, source: SampleSource, places: Sequence[int], sizes: Sequence[int], agree: Agree
 ) -> tuple[Verdict, bool]:
-    """Compare one split; also return whether other splits could not tell more."""
+    """Compare one split; also return whether the verdict is final, because other splits would show no more."""
     try:
         verdict = _compared(runs, source, places, sizes, agree)
     except torch.OutOfMemoryError:
@@ -157,7 +156,7 @@ def _attempted(
         return Verdict(kind="undecided", reason=str(error), is_harmless=True), True
     except UndecidedError as error:
         return Verdict(kind="undecided", reason=str(error)), False
-    except Exception as error:  # noqa: BLE001 (the step itself raises what is wrong with the batch)
+    except Exception as error:  # noqa: BLE001 (the step itself raises errors of the batch)
         line = next(iter(str(error).splitlines()), "")[:_MOST_LETTERS]
         return Verdict(kind="undecided", reason=f"{type(error).__name__}: {line}"), False
     return verdict, verdict.kind == "undecided" or verdict.is_certain
@@ -174,7 +173,7 @@ def _compared(
         if (verdict := _counted(runs, pieces)) is not None:
             return verdict
         full = runs.gradient(pieces[:1], is_full=True)
-    except LossError as failure:  # the step raises it too, except where it does not wait for a count on a device
+    except LossError as failure:  # the step raises it too, unless it does not wait for a count on a device
         return Verdict(kind="broken", reason=str(failure), pieces=pieces)
     except NotFiniteError as failure:
         raise NothingToCompareError(str(failure)) from failure
@@ -195,7 +194,7 @@ def _compared(
 
 
 def _rounding_or_not(runs: LossRuns, found: Verdict) -> Verdict:
-    """Return whether a difference is rounding, by the same comparison in float64."""
+    """Repeat the comparison in float64, to distinguish rounding from a real difference."""
     error, place, dtype = found.error, 0, runs.narrowest
     try:
         if dtype is not torch.float64:
@@ -208,7 +207,7 @@ def _rounding_or_not(runs: LossRuns, found: Verdict) -> Verdict:
     except Exception:  # noqa: BLE001 (not every model runs in float64)
         if found.error > found.tolerance * _DEFINITE:
             return dataclasses.replace(found, kind="broken")
-        reason = f"pieces differ by {found.error:.1e}, which is close to rounding, and the model has no run in float64"
+        reason = f"pieces differ by {found.error:.1e}, which is close to rounding, and the model cannot run in float64"
         return dataclasses.replace(found, kind="undecided", reason=reason)
     tolerance = _WIDE_TOLERANCES[dtype]
     if error <= tolerance:
@@ -217,7 +216,7 @@ def _rounding_or_not(runs: LossRuns, found: Verdict) -> Verdict:
 
 
 def _counted(runs: LossRuns, pieces: Sequence[Piece]) -> Verdict | None:
-    """Return that a count does not add up over samples: `len` of a dict, or `clamp(min=1)`; None if all do."""
+    """Return a broken verdict if a count is not additive (`len` of a dict, or `clamp(min=1)`), otherwise None."""
     whole, *parts = map(runs.counts, pieces)
     for name, count, column in zip(runs.parts.loss.names, whole, zip(*parts, strict=True), strict=True):
         if abs(sum(column) - count) > _COUNT_TOLERANCE * max(count, sum(column)):
@@ -226,7 +225,7 @@ def _counted(runs: LossRuns, pieces: Sequence[Piece]) -> Verdict | None:
 
 
 def _counts_alike(runs: LossRuns, pieces: Sequence[Piece]) -> bool:
-    """Whether all samples count the same for a term that does not count samples, so that other counts fit as well."""
+    """Return whether all samples have equal counts in a term that does not count samples, so that other items fit."""
     loss = runs.parts.loss
     if loss.kind.brings_count or loss.kind.encode is not None:
         return False
@@ -239,20 +238,22 @@ def _counts_alike(runs: LossRuns, pieces: Sequence[Piece]) -> bool:
 
 
 def _why_unrepeatable(runs: LossRuns, found: Verdict, full: Gradients, agree: Agree) -> str:
-    """Return why two runs of the same samples differ, a clause; empty if they agree."""
+    """Return why two runs of the same samples differ, as a clause; empty if they agree."""
     if runs.draws.unknown:
-        return f"torch draws random numbers that cannot be held ({', '.join(sorted(runs.draws.unknown))})"
+        return f"torch draws random numbers that cannot be fixed ({', '.join(sorted(runs.draws.unknown))})"
     repeated = agree(difference(full, runs.gradient(found.pieces[:1]))[0])
     if repeated > found.tolerance:
         return (
-            f"two runs of the same samples differ by {repeated:.1e}: the loss or the model keeps numbers in Python "
-            "that it updates and computes with"
+            f"two runs of the same samples differ by {repeated:.1e}: the loss or the model updates and reads Python "
+            "numbers"
         )
+    if runs.has_aligned_draws:
+        return ""
     runs.seed = 1
     try:
         reseeded = agree(difference(full, runs.gradient(found.pieces[:1]))[0])
     finally:
         runs.seed = 0
     if reseeded > found.tolerance:
-        return "the loss or the model draws random numbers from Python or numpy, which cannot be held"
+        return "the loss or the model draws random numbers from Python or numpy, which cannot be fixed"
     return ""

@@ -1,4 +1,4 @@
-"""Why a declaration is broken, and what to declare instead: a few more runs of the samples that have shown it."""
+"""Finds why a declaration is broken, and the right one, with a few more runs of the same samples."""
 
 import dataclasses
 import itertools
@@ -35,14 +35,14 @@ class Diagnosis:
     """The fault of a declaration.
 
     Attributes:
-        cause: "count" (does not add up over samples), "form" (of the returned value), "encode" (of ab.joint looks
-            across samples), "masked" (samples that count nothing have a gradient), "sum", "mean" (over known items),
-            "other_items" (a mean over items that are not in the batch), "no_count" (the divisor counts nothing),
-            "inputs" (mixed before the model runs), "module" (samples interact inside one), "broadcast", "backward",
-            "joint" (samples interact in the loss), or "unknown".
-        says: a sentence.
-        remedy: what to do, a sentence or two.
-        term: the term that is broken; None where it is not known.
+        cause: "count" (it does not add up over samples), "form" (of the returned value), "encode" (the encode function
+            of ab.joint depends on other samples), "masked" (samples with a count of 0 have a gradient), "sum", "mean"
+            (over known items), "other_items" (a mean over items that are not in the batch), "no_count" (the divisor
+            does not count items), "inputs" (mixed before the model runs), "module" (samples interact inside one),
+            "broadcast", "backward", "joint" (samples interact in the loss), or "unknown".
+        says: the fault, in a sentence.
+        remedy: the fix, in a sentence or two.
+        term: the broken term; None if unknown.
         where: name of the module for "module", "inputs of the model" for "inputs".
     """
 
@@ -64,9 +64,9 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
     """Return why a declaration is broken.
 
     Args:
-        runs: runs the loss; draws are held as for the verdict.
-        verdict: a broken one.
-        in_lockstep: other ranks run the same: only what takes the same number of runs everywhere is tried.
+        runs: runs the loss, with the same fixed draws as for the verdict.
+        verdict: a broken verdict.
+        in_lockstep: other ranks run the same samples: try only diagnoses with the same number of runs on all ranks.
     """
     loss = runs.parts.loss
     if verdict.counts is not None:
@@ -96,7 +96,7 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
                     found = _explained(runs, verdict, in_lockstep=in_lockstep)
             except Exception:  # noqa: BLE001 (not every model runs in float64)
                 found = _explained(runs, verdict, in_lockstep=in_lockstep)
-    except Exception:  # noqa: BLE001 (the verdict stays, whatever the user's code raises in further runs)
+    except Exception:  # noqa: BLE001 (an error in further runs does not change the verdict)
         found = _unknown()
     return dataclasses.replace(found, term=term)
 
@@ -105,10 +105,10 @@ def described(loss: Loss, verdict: Verdict, found: Diagnosis, *, returned_number
     """Return a broken verdict and its diagnosis as a message, without the remedy.
 
     Args:
-        loss: as declared.
-        verdict: of the check.
-        found: its diagnosis.
-        returned_number: the function returned one number, which is taken as a mean where nothing is declared.
+        loss: the declared loss.
+        verdict: verdict of the check.
+        found: the diagnosis.
+        returned_number: the function returned one number, which counts as a mean without a declaration.
     """
     if found.cause in ("form", "count"):
         return found.says
@@ -132,7 +132,7 @@ def in_words(sizes: Sequence[int]) -> str:
 
 
 def _broken_term(runs: LossRuns, verdict: Verdict) -> str | None:
-    """Return the term that differs most when all others have the weight 0."""
+    """Return the term that differs most if all others have a weight of 0."""
     names = runs.parts.loss.names
     if len(names) == 1:
         return names[0]
@@ -140,13 +140,14 @@ def _broken_term(runs: LossRuns, verdict: Verdict) -> str | None:
     for name in names:
         with _only(runs, name), suppress(UndecidedError):
             full = runs.gradient([verdict.full], is_full=True)
-            worst = max(worst, (difference(full, runs.gradient(verdict.pieces[1:]))[0], name), key=lambda one: one[0])
+            error, _ = difference(full, runs.gradient(verdict.pieces[1:]))
+            worst = max(worst, (error, name), key=lambda pair: pair[0])
     return worst[1]
 
 
 @contextmanager
 def _only(runs: LossRuns, name: str | None) -> Iterator[None]:
-    """Give all terms but one the weight 0 meanwhile."""
+    """Set the weights of all terms but one to 0 temporarily."""
     before = runs.parts
     if name is not None and len(before.loss.names) > 1:
         kind: Any = before.loss.kind
@@ -182,9 +183,10 @@ def _explained(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool) -> Diagno
     if found is None and value_adds_up:
         return Diagnosis(
             "backward",
-            "its values add up and its gradients do not: an autograd function combines all samples, or adds a term of "
-            "its own to the gradient.",
-            "Return that term with the loss, as a term of ab.sum_of, and let backward functions work on each sample.",
+            "its values add up but its gradients do not: an autograd function combines all samples, or adds a term to "
+            "the gradient.",
+            "Return that term with the loss, as a term of ab.sum_of, and let backward functions process each sample "
+            "independently.",
         )
     if found is None and _samples_interact(runs, full):
         return Diagnosis("joint", "the gradient of one sample's output depends on the other samples' outputs.", _JOINT)
@@ -195,7 +197,7 @@ def _unknown() -> Diagnosis:
     joint, beforehand = _begun_small(_JOINT), _begun_small(_BEFOREHAND)
     return Diagnosis(
         "unknown",
-        "no count makes its pieces add up: it has terms with several divisors, or weights that are computed over the "
+        "its pieces add up with no count: it has terms with different divisors, or weights that are computed over the "
         "batch.",
         "Return terms by name and declare ab.sum_of(loss, one=..., other=...). For weights or advantages of the batch: "
         f"{beforehand} If samples are compared with each other: {joint}",
@@ -207,7 +209,7 @@ def _begun_small(sentence: str) -> str:
 
 
 def _of_piece(runs: LossRuns, piece: Piece) -> Gradients | None:
-    """Return the gradient of one piece, even if it counts nothing as declared; None if that is not finite."""
+    """Return the gradient of one piece, even if its declared count is 0; None if it is not finite."""
     if any(runs.counts(piece)) or runs.parts.loss.kind.named:
         return runs.gradient([piece]) if any(runs.counts(piece)) else None
     with suppress(UndecidedError):
@@ -216,15 +218,15 @@ def _of_piece(runs: LossRuns, piece: Piece) -> Gradients | None:
 
 
 def _masked(runs: LossRuns, pieces: Sequence[Piece]) -> Diagnosis | None:
-    """Return that a piece which counts nothing has a finite gradient: its mean was divided by something else."""
+    """Return a diagnosis if a piece with a count of 0 has a finite gradient: its mean had another divisor."""
     empty = next((piece for piece in pieces if not all(runs.counts(piece))), None)
     if empty is None or runs.parts.loss.kind.brings_count or runs.parts.loss.kind.named:
         return None
     with suppress(UndecidedError):
-        if any(one is not None and bool(one.any()) for one in runs.plain_gradient(empty)):
+        if any(gradient is not None and bool(gradient.any()) for gradient in runs.plain_gradient(empty)):
             return Diagnosis(
                 "masked",
-                "samples that count nothing have a gradient.",
+                "samples with a count of 0 have a gradient.",
                 "Return ab.LossSum(total, count), without clamping the count.",
             )
     return None
@@ -244,20 +246,20 @@ def _flat(whole: Gradients, parts: Sequence[Gradients]) -> tuple[Tensor, Tensor]
 
 
 class _Parts(NamedTuple):
-    """The whole gradient, the gradients of its pieces as columns, and the residual that rounding explains."""
+    """The whole gradient, the gradients of its pieces as columns, and the relative residual due to rounding."""
 
     whole: Tensor
     table: Tensor
     fits: float
 
     def add_up(self, factors: Sequence[float], within: float = 10.0) -> bool:
-        """Whether the pieces, with these factors, add up to the whole."""
-        found = self.table @ torch.tensor(factors, dtype=self.table.dtype, device=self.table.device)
-        return float((found - self.whole).norm()) <= within * self.fits * float(self.whole.norm())
+        """Return whether the pieces, with these factors, add up to the whole."""
+        total = self.table @ torch.tensor(factors, dtype=self.table.dtype, device=self.table.device)
+        return float((total - self.whole).norm()) <= within * self.fits * float(self.whole.norm())
 
     @property
     def factors(self) -> list[float]:
-        """Factors with which the pieces add up; empty if none do, or if any would fit by chance."""
+        """Factors with which the pieces add up; empty if none fit, or if any would fit for lack of equations."""
         if self.table.shape[0] <= self.table.shape[1]:
             return []
         factors: list[float] = torch.linalg.lstsq(self.table, self.whole[:, None]).solution[:, 0].tolist()
@@ -265,7 +267,7 @@ class _Parts(NamedTuple):
 
 
 def _mean(runs: LossRuns, full: Piece, pieces: Sequence[Piece], parts: _Parts) -> Diagnosis | None:
-    """Return the items that the loss is a mean over, by the factors of its pieces; None if they are as declared."""
+    """Return the items of the mean, from the factors of the pieces; None if they match the declaration."""
     loss = runs.parts.loss
     sizes = [piece.num_samples for piece in pieces]
     term = next(name for name, one in loss.kind.terms.items() if one.weight)
@@ -275,7 +277,7 @@ def _mean(runs: LossRuns, full: Piece, pieces: Sequence[Piece], parts: _Parts) -
         return None
     if parts.add_up([1.0] * len(pieces)):
         if loss.kind.brings_count:
-            return Diagnosis("no_count", "its sums add up and its counts do not.", "Return how many items were added.")
+            return Diagnosis("no_count", "its sums add up but its counts do not.", "Return how many items were added.")
         return Diagnosis(
             "sum",
             "it behaves like a sum: it adds up over samples and does not average.",
@@ -292,7 +294,7 @@ def _mean(runs: LossRuns, full: Piece, pieces: Sequence[Piece], parts: _Parts) -
 
 
 def _other_mean(term: str, sizes: Sequence[int], parts: _Parts, *, named: bool) -> Diagnosis:
-    """Return that the loss is a mean over unknown items, or that its divisor does not count anything."""
+    """Return the diagnosis of a mean over unknown items, or of a divisor that does not count items."""
     shares, close_to = parts.factors, parts.fits * _CLEARLY
     shown = ", ".join(f"{share:.3g}" for share in shares[:_SHARES_SHOWN])
     if abs(sum(shares) - 1.0) < close_to and min(shares) > -close_to:
@@ -301,8 +303,8 @@ def _other_mean(term: str, sizes: Sequence[int], parts: _Parts, *, named: bool) 
             "other_items",
             f"it is a mean over something else (class weights?): pieces of {in_words(sizes)} samples have the shares "
             f"{shown}.",
-            f"Declare {f'{term}=ab.counted({call})' if named else f'ab.mean_over(loss, {call})'}, with what it is "
-            "divided by.",
+            f"Declare {f'{term}=ab.counted({call})' if named else f'ab.mean_over(loss, {call})'}, with its divisor as "
+            "the count.",
         )
     return Diagnosis(
         "no_count",
@@ -317,7 +319,7 @@ def _declaration(name: str, term: str, *, named: bool) -> tuple[str, str]:
     if name == "samples":
         return "samples", f"{term}=ab.samples()" if named else "ab.mean_over_samples(loss)"
     if name.startswith("count="):
-        return "the number that a tensor of the batch counts", (
+        return "a count from a tensor of the batch", (
             f"{term}=ab.counted({name})" if named else f"ab.mean_over(loss, {name})"
         )
     ignored = name.partition("ignore_index=")[2].partition(",")[0] or "-100"
@@ -326,12 +328,12 @@ def _declaration(name: str, term: str, *, named: bool) -> tuple[str, str]:
 
 
 def _weights(batch: Any) -> dict[str, list[float]]:  # noqa: ANN401 (any nested batch)
-    """Return numbers of the batch that may be weights of its samples."""
-    found = {}
-    for name, one in batch.items() if isinstance(batch, Mapping) else ():
-        if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 1 and bool((one >= 0).all()):
-            found[f"count=lambda batch: batch[{name!r}].sum()"] = one.tolist()
-    return found
+    """Return the tensors of the batch that may be weights of its samples."""
+    weights = {}
+    for name, value in batch.items() if isinstance(batch, Mapping) else ():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 1 and bool((value >= 0).all()):
+            weights[f"count=lambda batch: batch[{name!r}].sum()"] = value.tolist()
+    return weights
 
 
 def _broadcast(found: str) -> Diagnosis | None:
@@ -339,7 +341,7 @@ def _broadcast(found: str) -> Diagnosis | None:
         return None
     return Diagnosis(
         "broadcast",
-        f"samples meet by broadcasting. {found}.",
+        f"samples are mixed by broadcasting. {found}.",
         "Give both the same shape: squeeze(1), or targets of shape (n, 1). If the loss compares samples on purpose: "
         f"{_begun_small(_JOINT)}",
     )
@@ -350,9 +352,9 @@ Seen = list[tuple[str, list[Tensor], list[Tensor]]]
 
 
 def _first_difference(runs: LossRuns, full: Piece, pieces: Sequence[Piece]) -> Diagnosis | None:
-    """Return the first module whose outputs for some samples depend on the others, or whose inputs do."""
+    """Return the first module whose outputs, or inputs, for some samples depend on the other samples."""
     whole, stop = _calls(runs, full), full.num_samples
-    for piece in reversed(pieces):  # the last one is the largest
+    for piece in reversed(pieces):  # the last piece is the largest
         part, rows = _calls(runs, piece), range(stop - piece.num_samples, stop)
         stop = rows.start
         if [name for name, *_ in whole] != [name for name, *_ in part]:
@@ -361,7 +363,7 @@ def _first_difference(runs: LossRuns, full: Piece, pieces: Sequence[Piece]) -> D
             zip(whole, part, strict=True)
         ):
             if not _are_rows(given, given_part, full.num_samples, rows):
-                if not number:  # later modules may get rows in another order, such as the experts of a mixture
+                if not number:  # later modules, such as the experts of a mixture, may get rows in another order
                     return _mixed_inputs(name)
                 break
             if not _are_rows(returned, returned_part, full.num_samples, rows):
@@ -404,8 +406,8 @@ def _calls(runs: LossRuns, piece: Piece) -> Seen:
     return calls
 
 
-def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 (what a module was given, or returned)
-    with suppress(Exception):  # not every value is like a batch
+def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 (inputs or outputs of a module)
+    with suppress(Exception):  # values may have any structure
         return [tensor.detach().clone() for tensor in tensors_of(values) if tensor.is_floating_point()]
     return []
 
@@ -415,7 +417,7 @@ def _are_rows(whole: Sequence[Tensor], part: Sequence[Tensor], number: int, rows
 
 
 def _is_part(whole: Tensor, part: Tensor, number: int, rows: range) -> bool:
-    """Whether a tensor has these samples of another one; those without an axis of samples pass."""
+    """Return whether `part` has these samples of `whole`, or the tensors have no sample axis."""
     size = len(rows)
     if whole.dim() != part.dim() or whole.shape == part.shape or not part.numel():
         return True
@@ -426,11 +428,11 @@ def _is_part(whole: Tensor, part: Tensor, number: int, rows: range) -> bool:
     stacked = whole.unflatten(axis, (each, number)).narrow(axis + 1, rows.start, size).flatten(axis, axis + 1)
     layouts = (whole.narrow(axis, rows.start * each, size * each), stacked)
     scale = 1e-3 * float(part.abs().max()) + 1e-9
-    return any(one.shape == part.shape and float((one - part).abs().max()) <= scale for one in layouts)
+    return any(layout.shape == part.shape and float((layout - part).abs().max()) <= scale for layout in layouts)
 
 
 def _samples_interact(runs: LossRuns, full: Piece) -> bool:
-    """Whether the gradient of the loss by one sample's output of the model depends on the other samples' outputs."""
+    """Return whether the gradient with respect to one sample's output depends on the other samples' outputs."""
     outputs: list[Tensor] = []
     models = [runs.parts.model] if isinstance(runs.parts.model, nn.Module) else list(runs.parts.model.values())
 

@@ -1,6 +1,6 @@
-"""Fixed random draws and fixed batch statistics, which do not depend on the other samples or on the order.
+"""Fixed random draws and fixed batch statistics, independent of other samples and of the order.
 
-With both, the gradient of a batch can be compared with the sum over its pieces, dropout and BatchNorm included.
+With both, the gradient of a batch can be compared with the sum over its pieces, including dropout and BatchNorm.
 """
 
 import math
@@ -23,14 +23,14 @@ _MOST_RANDOM = 1000
 
 
 class HeldDraws(TorchDispatchMode):
-    """Replaces what torch draws at random by the same numbers for every sample.
+    """Replaces torch's random draws by the same numbers for every sample.
 
-    The mode runs below autograd, so dropout in recurrent layers, in attention and in checkpointed blocks is included.
+    The mode runs below autograd, so it includes dropout in recurrent layers, in attention and in checkpointed blocks.
     The numbers vary over all axes except the first, and from draw to draw. `randperm` becomes a shift by half, which
     pairs each sample with another one.
 
     Args:
-        constant: use one number everywhere: for samples that are not on the first axis, and draws in a loop over
+        constant: use one number everywhere, for samples that are not along the first axis, and for draws in a loop over
             samples.
 
     Attributes:
@@ -57,7 +57,7 @@ class HeldDraws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (torch's protocol)
-        """Run an operation, and replace its output if it is drawn at random."""
+        """Run an operation, and replace its output if it is random."""
         given = dict(kwargs or {})
         if function not in self._known:
             is_random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
@@ -67,7 +67,7 @@ class HeldDraws(TorchDispatchMode):
             return function(*args, **given)
         fixed: dict[str, object] = dict.fromkeys(_DROPOUT_ARGUMENTS, 0.0)
         if is_random:
-            fixed["generator"] = None  # a generator of the user's must not advance
+            fixed["generator"] = None  # the user's generators must not advance
             self.num_draws += 1
         if "rrelu" in function.name():
             fixed |= {"lower": _RRELU_SLOPE, "upper": _RRELU_SLOPE}
@@ -79,7 +79,7 @@ class HeldDraws(TorchDispatchMode):
         name = function.name().partition("::")[2].partition(".")[0].rstrip("_")
         return self._replaced(name, output, {**defaults, **dict(zip(names, args, strict=False)), **given})
 
-    def _replaced(self, name: str, output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401 (what torch returned)
+    def _replaced(self, name: str, output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401 (torch's output)
         if name == "native_dropout" and type(output[0]) is Tensor:
             kept = self._uniform(output[0]) >= given["p"]
             return given["input"] * kept / (1 - given["p"] or 1.0), kept
@@ -103,7 +103,7 @@ class HeldDraws(TorchDispatchMode):
 
 
 _Draw = Callable[[Mapping[str, Any], Tensor, Callable[[], Tensor], bool], Tensor]
-"""From the arguments, the output, a function that returns uniform numbers, and whether these are constant."""
+"""Function (arguments, output, function that returns uniform numbers, whether these are constant) -> replacement."""
 
 
 def _from_uniform(given: Mapping[str, Any], _: Tensor, uniform: Callable[[], Tensor], __: bool) -> Tensor:  # noqa: FBT001
@@ -121,7 +121,7 @@ def _normal(given: Mapping[str, Any], _: Tensor, uniform: Callable[[], Tensor], 
 def _bernoulli(given: Mapping[str, Any], output: Tensor, uniform: Callable[[], Tensor], constant: bool) -> Tensor:  # noqa: FBT001
     p = given["self"] if given.get("p") is None else given["p"]
     p = torch.as_tensor(p, device=output.device)
-    # Constant numbers keep everything: otherwise a whole layer could be dropped.
+    # Constant numbers keep everything, since they could otherwise drop a whole layer.
     return p.expand(output.shape) > 0 if constant else uniform() < p
 
 
@@ -153,7 +153,7 @@ _DRAWS: Mapping[str, _Draw] = {
     "exponential": lambda given, _, uniform, __: -uniform().log() / given.get("lambd", 1.0),
     "geometric": lambda given, _, uniform, __: (uniform().log() / math.log1p(-given["p"])).ceil(),
     "cauchy": lambda given, _, uniform, __: given["median"] + given["sigma"] * (math.pi * (uniform() - 0.5)).tan(),
-    # Functions of their parameters alone, as these are for each sample.
+    # Functions of the parameters only, which belong to each sample.
     "poisson": lambda given, *_: given["self"].round(),
     "binomial": lambda given, *_: (given["count"] * given["prob"]).round(),
     "_standard_gamma": lambda given, *_: given["self"],
@@ -173,7 +173,7 @@ class HeldNorms(TorchFunctionMode):
         self._statistics: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reset(self) -> None:
-        """Forget the statistics: the next run is the full one."""
+        """Clear the statistics before a full run."""
         self._statistics.clear()
 
     def __torch_function__(
@@ -183,7 +183,7 @@ class HeldNorms(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (torch's protocol)
-        """Run a function; `F.batch_norm` gets the recorded statistics."""
+        """Run a function, with the recorded statistics in `F.batch_norm`."""
         if function is not F.batch_norm:
             return function(*args, **(kwargs or {}))
         given = dict(zip(_BATCH_NORM, args, strict=False)) | dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""Runs of the user's model and loss on a few samples, each from the same state, for their gradients to be compared."""
+"""Runs the user's model and loss on a few samples, each time from the same state, to compare gradients."""
 
 import contextlib
 import math
@@ -21,16 +21,16 @@ from anybatch.engine.side_effects import SeededGenerators, modules_of
 from anybatch.engine.torch_internals import gradients, widened
 
 _MOST_WIDENED = 2**28
-"""Most numbers in parameters of which copies in float64 are made."""
+"""Maximum number of parameter elements for copies in float64."""
 _FLOOR = 1e-2
-"""A parameter's gradient is compared with at least this part of the whole gradient: it may be rounding alone."""
+"""A parameter's difference is relative to at least this fraction of the whole gradient, to ignore rounding."""
 
 Gradients = list[Tensor | None]
 Call = Callable[[LossFunction, Batch], Any]
 
 
 class UndecidedError(Exception):
-    """The samples cannot be compared; the message is the reason, a clause."""
+    """The samples cannot be compared; the message is the reason, as a clause."""
 
 
 class NotFiniteError(UndecidedError):
@@ -38,7 +38,7 @@ class NotFiniteError(UndecidedError):
 
 
 class NothingToCompareError(UndecidedError):
-    """These samples say nothing about the loss, which does not suggest a fault."""
+    """These samples carry no information about the loss, which does not suggest a fault."""
 
 
 class Piece(NamedTuple):
@@ -53,14 +53,14 @@ class LossParts:
     """The loss and everything that it runs with.
 
     Attributes:
-        loss: the declaration. A bare function that returns one number is taken as a mean over samples.
+        loss: the declared loss. A bare function that returns one number counts as a mean over samples.
         model: the argument of the loss function.
-        modules: everything that trains.
-        device: of the model.
+        modules: all trained modules.
+        device: device of the model.
         autocast: makes the context of a forward.
         call: runs a function with the model.
         leaves: function () -> the tensors whose gradients are compared, by name.
-        gather: returns a tensor in one piece.
+        gather: gathers a sharded tensor.
         can_widen: whether the parameters may be replaced by wider copies.
     """
 
@@ -78,20 +78,21 @@ class LossParts:
 class LossRuns:
     """Runs the user's loss on pieces, and returns gradients of the parameters.
 
-    Buffers and generators are as before in each run, and draws and batch statistics are held. `autograd.grad` leaves
-    `.grad`, accumulation hooks and DDP alone. Used inside of `without_side_effects`, which undoes the rest.
+    Each run starts with the same buffers and generators, and draws and batch statistics are fixed. `autograd.grad`
+    leaves `.grad`, accumulation hooks and DDP alone. `without_side_effects` around the runs restores the rest.
 
     Args:
         parts: the loss with its model, modules and device.
-        generators: from which a model or a loss may draw.
+        generators: generators from which a model or a loss may draw.
 
     Attributes:
-        parts: the same, or wider copies meanwhile.
+        parts: the same, or wider copies temporarily.
         draws: the random numbers.
         value: the loss of the last run.
         returned_number: whether the loss function has returned one number.
         num_samples: samples that were run forward and backward.
-        seed: of the generators of python, numpy and torch.
+        seed: seed of the generators of Python, numpy and torch.
+        has_aligned_draws: Python and numpy draw the same numbers for any samples, so they explain no difference.
     """
 
     def __init__(self, parts: LossParts, generators: SeededGenerators) -> None:
@@ -99,6 +100,7 @@ class LossRuns:
         self.draws, self._norms = HeldDraws(), HeldNorms()
         self.value, self.returned_number = 0.0, False
         self.num_samples = self.seed = 0
+        self.has_aligned_draws = False
         self._generators = generators
         self._buffers = [_kept(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
         self._wide: torch.dtype | None = None
@@ -110,8 +112,8 @@ class LossRuns:
 
     @property
     def narrowest(self) -> torch.dtype:
-        """The floating-point type with the least precision that takes part, autocast included."""
-        dtypes = {one.dtype for one in self.parts.leaves().values() if one.is_floating_point()}
+        """The least precise floating-point type in use, including autocast."""
+        dtypes = {leaf.dtype for leaf in self.parts.leaves().values() if leaf.is_floating_point()}
         with self.parts.autocast():
             if torch.is_autocast_enabled(self.parts.device.type):
                 dtypes.add(torch.get_autocast_dtype(self.parts.device.type))
@@ -119,17 +121,18 @@ class LossRuns:
 
     @contextlib.contextmanager
     def widened(self) -> Iterator[torch.dtype]:
-        """Run on copies in float64 meanwhile; very large models in bf16 or fp16 run in float32.
+        """Run on copies in float64 temporarily; very large models in bf16 or fp16 use float32.
 
-        The copies are shallow: attributes that a forward sets are dropped with them, and the user's parameters stay.
+        The copies are shallow: attributes that a forward sets are dropped with them, and the user's parameters do not
+        change.
 
         Raises:
             UndecidedError: such copies cannot be made.
         """
-        num_numbers = sum(one.numel() for one in self.parts.leaves().values())
+        num_numbers = sum(leaf.numel() for leaf in self.parts.leaves().values())
         dtype = torch.float64 if num_numbers <= _MOST_WIDENED else torch.float32
         if not self.parts.can_widen or torch.finfo(self.narrowest).eps <= torch.finfo(dtype).eps:
-            message = "copies of more precision cannot be made"
+            message = "copies in a more precise type cannot be made"
             raise UndecidedError(message)
         before, buffers, default = self.parts, self._buffers, torch.get_default_dtype()
         self.parts = _widened(before, dtype)
@@ -146,22 +149,22 @@ class LossRuns:
         return unit_counts(self.parts.loss, copied(piece.batch), piece.num_samples)
 
     def gradient(self, pieces: Sequence[Piece], *, is_full: bool = False) -> Gradients:
-        """Return the sum of the pieces' gradients, weighted as the engine weights micro-batches.
+        """Return the sum of the pieces' gradients, with the same weights as micro-batches in a step.
 
         The plain loop: `sum(count / total * autograd.grad(loss(piece), parameters) for piece in pieces)`.
 
         Args:
-            pieces: of the samples, in order.
+            pieces: pieces of the samples, in order.
             is_full: BatchNorm uses the statistics of this run, also in later runs.
 
         Raises:
-            UndecidedError: nothing can be compared, or a gradient is not finite.
+            UndecidedError: all counts are 0, or a gradient is not finite.
             Exception: raised by the model or the loss.
         """
         counts = [self.counts(piece) for piece in pieces]
         divisors = [sum(column) for column in zip(*counts, strict=True)]
         if not any(divisors):
-            message = "these samples count nothing"
+            message = "these samples have a count of 0"
             raise NothingToCompareError(message)
         self.value = total_count = 0.0
         if is_full:
@@ -171,21 +174,21 @@ class LossRuns:
         total: Gradients = []
         for piece, count in zip(pieces, counts, strict=True):
             value_of = partial(self._value_of_one, counts=count, divisors=divisors)
-            found, number = self._run([piece], value_of)
+            part, number = self._run([piece], value_of)
             total_count += number
-            total = list(map(_added, total, found)) if total else found
-        # A function that brings its count is divided by all of them at the end.
-        return [None if one is None else one / total_count for one in total] if total_count else total
+            total = list(map(_added, total, part)) if total else part
+        # Counts that the function returns are summed, and divide the total at the end.
+        return [None if g is None else g / total_count for g in total] if total_count else total
 
     def value_of(self, piece: Piece) -> Tensor:
-        """Return the loss of a piece, with its graph: for second derivatives. Draws and BatchNorm are held."""
+        """Return the loss of a piece with its graph, for second derivatives; draws and BatchNorm are fixed."""
         counts = self.counts(piece)
         self._begin()
         with torch.enable_grad(), self._norms, self.draws, self.parts.autocast():
             return self._value(self._output(piece), counts, counts)[0]
 
     def plain_gradient(self, piece: Piece) -> Gradients:
-        """Return the gradient of the returned loss itself, without the piece's count."""
+        """Return the gradient of the returned loss, without the piece's count."""
 
         def value(outputs: Sequence[Any]) -> tuple[Tensor, float]:
             output = outputs[0].total if isinstance(outputs[0], LossSum) else outputs[0]
@@ -203,7 +206,7 @@ class LossRuns:
     ) -> tuple[Gradients, float]:
         self.num_samples += sum(piece.num_samples for piece in pieces)
         self._begin()
-        # Around the backward too: a checkpointed block runs again there.
+        # Around the backward too, where checkpointed blocks run again.
         with torch.enable_grad(), self._norms, self.draws:
             with self.parts.autocast():
                 outputs = [self._output(piece) for piece in pieces]
@@ -220,7 +223,7 @@ class LossRuns:
             raise NotFiniteError(message)
         return wide, count
 
-    def _output(self, piece: Piece) -> Any:  # noqa: ANN401 (whatever the user's function returns)
+    def _output(self, piece: Piece) -> Any:  # noqa: ANN401 (the user's function)
         self.draws.restart()
         batch = map_tensors(copied(piece.batch), self._moved)
         loss = self.parts.loss
@@ -241,7 +244,7 @@ class LossRuns:
         return self._value(outputs[0], counts, divisors)
 
     def _value(self, output: Any, counts: Sequence[float], divisors: Sequence[float]) -> tuple[Tensor, float]:  # noqa: ANN401
-        """Return the contribution of a piece as the step computes it, and the count that came with it, if one did."""
+        """Return the contribution of a piece, as in a step, and the count that the function returned, or 0."""
         loss = self.parts.loss
         self.returned_number |= isinstance(output, Tensor) and not output.dim()
         if loss.kind.brings_count:
@@ -261,7 +264,7 @@ class LossRuns:
 
 
 def difference(full: Gradients, other: Gradients) -> tuple[float, int]:
-    """Return the largest relative difference of a parameter's gradient, and the place of that parameter.
+    """Return the largest relative difference of a parameter's gradient, and the index of that parameter.
 
     Raises:
         NothingToCompareError: both gradients are zero.
@@ -287,7 +290,7 @@ def _kept(modules: nn.Module) -> BufferKeeper:
 
 
 def _adds_up(loss: Loss, name: str, value: object) -> bool:
-    """Whether a term returned a finite sum, which belongs to the batch even where a piece counts nothing."""
+    """Return whether a term returned a finite sum, which belongs to the batch even if a piece has a count of 0."""
     # By name: a declaration that was copied or unpickled has equal, not identical items.
     if loss.kind.terms[name].items.name != COUNTED.name:
         return False
@@ -296,8 +299,8 @@ def _adds_up(loss: Loss, name: str, value: object) -> bool:
     return is_sum and isinstance(total, Tensor) and bool(torch.isfinite(total).all())
 
 
-def _with_counts_read(output: Any) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
-    """Return a loss with its counts on the host; the step itself does not wait for the device."""
+def _with_counts_read(output: Any) -> Any:  # noqa: ANN401 (the user's loss)
+    """Return a loss with its counts on the host; unlike a step, this waits for the device."""
     if isinstance(output, Mapping):
         return {name: _with_counts_read(value) for name, value in output.items()}
     return LossSum(output.total, float(output.count)) if isinstance(output, LossSum) else output
@@ -315,7 +318,7 @@ def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _widened(parts: LossParts, dtype: torch.dtype) -> LossParts:
-    """Return the parts with copies of modules, parameters and buffers of another type."""
+    """Return the parts with copies of modules, parameters and buffers in another type."""
     named = parts.leaves()
     modules, copy_of = widened(parts.modules, dtype)
     model = (

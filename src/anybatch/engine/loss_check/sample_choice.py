@@ -1,4 +1,4 @@
-"""Which samples of an effective batch tell most about a loss, and what each of them may count as."""
+"""Chooses the most informative samples of an effective batch, and lists their possible counts."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from anybatch.core.tree import Batch, copied, read_samples, tensors_of
 
 MAX_SAMPLES = 8
 FEW_SAMPLES = 4
-"""With at most this many samples the first split decides: others detect less."""
+"""With at most this many samples the first split decides, since others detect less."""
 _IGNORED = -100
 _MOST_PADDINGS = 3
 _WEIGHT_OF_COUNTS = 3.0
@@ -25,11 +25,11 @@ class SampleSource:
     """Samples to choose from.
 
     Attributes:
-        places: of all of them, in the order in which micro-batches hold them.
+        places: places of all samples, in the order of the micro-batches.
         pick: function (lists of places) -> one micro-batch for each list, on the host.
-        num_candidates: most samples that are looked at.
+        num_candidates: maximum number of samples to choose from.
         real_units: places of the step's first micro-batches; empty if the batch is not cut.
-        reads_again: `pick` reads a data set each time.
+        reads_again: whether each `pick` reads a data set.
     """
 
     places: Sequence[int]
@@ -39,7 +39,7 @@ class SampleSource:
     reads_again: bool = False
 
     def repeatable(self) -> "SampleSource":
-        """Return the source, or samples in memory where a data set returns other values each time it is read."""
+        """Return the source, or samples in memory if a data set returns other values at each read."""
         if not self.reads_again:
             return self
         first = self.places[:2]
@@ -51,11 +51,11 @@ class SampleSource:
 
 
 def choose(loss: Loss, source: SampleSource, max_samples: int) -> tuple[list[int], list[int]]:
-    """Return the places of samples that differ as much as possible; and the same with similar ones side by side.
+    """Return the places of samples that differ as much as possible, and the same places sorted by similarity.
 
-    A sample is described by its counts and, for each tensor, the mean, the numbers of -100s and zeros, and the size.
-    Farthest-point selection begins with the two lowest counts, and adds the sample that is farthest from all chosen
-    ones. The second order follows the first principal component: its pieces differ most from each other.
+    Features of a sample are its counts and, for each tensor, the mean, the numbers of -100s and zeros, and the size.
+    Farthest-point selection starts with the two lowest counts, and adds the sample that is farthest from all chosen
+    ones. The second order follows the first principal component, so that its pieces differ most from each other.
     """
     places = _spread(source.places, source.num_candidates)
     rows = [_described(loss, batch) for batch in source.pick([[place] for place in places])]
@@ -81,12 +81,12 @@ def splits(
 ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Yield places and the sizes of their pieces: with single samples, then even sizes, pairs, and real micro-batches.
 
-    Many small pieces show more threshold effects: a margin, the hardest samples, a capacity.
+    Many small pieces show more threshold effects, such as a margin, the hardest samples, or a capacity.
     """
-    number, own = len(chosen), list(chosen)
-    yield own, _sizes(number, 1, 1, 1, 2)
+    number, varied = len(chosen), list(chosen)
+    yield varied, _sizes(number, 1, 1, 1, 2)
     if number >= FEW_SAMPLES:
-        yield own, _sizes(number, 2, 2)
+        yield varied, _sizes(number, 2, 2)
         yield list(alike), _sizes(number, 2, 4)
     in_order = list(source.places[: number // 2 * 2])
     for group in (2, 4):
@@ -98,7 +98,7 @@ def splits(
 
 
 def _sizes(number: int, *first: int) -> tuple[int, ...]:
-    """Return these sizes as far as they fit, then the remainder."""
+    """Return the first of these sizes that fit, then the remainder."""
     sizes = list(first)
     while sum(sizes) >= number:
         sizes.pop()
@@ -106,7 +106,7 @@ def _sizes(number: int, *first: int) -> tuple[int, ...]:
 
 
 def _spread(places: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` places, evenly spread."""
+    """Return at most `most` places, evenly spaced."""
     if len(places) <= most:
         return list(places)
     return [places[round(number * (len(places) - 1) / (most - 1))] for number in range(most)]
@@ -124,26 +124,26 @@ def _described(loss: Loss, sample: Batch) -> list[float]:
 
 
 def candidates(batch: Batch, num_samples: int) -> dict[str, list[float]]:
-    """Return what samples may count as, by how that is declared: ones, the targets in their labels, or a mask."""
-    found = {"samples": [1.0] * num_samples}
+    """Return possible counts of the samples by declaration: ones, the targets in their labels, or a mask."""
+    counts = {"samples": [1.0] * num_samples}
     for name, labels in _targets(batch).items():
         for shift in (True, False):
             each = tokens(lambda row: row, shift=shift).count
             assert each is not None
-            found[f"labels={name}, shift={shift}"] = [float(each(row)) for row in labels.split(1)]
+            counts[f"labels={name}, shift={shift}"] = [float(each(row)) for row in labels.split(1)]
     for name, mask in _masks(batch).items():
-        found[f"count=lambda batch: batch[{name}].sum()"] = [float(row.sum()) for row in mask.split(1)]
-    return found
+        counts[f"count=lambda batch: batch[{name}].sum()"] = [float(row.sum()) for row in mask.split(1)]
+    return counts
 
 
 def paddings(batch: Batch, num_samples: int) -> dict[str, list[float]]:
-    """Return what samples count as if a value other than -100 marked what is no target, by how that is declared."""
+    """Return possible counts of the samples by declaration, if a value other than -100 marks ignored targets."""
     found = {}
     for name, labels in _integers(batch):
         if labels.dim() < 2 or labels.shape[0] != num_samples:  # noqa: PLR2004
             continue
         values, times = labels.unique(return_counts=True)
-        # The most frequent ones, and those at the ends, where padding is mostly put.
+        # The most frequent values, and typical values of padding: 0, -1 and the largest.
         likely = {0, -1, int(values.max()), *values[times.argsort(descending=True)[:_MOST_PADDINGS]].tolist()}
         for value in sorted(likely - {_IGNORED}):
             for shift in (True, False):
@@ -155,34 +155,34 @@ def paddings(batch: Batch, num_samples: int) -> dict[str, list[float]]:
 
 
 def _targets(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return what may be masked targets: integers with several per sample, some of them masked, or so named."""
+    """Return possible masked targets: several integers per sample, some of them -100, or named like targets."""
     return {
-        name: one
-        for name, one in _integers(batch)
-        if one.dim() > 1 and (bool((one == _IGNORED).any()) or (one.dim() == 2 and _is_named_so(name)))  # noqa: PLR2004
+        name: value
+        for name, value in _integers(batch)
+        if value.dim() > 1 and (bool((value == _IGNORED).any()) or (value.dim() == 2 and _names_targets(name)))  # noqa: PLR2004
     }
 
 
 def _masks(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return what marks some of several entries per sample: tensors of zeros and ones, under their names."""
+    """Return possible masks by name: tensors of zeros and ones, with several per sample."""
     named = batch.items() if isinstance(batch, Mapping) else ()
     return {
-        repr(name): one
-        for name, one in named
-        if isinstance(one, torch.Tensor) and one.dim() > 1 and bool(((one == 0) | (one == 1)).all())
+        repr(name): value
+        for name, value in named
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and bool(((value == 0) | (value == 1)).all())
     }
 
 
-def _is_named_so(name: str) -> bool:
+def _names_targets(name: str) -> bool:
     return any(word in name.lower() for word in ("label", "target"))
 
 
 def _integers(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the integer tensors at the top of a batch, under the name that a declaration would call them by."""
+    """Yield the integer tensors at the top level of a batch, with their name in a declaration."""
     if isinstance(batch, Mapping):
         named = {repr(key): value for key, value in batch.items()}
     elif dataclasses.is_dataclass(batch):
-        named = {repr(one.name): getattr(batch, one.name) for one in dataclasses.fields(batch)}
+        named = {repr(field.name): getattr(batch, field.name) for field in dataclasses.fields(batch)}
     elif isinstance(batch, (tuple, list)):
         named = {f"lambda batch: batch[{place}]": value for place, value in enumerate(batch)}
     else:

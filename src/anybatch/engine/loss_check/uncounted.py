@@ -1,4 +1,4 @@
-"""What a loss gives for a micro-batch that counts nothing: a sum that belongs to the batch, or a mean over nothing."""
+"""Losses of micro-batches with a count of 0: a sum that belongs to the batch, or a mean over nothing."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,16 +17,16 @@ from anybatch.parallel.world import World
 
 
 class UncountedSums:
-    """Finds out, once for each term, whether it returns sums, which add up where a micro-batch counts nothing as well.
+    """Detects, once for each term, whether it returns sums, which add up even if a micro-batch has a count of 0.
 
-    A focal loss over anchors is divided by the number of positives, and background alone has a loss too. One forward
-    of the first micro-batch that counts nothing tells; nothing of it is kept. Terms over targets have nothing to add
-    where there is no target, so they are not looked at.
+    For example, a focal loss over anchors is divided by the number of positives, and background alone has a loss too.
+    A single forward of the first micro-batch with a count of 0 shows it, without side effects. Terms over targets are
+    not checked, since they are 0 without targets.
 
     Args:
         loss: the declared loss.
-        model: what the loss function is called with.
-        modules: everything that may change in a forward.
+        model: the argument of the loss function.
+        modules: all modules that a forward may change.
         world: the ranks.
         autocast: makes the autocast context of a forward.
         lockstep: every rank must run the model equally often.
@@ -58,18 +58,18 @@ class UncountedSums:
 
     @property
     def names(self) -> Collection[str]:
-        """The terms that return sums, as far as is known."""
+        """The terms known to return sums."""
         return {name for name, adds in self._adds.items() if adds}
 
     def is_needed(self, counts: Sequence[tuple[float, ...]]) -> bool:
-        """Whether a term counts nothing in one of these micro-batches, and it is not known what it returns then."""
+        """Return whether an unknown term has a count of 0 in one of these micro-batches."""
         return any(not count[place] for place in self._unknown().values() for count in counts)
 
     def probe(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
-        """Run the loss on the first micro-batch that counts nothing.
+        """Run the loss on the first micro-batch with a count of 0.
 
         Raises:
-            LossError: it returned a mean that is a number, though it is over nothing: how much it counts is not known.
+            LossError: it returned a finite mean there, whose weight is unknown.
         """
         unknown = self._unknown()
         empty = next((n for n, count in enumerate(counts) if not all(count[p] for p in unknown.values())), 0)
@@ -79,16 +79,16 @@ class UncountedSums:
             for name, place in unknown.items()
             if name in values and (self._lockstep or not counts[empty][place])
         }
-        if self._lockstep:  # all ranks have to know the same, since they decide by it how often the model runs
-            of_ranks = self._world.gather_objects(found)
-            found = {name: any(one.get(name, False) for one in of_ranks) for name in unknown}
+        if self._lockstep:  # ranks must agree, since the result determines how often the model runs
+            all_found = self._world.gather_objects(found)
+            found = {name: any(rank_found.get(name, False) for rank_found in all_found) for name in unknown}
         self._adds.update(found)
 
     def _unknown(self) -> dict[str, int]:
         return {name: place for name, place in self._places.items() if name not in self._adds}
 
     def _values(self, micro_batch: Batch) -> Mapping[str, object]:
-        """Return what the loss function gives, by term; nothing if it does not run on a micro-batch like this one."""
+        """Return the values of the loss function by term; empty if it fails on this micro-batch."""
         device = self._world.device
         batch = map_tensors(copied(micro_batch), lambda tensor: tensor.to(device))
         try:
@@ -107,16 +107,15 @@ class UncountedSums:
         elif isinstance(value, torch.Tensor) and not value.dim():
             self._refuse_mean(name, float(value.detach()), count)
             return False
-        # A mean over nothing that was multiplied with its count is NaN as well.
+        # A mean over nothing, multiplied by its count, is NaN too.
         return isinstance(value, torch.Tensor) and bool(torch.isfinite(value).all())
 
     def _refuse_mean(self, name: str, value: float, count: float) -> None:
         if count or not value or not math.isfinite(value):
             return
         message = (
-            f"the loss function returned {value:.4g} for term {name!r} on a micro-batch that counts 0 of what the term "
-            "is a mean over. What it has divided by is not its count (max(count, 1)?), so its share in the loss of the "
-            "effective batch is not known. Return ab.LossSum(total, count), the sum before any division and its count: "
-            "sums add up, whatever a micro-batch counts."
+            f"the loss function returned {value:.4g} for term {name!r} on a micro-batch with a count of 0. Its divisor "
+            "is not the count (max(count, 1)?), so its share in the loss of the effective batch is unknown. Return "
+            "ab.LossSum(total, count), with the sum before any division."
         )
         raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name)

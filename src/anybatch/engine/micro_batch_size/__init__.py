@@ -1,1 +1,1 @@
-"""How large micro-batches are: named, found by trial runs, halved after out of memory."""
+"""The size of micro-batches: given, found by trial runs, or reduced after out of memory."""

@@ -1,4 +1,4 @@
-"""The micro-batch size after one that did not fit, and when the former one is tried again."""
+"""Smaller micro-batches after out of memory, and later retries of the former size."""
 
 import dataclasses
 import warnings
@@ -12,26 +12,29 @@ from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
 
 FIRST_WAIT = 100
-"""Steps until a former size is tried again; twice as many after each time that it has failed again."""
+"""Steps until a former size is tried again; doubled after each failed retry."""
 
 
 class SizeBackoff:
-    """Changes the sizes of a run for as long as memory asks for it. All ranks decide alike, from step counts only.
+    """Reduces the sizes of a run after out of memory. All ranks decide alike, from step counts only.
 
-    A size that was named stays small once it has been: the run is then, bit for bit, one that was planned like that.
-    "auto" leaves the size to the engine, so there the former size is tried again.
+    A size given by the user stays reduced, so the run equals, bit for bit, a run with the smaller size. Under "auto"
+    the engine chooses the size, and tries the former one again later.
 
     Args:
         sizes: the sizes, which are changed in place.
-        decisions: each change is added to them.
-        notifier: sends it to observers.
+        decisions: receives each change.
+        notifier: sends each change to observers.
+
+    Attributes:
+        former_sizes: larger sizes that ran out of memory, first the initial ones; empty if none did.
     """
 
     def __init__(self, sizes: RunSizes, decisions: Decisions, notifier: Notifier) -> None:
         self._sizes = sizes
         self._decisions = decisions
         self._notifier = notifier
-        self._former_sizes: list[Sizes] = []
+        self.former_sizes: list[Sizes] = []
         self._steps_to_wait = FIRST_WAIT
         self._next_try = 0
         self._reduced: Sizes | None = None
@@ -39,47 +42,45 @@ class SizeBackoff:
 
     @property
     def named(self) -> Sizes:
-        """The sizes as they were before anything ran out of memory."""
-        return self._former_sizes[0] if self._former_sizes else self._sizes.sizes
+        """The sizes before the first reduction."""
+        return self.former_sizes[0] if self.former_sizes else self._sizes.sizes
 
     def begin_step(self, step: int) -> None:
-        """Judge the last try by its step, and try a former size again if it is time."""
-        if not self._former_sizes:
-            return
-        if self._reduced is not None and step > self._next_try:  # the try went well
+        """End a successful retry, and start a retry of a former size if it is due; requires a former size."""
+        if self._reduced is not None and step > self._next_try:  # the retry succeeded
             self._reduced = None
-            self._former_sizes.pop()
+            self.former_sizes.pop()
             self._next_try = step - 1 + self._steps_to_wait
-        # Another process may have taken the memory for a while, so "auto" does not stay small for ever.
-        if self._sizes.is_auto and self._former_sizes and self._reduced is None and step >= self._next_try:
+        # Another process may have used the memory only temporarily, so "auto" does not stay reduced forever.
+        if self._sizes.is_auto and self.former_sizes and self._reduced is None and step >= self._next_try:
             self._reduced, self._next_try = self._sizes.sizes, step
-            self._sizes.sizes = self._former_sizes[-1]
-            said = (
-                f"the size before {_in_words(self._reduced)} again, from step {step} on, "
-                f"{self._steps_to_wait} steps later"
+            self._sizes.sizes = self.former_sizes[-1]
+            retry = (
+                f"the larger size again from step {step} on, after {self._steps_to_wait} steps with "
+                f"{_in_words(self._reduced)}"
             )
-            self._decisions.add("micro_batch_size", said)
-            self._notifier.diagnosis("micro_batch_size_grows", f"trying {said}")
+            self._decisions.add("micro_batch_size", retry)
+            self._notifier.diagnosis("micro_batch_size_grows", f"trying {retry}")
 
     def shrink(self, plan: BatchPlan, step: int) -> tuple[int, int | None]:
-        """Take smaller sizes from now on.
+        """Reduce the sizes from now on.
 
         Args:
             plan: the cut that ran out of memory.
-            step: in which.
+            step: the step in which it did.
 
         Returns:
-            The largest micro-batch of that cut, and what it will be; None if it cannot be smaller.
+            The largest micro-batch before and after; None for the second if it cannot be smaller.
         """
         before = max(unit.num_samples for unit in plan.units)
-        if self._reduced is not None:  # what was tried again has failed again
+        if self._reduced is not None:  # the retry failed
             smaller: Sizes | None = self._reduced
             self._reduced = None
             self._steps_to_wait *= 2
         else:
             smaller = self._smaller(plan, before)
             if smaller is not None:
-                self._former_sizes.append(self._sizes.sizes)
+                self.former_sizes.append(self._sizes.sizes)
         if smaller is None:
             return before, None
         self._sizes.sizes = smaller
@@ -89,30 +90,30 @@ class SizeBackoff:
         return before, _largest(smaller, plan)
 
     def smaller(self, plan: BatchPlan) -> int | None:
-        """Return how large micro-batches are to be after a cut that did not fit; None if they cannot be smaller."""
+        """Return the micro-batch size to use after a cut that did not fit; None if it cannot be smaller."""
         smaller = self._smaller(plan, max(unit.num_samples for unit in plan.units))
         return None if smaller is None else _largest(smaller, plan)
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a resumed run needs to take the same sizes; None if they are as they were named."""
-        if not self._former_sizes:
+        """Return the state for a resumed run; None if no size was reduced."""
+        if not self.former_sizes:
             return None
         return {
             "sizes": dataclasses.asdict(self._reduced or self._sizes.sizes),
-            "formers": [dataclasses.asdict(sizes) for sizes in self._former_sizes],
+            "formers": [dataclasses.asdict(sizes) for sizes in self.former_sizes],
             "wait": self._steps_to_wait,
             "next_try": self._next_try,
             "is_trying": self._reduced is not None,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take sizes that a saved run had found, by a search or by running out of memory; say what else has changed.
+        """Restore sizes that the saved run found by a search or reduced, and report other changes.
 
         Args:
-            state: of the saved run: its sizes as they were named or found, its decisions, and what `state` returned.
+            state: of the saved run: its sizes, its decisions, and the result of `state()`.
 
         Warns:
-            UserWarning: the effective batch is of another size.
+            UserWarning: the effective batch size has changed.
         """
         saved: Mapping[str, int | None] = state["sizes"]
         for name, taken in self._sizes.take(saved, state["decisions"]).items():
@@ -127,18 +128,18 @@ class SizeBackoff:
             self._decisions.add("micro_batch_size", restored)
 
     def _restore(self, saved: Mapping[str, Any] | None) -> str | None:
-        """Take the sizes of a saved run, if it was given the same ones as this; return that decision in words."""
+        """Restore reduced sizes if the initial sizes are the same, and return the decision in words."""
         if saved is None or Sizes(**saved["formers"][0]) != self.named:
             return None
-        self._former_sizes = [Sizes(**sizes) for sizes in saved["formers"]]
+        self.former_sizes = [Sizes(**sizes) for sizes in saved["formers"]]
         self._steps_to_wait, self._next_try = saved["wait"], saved["next_try"]
         sizes = Sizes(**saved["sizes"])
         self._reduced = sizes if saved["is_trying"] else None
-        self._sizes.sizes = self._former_sizes[-1] if saved["is_trying"] else sizes
+        self._sizes.sizes = self.former_sizes[-1] if saved["is_trying"] else sizes
         return f"{_in_words(self._sizes.sizes)}, as in the checkpoint, because more ran out of memory"
 
     def _smaller(self, plan: BatchPlan, before: int) -> Sizes | None:
-        """Return sizes that make twice as many micro-batches, of as equal size as can be."""
+        """Return sizes that double the number of micro-batches, in nearly equal parts."""
         smallest = min(plan.cut.group or 1, before)
         if self._sizes.constraints.whole:
             self.why_not_smaller = "norms=Exact(method='checkpoint') runs each rank share as one micro-batch"
@@ -150,34 +151,34 @@ class SizeBackoff:
                 else f"they cannot be smaller than a group of {plan.cut.group}"
             )
             return None
-        # The rank with most micro-batches decides, since all ranks take the same size.
+        # All ranks use the same size, so the rank with most micro-batches determines it.
         share = max(plan.shares, key=lambda units: sum(unit.weight for unit in units))
         counting = [unit for unit in share if unit.weight]
         sizes = self._sizes.sizes
         if sizes.micro_batch_tokens is not None:
-            # A sample that has more tokens than that is run alone.
+            # A sample with more tokens is run alone.
             return dataclasses.replace(sizes, micro_batch_tokens=ceil_div(sizes.micro_batch_tokens, 2))
         if sizes.micro_batch_size is None and sizes.accumulation_steps is not None:
             return dataclasses.replace(sizes, accumulation_steps=2 * sizes.accumulation_steps)
         after = ceil_div(sum(unit.num_samples for unit in counting), 2 * len(counting))
         if plan.cut.group is not None:
             after = max(plan.cut.group, after // plan.cut.group * plan.cut.group)
-        # Smaller in any case: rounding up, or to whole groups, may lead back to the size that did not fit.
+        # At most `before - 1`: rounding up, or to whole groups, may return the size that did not fit.
         return dataclasses.replace(sizes, micro_batch_size=min(after, before - 1), accumulation_steps=None)
 
 
 def _in_words(sizes: Sizes) -> str:
     if sizes.micro_batch_tokens is not None:
-        return f"{sizes.micro_batch_tokens:,} tokens at most"
+        return f"at most {sizes.micro_batch_tokens:,} tokens"
     if sizes.micro_batch_size is not None:
-        return f"{sizes.micro_batch_size} samples at most"
+        return f"at most {sizes.micro_batch_size} samples"
     return f"{sizes.accumulation_steps} accumulation steps"
 
 
 def _largest(sizes: Sizes, plan: BatchPlan) -> int:
     if sizes.micro_batch_size is not None:
         return sizes.micro_batch_size
-    if sizes.micro_batch_tokens is not None:  # how many samples that is depends on their lengths: about half as many
+    if sizes.micro_batch_tokens is not None:  # the number of samples depends on their lengths: about half
         return ceil_div(max(unit.num_samples for unit in plan.units), 2)
     assert sizes.accumulation_steps is not None
     share = max(sum(unit.num_samples for unit in units if unit.weight) for units in plan.shares)

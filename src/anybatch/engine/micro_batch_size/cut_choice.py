@@ -1,8 +1,8 @@
-"""How a batch is cut that leaves it open, padded or packed, whole budgets or parts of them: by the time of a step.
+"""The fastest cut of a batch, padded or packed, at the token budget or below it, by timing a step.
 
-A step is timed in each way, since no price of a token tells it: in a large micro-batch, whose activations leave the
-processor's caches, a token takes longer, by how much depends on how long its sample is, and a packed row's attention is
-no straight line in its tokens.
+Each way is timed, since a cost per token does not predict it: tokens take longer in a micro-batch whose activations
+exceed the processor's caches, by an amount that depends on the lengths, and attention in a packed row is not linear in
+its tokens.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
 from anybatch.engine.micro_batch_size.token_costs import Runs, TokenCosts, tokens_of
 
-_TIMES = 3  # the middle one counts: large micro-batches take longer in most steps than in the best one
-_NOT_AGAIN = 1.1  # of the fastest way's time: what takes longer is run once
+_TIMES = 3  # the median counts: large micro-batches are usually slower than their best time
+_NOT_AGAIN = 1.1  # ways that take longer than this times the fastest are run once
 _MOST_TIMED = 8
 _MOST_HALVINGS = 6
-_WORTH_A_SMALLER_CAP = 0.98  # of the time of a step: what is less may be chance, and smaller micro-batches are more
+_WORTH_A_SMALLER_CAP = 0.98  # a smaller gain may be noise, and a smaller cap makes more micro-batches
 _NUM_COMPARED = 4
-_DIFFERS = 1e-3  # in float32, between two layouts, whose sums are rounded in another order
-_LOW = 30.0  # so many times as much in bf16 and fp16
+_DIFFERS = 1e-3  # in float32, for two layouts whose sums round in different order
+_LOW = 30.0  # multiplies this tolerance in bf16 and fp16
 
 Load = Callable[[Sequence[int]], Batch]
-"""From positions in the effective batch to these samples, collated."""
+"""Function (positions in the effective batch) -> their samples, collated."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -40,8 +40,8 @@ class Way(NamedTuple):
     """A way to cut.
 
     Attributes:
-        packed: samples lie one behind the other, without padding.
-        cap: most tokens of a micro-batch.
+        packed: samples are concatenated without padding.
+        cap: maximum tokens of a micro-batch.
     """
 
     packed: bool
@@ -50,11 +50,11 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledUnit:
-    """A micro-batch to time in place of several.
+    """A micro-batch that represents several in a timing.
 
     Attributes:
-        positions: of its samples in the effective batch.
-        factor: by how much more all of them cost than this one.
+        positions: positions of its samples in the effective batch.
+        factor: cost of all represented micro-batches over the cost of this one.
     """
 
     positions: Sequence[int]
@@ -62,11 +62,11 @@ class SampledUnit:
 
 
 def sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[SampledUnit]:
-    """Return micro-batches that stand for all of an effective batch on one rank: every one where these are few.
+    """Return micro-batches that represent an effective batch on one rank: all of them if they are few.
 
     Args:
-        lengths: of its samples, in one layout.
-        budget: how they are cut in that layout, and what tokens cost.
+        lengths: lengths of its samples, in one layout.
+        budget: the cap in that layout, and the cost of tokens.
     """
     plan = plan_by_length(lengths, 1, Cut(), budget)
     laid_out = lengths.laid_out
@@ -76,27 +76,27 @@ def sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[SampledUn
         positions = plan.positions(unit)
         costs = [budget.cost(laid_out[place]) for place in positions]
         weighed.append((sum(costs) / len(costs), fixed + tokens_of(costs, lengths), positions))
-    # By the length of their samples, on which the price of a token depends: those that are like each other stand side
-    # by side. Their weights tell less, since a smaller cap fills most of them alike.
-    weighed.sort(key=lambda one: one[:2])
+    # By the lengths of their samples, which determine the cost of a token, so that neighbours are similar. Weights
+    # distinguish them less, since a smaller cap fills most micro-batches alike.
+    weighed.sort(key=lambda entry: entry[:2])
     ends = itertools.accumulate(even_parts(len(weighed), min(_MOST_TIMED, len(weighed))), initial=0)
-    found = []
+    sampled = []
     for start, stop in itertools.pairwise(ends):
         _, weight, positions = weighed[(start + stop) // 2]
-        of_all = sum(one for _, one, _ in weighed[start:stop])
-        found.append(SampledUnit(positions, of_all / weight if weight else float(stop - start)))
-    return found
+        total = sum(other for _, other, _ in weighed[start:stop])
+        sampled.append(SampledUnit(positions, total / weight if weight else float(stop - start)))
+    return sampled
 
 
-def units_by_way(
+def units_by_cut(
     lengths: Mapping[bool, SampleLengths], costs: Mapping[bool, TokenCosts], budget: TokenBudget
 ) -> dict[Way, list[SampledUnit]]:
-    """Return the micro-batches that stand for a step, in each way that cuts another one.
+    """Return the micro-batches that represent a step in each way, without ways that give the same cut.
 
     Args:
-        lengths: of its samples, padded (False) or packed (True), or both.
-        costs: what a micro-batch costs in each of them, and its cap if that is known.
-        budget: the largest cap, and what tokens cost.
+        lengths: lengths of its samples by layout: padded (False), packed (True), or both.
+        costs: cost of a micro-batch by layout, and its cap if known.
+        budget: the largest cap, and the cost of tokens.
     """
     found: dict[Way, list[SampledUnit]] = {}
     for packed, of_samples in lengths.items():
@@ -109,10 +109,10 @@ def units_by_way(
 
 
 def caps_to_time(lengths: SampleLengths, budget: TokenBudget) -> list[int]:
-    """Return the budget, and halvings of it: those that are less than its largest micro-batch, and hold any sample."""
+    """Return the budget, and its halvings below its largest micro-batch that have room for every sample."""
     laid_out = lengths.laid_out
     plan = plan_by_length(lengths, 1, Cut(), budget)
-    if lengths.shapes or not plan.units:  # in few shapes a smaller cap could leave a sample without one
+    if lengths.shapes or not plan.units:  # with given shapes, a smaller cap could leave a sample without a shape
         return [budget.tokens]
     largest = max(tokens_of([laid_out[place] for place in plan.positions(unit)], lengths) for unit in plan.units)
     longest = max(laid_out)
@@ -121,7 +121,7 @@ def caps_to_time(lengths: SampleLengths, budget: TokenBudget) -> list[int]:
 
 
 def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
-    """Return the largest cap that takes about as long as the fastest one, in one layout; None where none was timed."""
+    """Return the largest cap of a layout within 2% of its fastest; None if none was timed."""
     ways = [way for way in seconds if way.packed == packed]
     least = min((seconds[way] for way in ways), default=0.0)
     good = (way for way in ways if seconds[way] * _WORTH_A_SMALLER_CAP <= least)
@@ -131,17 +131,16 @@ def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
 def seconds_of_steps(
     runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]], *, drops_slow: bool = True
 ) -> tuple[dict[K, float], dict[K, str]]:
-    """Time the micro-batches of a step in several ways, in turns, so that a machine that slows down slows all.
+    """Time the micro-batches of a step in several ways, interleaved, so that a slower machine slows all ways.
 
     Args:
-        runs: function (pieces, number of samples) -> what runs them.
-        loads: loads samples as each way lays them out.
-        units: the micro-batches that stand for a step in each way.
-        drops_slow: run a way once that takes far longer than another; False where ranks, each with a clock of its own,
-            have to run the same.
+        runs: function (pieces, number of samples) -> their trial runs.
+        loads: loads samples in the layout of each way.
+        units: the micro-batches that represent a step, by way.
+        drops_slow: run clearly slower ways only once; False if ranks, which have separate clocks, must run the same.
 
     Returns:
-        Seconds of all micro-batches of a step, by way; and why one could not be timed, a clause.
+        Seconds of all micro-batches of a step by way, and the reason (a clause) for each way that could not be timed.
     """
     loaded = {way: [loads[way](unit.positions) for unit in chosen] for way, chosen in units.items()}
     times: dict[K, list[list[float]]] = {way: [[] for _ in chosen] for way, chosen in units.items()}
@@ -154,7 +153,7 @@ def seconds_of_steps(
             if result.outcome != "ran":
                 failed[way] = result.error or "it runs out of memory"
                 return
-            taken.extend(result.seconds)  # none of a micro-batch that counts nothing, which is not run
+            taken.extend(result.seconds)  # empty for a micro-batch with a count of 0, which is not run
 
     def seconds() -> dict[K, float]:
         return {
@@ -175,19 +174,19 @@ def seconds_of_steps(
 
 
 def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLengths) -> str:
-    """Return why packed samples do not have the gradient that they have by themselves; nothing if they have.
+    """Return why packing must not be used, as a clause; empty if it leaves the gradient unchanged.
 
     Args:
         runs: runs the loss.
         loads: loads samples padded (False), and packed (True).
-        lengths: of the samples of the effective batch.
+        lengths: lengths of the samples of the effective batch.
     """
     by_length = sorted(range(len(lengths.tokens)), key=lengths.tokens.__getitem__)
     middle = max(0, (len(by_length) - _NUM_COMPARED) // 2)
     chosen = by_length[middle : middle + _NUM_COMPARED]
-    if len(chosen) < 2:  # noqa: PLR2004 (one sample sees no other)
+    if len(chosen) < 2:  # noqa: PLR2004 (a single sample)
         return "there is only one sample"
-    # The layouts have no axis of samples in common, so draws must be the same everywhere.
+    # The layouts share no sample axis, so random draws must be constant.
     runs.draws = HeldDraws(constant=True)
     try:
         packed = runs.gradient([Piece(loads[True](chosen), len(chosen))], is_full=True)
@@ -196,8 +195,8 @@ def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLe
         return f"the gradient of packed samples cannot be compared: {failed}"
     except torch.OutOfMemoryError:
         return "a few packed samples run out of memory"
-    except Exception as failed:  # noqa: BLE001 (what runs padded need not run packed)
-        return f"the model does not take packed samples ({type(failed).__name__}: {failed})"
+    except Exception as failed:  # noqa: BLE001 (a model may fail on packed samples only)
+        return f"the model does not accept packed samples ({type(failed).__name__}: {failed})"
     if error > _DIFFERS * (_LOW if runs.narrowest.itemsize < torch.float32.itemsize else 1.0):
-        return f"the model lets packed samples see each other: their gradient is {error:.1e} from that by themselves"
+        return f"the model mixes packed samples: their gradient differs by {error:.1e} from separate samples"
     return ""

@@ -1,22 +1,25 @@
-"""Out of memory in the middle of a step: agree, go back to its beginning, take smaller micro-batches.
+"""Out of memory in a step: undo the step on all ranks, and repeat it with smaller micro-batches.
 
-Repeating the failed micro-batch alone would give wrong gradients and no error, since a backward that fails half-way has
-added to some of them already. So everything that a step has changed goes back, on all ranks, and the whole effective
-batch is run again, as if it had been cut so from the start. The loop is in `engine/step_runner.py`; this file holds the
-part between two tries.
+Repeating only the failed micro-batch would give wrong gradients without an error, since an interrupted backward has
+already added to some of them. So all ranks undo every change of the step and run the whole effective batch again, as if
+it had been cut that way from the start. The loop is in `engine/step_runner.py`; this file prepares each retry.
 """
 
-from collections.abc import Callable
+import gc
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
+
+from anybatch.core.geometry import ceil_div
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan, CutConstraints
 from anybatch.core.torch_internals import num_changes
 from anybatch.core.tree import tensors_of
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
-from anybatch.engine.micro_batch_size.oom_halving import free_cached_memory
 from anybatch.engine.step_state import StepState
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentMemory
@@ -24,16 +27,80 @@ from anybatch.errors import CannotRedoError, DoesNotFitError
 from anybatch.parallel.strategy import Capabilities, Prepared
 from anybatch.parallel.world import World
 
-_BEGUN_AGAIN = "Seeing that a step to be begun again has changed its batch"
+T = TypeVar("T")
+
+
+class OomHalving:
+    """Runs samples in pieces, and halves the pieces after out of memory; a reduced size is kept.
+
+    Correct only if a piece that fails has changed nothing, and no other rank waits for it.
+
+    Args:
+        device: the device that may run out of memory.
+        alone: no other rank takes part. Otherwise nothing is split, and out of memory is an error.
+        notify: called at each reduction, with the size that did not fit and the next one.
+    """
+
+    def __init__(self, device: torch.device, notify: Callable[[int, int], None], *, alone: bool) -> None:
+        self._device = device
+        self._alone = alone
+        self._notify = notify
+        self._most: int | None = None
+
+    def run(self, num_samples: int, piece: Callable[[int, int], T]) -> Iterator[T]:
+        """Yield the results of `piece(start, stop)`, for pieces that cover all samples.
+
+        Raises:
+            DoesNotFitError: a single sample does not fit.
+        """
+        start = 0
+        while start < num_samples:
+            size = min(self._most or num_samples, num_samples - start)
+            try:
+                result = piece(start, start + size)
+            except torch.OutOfMemoryError as error:
+                if not self._alone:
+                    raise
+                if size == 1:
+                    message = f"not even 1 sample at a time fits into memory. torch says: {error}"
+                    raise DoesNotFitError(message, micro_batch_size=1) from error
+                # The failed frames still reference the tensors that filled the memory.
+                release_frames(error)
+            else:
+                start += size
+                yield result
+                continue
+            free_cached_memory(self._device)  # outside the handler, after the failed frames are freed
+            self._most = ceil_div(size, 2)
+            self._notify(size, self._most)
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and its causes, to free the tensors in them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Collect reference cycles, and return torch's cached memory to the device."""
+    # First, since tensors in cycles are not free yet.
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+_REPEATED = "Detecting changes of a batch before its step is repeated"
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A try of a step that ended because some rank ran out of memory.
+    """An attempt of a step that ended because a rank ran out of memory.
 
     Attributes:
-        phase: where in the step this rank ran out; None if it was another rank.
-        message: what torch said.
+        phase: the phase in which this rank ran out; None if another rank did.
+        message: torch's message.
     """
 
     phase: PhaseName | None = None
@@ -41,24 +108,24 @@ class OutOfMemory:
 
 
 class Abortable(Protocol):
-    """Runs the micro-batches of an effective batch, and can leave in the middle."""
+    """Runs the micro-batches of an effective batch, and can stop in the middle."""
 
     def abort(self, *, failed: bool) -> None:
-        """Serve the collectives that other ranks wait in, and tell them; see `Prepared.abort`."""
+        """Join the collectives that other ranks wait in, and signal the abort; see `Prepared.abort`."""
         ...
 
 
 class OomRetry:
-    """Makes a step ready to be run again in smaller micro-batches.
+    """Prepares a step to run again with smaller micro-batches.
 
     Args:
         state: buffers and generators, copied at the beginning of each step.
         world: the ranks.
-        backoff: finds the smaller size.
-        notifier: reports each time.
-        resident: what stays in memory, for the error where nothing helps.
+        backoff: reduces the size.
+        notifier: reports each retry.
+        resident: the memory that a step always needs, for the error if nothing fits.
         clear: clears gradients.
-        executor: what ran out of memory.
+        executor: runs the micro-batches, and is aborted.
         impossible: why a step cannot be repeated, a clause; empty if it can.
     """
 
@@ -84,29 +151,30 @@ class OomRetry:
         self._impossible = impossible
 
     def begin_step(self, step: int) -> None:
-        """Copy the state that a retry begins from."""
+        """Copy the state that a retry starts from."""
         self._state.keep()
-        self._backoff.begin_step(step)
+        if self._backoff.former_sizes:
+            self._backoff.begin_step(step)
 
     def retry_smaller_or_raise(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
-        """Undo what the failed try has done, on all ranks, and take smaller micro-batches from now on.
+        """Undo the failed attempt on all ranks, and reduce the micro-batches from now on.
 
         Args:
-            failed: what happened on this rank.
-            plan: what did not fit.
-            step: its number.
-            tried: sizes that had not fitted before.
+            failed: the failure on this rank.
+            plan: the plan that did not fit.
+            step: number of the step.
+            tried: sizes that did not fit earlier in this step.
 
         Returns:
-            The size of micro-batches that did not fit.
+            The micro-batch size that did not fit.
 
         Raises:
-            DoesNotFitError: the smallest micro-batches do not fit on this rank; parameters are as before.
-            RankFailedError: they do not fit on another one.
+            DoesNotFitError: the smallest micro-batches do not fit on this rank; parameters are unchanged.
+            RankFailedError: they do not fit on another rank.
             CannotRedoError: the ranks cannot repeat this step.
         """
         free_cached_memory(self._world.device)
-        # A rank that another one has informed has taken part in all collectives already.
+        # If another rank failed, this rank has already taken part in all collectives.
         if failed.phase is not None:
             self._abort(failed, plan, step)
         self._clear()
@@ -114,21 +182,21 @@ class OomRetry:
         before, after = self._backoff.shrink(plan, step)
         self._notifier.out_of_memory(failed.phase, failed.message, before, after)
         if after is None:
-            # On all ranks, so that those with enough memory stop too, and name the reason.
+            # On all ranks, so that ranks with enough memory stop too, with the reason.
             self._world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
         return before
 
-    def too_large_to_plan(self, said: str, step: int) -> DoesNotFitError:
-        """Return the error of a step that ran out of memory before its first micro-batch, when samples were looked at.
+    def too_large_to_plan(self, torch_message: str, step: int) -> DoesNotFitError:
+        """Return the error for a step that ran out of memory while its samples were loaded to plan it.
 
         Args:
-            said: what torch said.
-            step: its number.
+            torch_message: torch's message.
+            step: number of the step.
         """
         message = (
-            f"out of memory in phase 'load' of step {step} (counted from 0), before its first micro-batch, when its "
-            f"samples were loaded to plan it. Parameters and optimizer are as before the step. "
-            f"{self._resident.remedy()} A smaller micro_batch_size loads fewer samples at once. torch says: {said}"
+            f"out of memory in phase 'load' of step {step} (counted from 0), while loading samples to plan it. "
+            f"Parameters and optimizer are as before the step. {self._resident.remedy()} A smaller micro_batch_size "
+            f"loads fewer samples together. torch says: {torch_message}"
         )
         return DoesNotFitError(message, rank=self._world.process, step=step, phase="load")
 
@@ -137,12 +205,12 @@ class OomRetry:
         if not reason:
             try:
                 self._executor.abort(failed=False)
-            # A strategy knows neither step nor phase: it gives the reason, and the whole error is made below.
+            # Strategies have neither step nor phase: they give the reason, and the full error is raised below.
             except CannotRedoError as error:
                 reason = str(error)
         if reason:
             message = (
-                f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller micro-batches, "
+                f"out of memory in step {step} (counted from 0). It cannot be repeated with smaller micro-batches, "
                 f"because {reason}. Resume from the last checkpoint with a smaller micro_batch_size. "
                 f"torch says: {failed.message}"
             )
@@ -156,11 +224,7 @@ class OomRetry:
             )
 
     def _raise_does_not_fit(self, failed: OutOfMemory, tried: tuple[int, ...], step: int) -> None:
-        """Raise on a rank that ran out of memory itself.
-
-        Raises:
-            DoesNotFitError: with the sizes.
-        """
+        """Raise a `DoesNotFitError` with the sizes if this rank ran out of memory."""
         if failed.phase is None:
             return
         *larger, size = tried
@@ -174,21 +238,21 @@ class OomRetry:
 
 
 class InputVersions:
-    """How often the tensors of a batch have been written to, so that a step is not begun again on other numbers.
+    """Version counters of a batch's tensors, to detect writes to the batch before a step is repeated.
 
-    A batch that is loaded anew for each try has none: its tensors are made when they are asked for.
+    Effective batches that load their samples for each attempt have no tensors to track.
 
     Args:
-        batch: what `Engine.step` takes.
+        batch: the argument of `Engine.step`.
     """
 
     def __init__(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         batch = batch.batch if isinstance(batch, RankShare) else batch
-        self._tensors = [] if hasattr(batch, "feed") else [one for one in tensors_of(batch) if not one.is_inference()]
-        self._before = num_changes(self._tensors, _BEGUN_AGAIN)
+        self._tensors = [] if hasattr(batch, "feed") else [t for t in tensors_of(batch) if not t.is_inference()]
+        self._before = num_changes(self._tensors, _REPEATED)
 
     def refuse_changed(self, step: int, world: World) -> None:
-        """Refuse to begin a step again whose first try has written to its inputs.
+        """Refuse to repeat a step whose first attempt wrote to its inputs.
 
         Raises:
             CannotRedoError: on the rank whose inputs have changed.
@@ -196,12 +260,11 @@ class InputVersions:
         """
 
         def refuse() -> None:
-            if num_changes(self._tensors, _BEGUN_AGAIN) != self._before:
+            if num_changes(self._tensors, _REPEATED) != self._before:
                 message = (
-                    f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller "
-                    "micro-batches, because the loss function has changed its batch in place (batch['x'].div_(255)?), "
-                    "so that the second try would begin with other numbers. Work on a copy (batch['x'] / 255), and "
-                    "resume from the last checkpoint."
+                    f"out of memory in step {step} (counted from 0). It cannot be repeated with smaller micro-batches, "
+                    "because the loss function changed its batch in place (batch['x'].div_(255)?). Work on a copy "
+                    "(batch['x'] / 255), and resume from the last checkpoint."
                 )
                 raise CannotRedoError(message, rank=world.process, step=step)
 
@@ -209,19 +272,19 @@ class InputVersions:
 
 
 def why_impossible(prepared: Prepared, needs: Capabilities, constraints: CutConstraints, world: World) -> str:
-    """Return why a step cannot be repeated once a rank has run out of memory in it, a clause; empty if it can.
+    """Return why a step cannot be repeated after out of memory, as a clause; empty if it can.
 
     Args:
-        prepared: what the strategy has made of the model.
-        needs: what the strategy can do and what it demands.
-        constraints: what a policy about BatchNorm demands.
+        prepared: the model, prepared by the strategy.
+        needs: capabilities and requirements of the strategy.
+        constraints: requirements of the BatchNorm policy.
         world: the ranks.
     """
     if prepared.abort is None:
-        return f"strategy {needs.name!r} cannot leave a step half-way (strategy='all_reduce' can)"
+        return f"strategy {needs.name!r} cannot abort a step (strategy='all_reduce' can)"
     if world.size > 1 and constraints.joins_ranks:
         return (
-            "BatchNorm layers that are normalised over ranks wait for each other in the middle of each forward (under "
+            "BatchNorm layers with statistics over all ranks make ranks wait for each other in every forward (with "
             "norms='keep' or Ghost(group_size) they do not)"
         )
     return ""

@@ -1,7 +1,7 @@
-"""The search behind "auto": of a few micro-batch sizes that fit, the smallest that is as fast as the fastest.
+"""The search for micro_batch_size="auto": of a few sizes that fit, the smallest that is about as fast as the fastest.
 
-The one place in the engine where a clock is read. What is decided here is written down: in the run's decisions, hence
-in the header of its log and in its checkpoints, and a resumed run takes it again.
+No other file of the engine reads a clock. The result is stored as a decision in the run header and in checkpoints, so
+that a resumed run makes the same choice.
 """
 
 import math
@@ -16,7 +16,7 @@ from anybatch.core.size_choice import (
     SecondsFit,
     even_size,
     fit_seconds,
-    sizes_worth_timing,
+    sizes_to_time,
     smallest_of_the_fastest,
     step_seconds,
 )
@@ -26,66 +26,66 @@ from anybatch.errors import BatchSizeError
 from anybatch.parallel.world import World
 
 NUM_ROUNDS = 3
-"""How often each size is timed; the shortest time counts, since whatever disturbs makes it longer."""
+"""Timings of each size; the shortest counts, since disturbances only make it longer."""
 _SHORTEST_SECONDS = 0.005
-"""Micro-batches are run in a row until this is over, or the share is: less says more of the clock than of the model."""
+"""Minimum seconds of a timing, unless the share ends earlier: shorter times depend on the clock's resolution."""
 _PAYS = 1.1
-"""Doubling pays if it makes samples this many times as fast."""
-# From good to bad: ranks agree on the largest of their numbers.
+"""Minimum gain in samples per second for doubling to be worthwhile."""
+# From good to bad: ranks agree on the maximum of their indices.
 _CODES = ("ran", "out_of_memory", "failed")
 
 
 class Memory(Protocol):
-    """A memory of sizes from one process to the next, such as `anybatch.planner.cache.measured_sizes.KnownSizes`."""
+    """A cache of sizes across processes, such as `anybatch.sizes.KnownSizes`."""
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
-        """Return what was kept under exactly these circumstances; None for nothing.
+        """Return the size saved under exactly these circumstances, or None.
 
         Args:
-            circumstances: all that the fastest size depends on; names to plain values.
+            circumstances: everything that the fastest size depends on; names to plain values.
         """
         ...
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
-        """Keep a size; return whether that was possible.
+        """Save a size, and return whether that succeeded.
 
         Args:
-            circumstances: all that the fastest size depends on; names to plain values.
+            circumstances: everything that the fastest size depends on; names to plain values.
             size: samples of a micro-batch.
-            samples_per_second: of forward and backward over all ranks, at that size.
+            samples_per_second: forward and backward over all ranks, at that size.
         """
         ...
 
 
 class Room(Protocol):
-    """The memory that is left, where running out of it ends the process instead of raising: on a CPU."""
+    """The free memory of a CPU, where running out of memory ends the process instead of raising."""
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes that could be allocated at the beginning; None where that is not known."""
+        """Bytes available at the beginning; None if unknown."""
         ...
 
     def may_double(self) -> bool:
-        """Return whether twice of what has been taken at most since the beginning would have fitted."""
+        """Return whether twice the peak since the beginning would have fitted."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """`micro_batch_size=Auto(...)`: "auto" with what is known beforehand.
+    """`micro_batch_size=Auto(...)`: "auto" with a planned limit, a cache of sizes, or a time limit.
 
     ```python
     ab.Engine(model, optimizer, loss, micro_batch_size=Auto(known=KnownSizes()))
     ```
 
     Args:
-        largest: function (batch, num_samples) -> the largest size that is planned to fit, or None if that is not known,
-            such as `anybatch.recipes.planning.size_limit.planned_largest` makes. It gets the rank's share of the first
-            effective batch, on the host, and the samples of the largest share; a `PlanError` from it becomes part of
-            the decision. Nothing larger is tried, and fewer sizes are. None: sizes are doubled until memory runs out or
-            the share is used up.
-        known: remembers what was found, from one process to the next; None measures in each.
-        most_seconds: how long to try. Sizes are doubled for longer only while that makes samples a tenth faster.
+        largest: function (batch, num_samples) -> the largest size that is planned to fit, or None if unknown; see
+            `anybatch.sizes.planned_largest`. Its arguments are the rank's share of the first
+            effective batch, on the host, and the samples of the largest share; a `PlanError` becomes part of the
+            decision. No larger size is tried, and fewer sizes are. None: sizes are doubled until memory runs out or the
+            whole share fits.
+        known: cache of measured sizes across processes; None measures in each.
+        most_seconds: time limit. Doubling continues beyond it only while that makes samples a tenth faster.
         clock: monotonic time in seconds.
     """
 
@@ -97,13 +97,13 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class FoundSize:
-    """A size, and why.
+    """A size and the reason for it.
 
     Attributes:
-        size: samples of one micro-batch; None for the whole rank share, whatever its size.
-        words: what was tried, and what came of it.
+        size: samples of one micro-batch; None for the whole rank share, regardless of its size.
+        words: the size and the trials in words.
         rate: samples per second of forward and backward over all ranks; None if nothing was timed.
-        layout: whether samples are padded or packed, and why; empty where that was not open.
+        layout: padded or packed, and why; empty without a choice.
     """
 
     size: int | None
@@ -117,10 +117,10 @@ class _AgreedResult:
     """The result of a trial run on all ranks: the worst outcome, the slowest rank.
 
     Attributes:
-        outcome: as of a `TrialResult`.
-        seconds: of one full micro-batch.
-        step_seconds: of all micro-batches of a rank share.
-        may_double: whether there is memory for twice as much.
+        outcome: see `TrialResult`.
+        seconds: seconds of one full micro-batch.
+        step_seconds: seconds of all micro-batches of a rank share.
+        may_double: whether there is memory for twice the size.
     """
 
     outcome: str
@@ -131,14 +131,14 @@ class _AgreedResult:
 
 @dataclass(slots=True, kw_only=True)
 class _Doubling:
-    """How far sizes were doubled, and what was seen on the way.
+    """The result of doubling the size.
 
     Attributes:
-        seconds: size to the seconds of one micro-batch.
-        steps: size to the seconds of a rank share.
-        largest: the largest size that is known to fit; 0 for none.
-        too_large: the smallest that did not fit; None if there was none.
-        ended: why larger ones were not tried.
+        seconds: seconds of one micro-batch, by size.
+        steps: seconds of a rank share, by size.
+        largest: the largest size known to fit; 0 for none.
+        too_large: the smallest size that did not fit; None for none.
+        ended: why larger sizes were not tried.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -149,17 +149,17 @@ class _Doubling:
 
 
 class Search:
-    """Finds a micro-batch size by running micro-batches. All ranks do the same, and find the same.
+    """Finds a micro-batch size by trial runs. All ranks run the same sizes, and get the same result.
 
     Args:
         runs: runs micro-batches on this rank.
         world: the ranks.
         share: samples of the largest rank share.
         num_in_batch: samples of the effective batch.
-        auto: what is known beforehand, and for how long to try.
-        room: how much memory is left; None where running out of it is an error that can be caught.
-        group: micro-batches hold whole groups of so many samples.
-        optimizer_is_new: it has no state yet, so its first step will take more memory than is seen here.
+        auto: cache and time limit.
+        room: the free memory; None if out of memory raises an error that can be caught.
+        group: micro-batches hold whole groups of this many samples.
+        optimizer_is_new: the optimizer has no state yet, so its first step needs more memory than a trial run.
     """
 
     def __init__(
@@ -191,14 +191,14 @@ class Search:
         self._line: SecondsFit | None = None
 
     def plan(self, planned: int | None, unplanned: str = "") -> None:
-        """Try nothing larger than is planned to fit, and fewer sizes; the time begins now.
+        """Limit the search to the planned size, try fewer sizes, and restart the clock.
 
         Args:
-            planned: the largest size that is planned to fit; None for no plan. Rounded down to whole groups, but to
-                no less than one.
-            unplanned: why there is no plan where one was asked for; empty otherwise.
+            planned: the largest size that is planned to fit; None for no plan. Rounded down to whole groups, but at
+                least one.
+            unplanned: why a requested plan could not be made; empty otherwise.
         """
-        # A part of the share holds whole groups; the whole share may end with a part of one.
+        # Parts of the share hold whole groups; the whole share may end with an incomplete one.
         if planned is not None and planned < self._share:
             planned = max(1, planned // self._group) * self._group
         self._planned = planned
@@ -208,11 +208,11 @@ class Search:
 
     def fits(self, size: int) -> bool:
         """Return whether two micro-batches of `size` run on every rank."""
-        # The second one runs beside the gradients of the first, as all but the first in a step do.
+        # The second one runs with allocated gradients, like all but the first micro-batch of a step.
         return self._try(size, 2).outcome == "ran"
 
     def largest(self, device: str) -> FoundSize:
-        """Return the largest size that fits, in equal parts, without a look at the clock.
+        """Return the largest size that fits, in equal parts, without timing.
 
         Raises:
             BatchSizeError: not even one sample fits.
@@ -233,21 +233,21 @@ class Search:
         if not doubling.largest:
             return self._unknown()
         self._line = fit_seconds(doubling.seconds)
-        sizes = sizes_worth_timing(self._share, doubling.largest, doubling.seconds, group=self._group)
+        sizes = sizes_to_time(self._share, doubling.largest, doubling.seconds, group=self._group)
         steps = self._time(sizes, doubling) or {
             size: doubling.steps[size] for size in doubling.steps if size <= doubling.largest
         }
         size = smallest_of_the_fastest(steps)
-        # A coarse clock may say that no time has passed.
+        # A coarse clock may measure zero seconds.
         rates = {tried: self._num_in_batch / max(seconds, 1e-9) for tried, seconds in steps.items()}
         return FoundSize(
             size, f"{size}, {_compared(size, steps, rates)}{self._fitting(doubling, max(steps))}", rates[size]
         )
 
     def _double(self, *, timed: bool) -> _Doubling:
-        """Double the size until it does not fit, or is that of the share, or the time is up; a plan leaves some out."""
+        """Double the size until it does not fit, reaches the share, or time is up; a plan allows larger increases."""
         doubling = _Doubling()
-        size = min(max(2, self._group), self._upper)  # one sample has no variance: BatchNorm refuses it in train mode
+        size = min(max(2, self._group), self._upper)  # not 1: BatchNorm refuses a single sample in train mode
         below, seed = 0, self._seed(timed=timed)
         while True:
             trial = self._try(size, 2)
@@ -257,14 +257,14 @@ class Search:
                 doubling.too_large = size
                 if size != seed or 2 * below >= size:
                     break
-                size, seed = below, 0  # the plan was wrong
+                size, seed = below, 0  # the plan was too large
             if size == self._upper or (doubling.too_large is not None and 2 * size >= doubling.too_large):
                 break
             if timed and doubling.largest and self._is_late(doubling):
-                doubling.ended = f"larger ones were not tried in the {self._elapsed:.0f} s that it took"
+                doubling.ended = f"larger sizes were not tried for lack of time ({self._elapsed:.0f} s used)"
                 break
             if not trial.may_double:
-                doubling.ended = "larger ones were not tried, for there is not enough memory left to be sure"
+                doubling.ended = "larger sizes were not tried, because the free memory may not suffice"
                 break
             below = size
             size = seed if 2 * size < seed and self._soon(seed, doubling, timed=timed) else min(2 * size, self._upper)
@@ -273,37 +273,36 @@ class Search:
         return doubling
 
     def _seed(self, *, timed: bool) -> int:
-        """Return the size to go to at once where there is a plan: the smallest that will be compared; 0 for none."""
+        """Return the smallest size that will be compared, to try it directly; 0 without a plan."""
         if self._planned is None:
             return 0
-        # A quarter of the largest: that, a half and the largest itself will be timed.
+        # A quarter, a half and all of the largest size will be timed.
         return ceil_div(self._upper, 4 * self._group) * self._group if timed else self._upper
 
     def _soon(self, size: int, doubling: _Doubling, *, timed: bool) -> bool:
-        """Return whether there is time for so large a size, going by the one that has been run."""
+        """Return whether there is time for this size, estimated from the largest one that has run."""
         if not timed or not doubling.largest:
             return not timed
-        # Two micro-batches, with time in proportion to their size.
+        # Two micro-batches, with time proportional to their size.
         expected = 2 * doubling.seconds[doubling.largest] * size / doubling.largest
         return self._elapsed + expected <= self._auto.most_seconds / 2
 
     def _is_late(self, doubling: _Doubling) -> bool:
-        """Return whether there is no time for twice the size: half of it is for comparing.
+        """Return whether doubling again would exceed half of the time limit; the other half is for the comparison.
 
-        More is taken while doubling still pays: a model for which time is short is the last one that should be left
-        with a size that is too small.
+        While doubling still makes samples faster, the limit is ignored: a slow model needs a good size most.
         """
         *_, size = doubling.seconds
-        after = self._elapsed + 4 * doubling.seconds[size]  # two micro-batches, each of at most twice the time
+        after = self._elapsed + 4 * doubling.seconds[size]  # two micro-batches, each at most twice as long
         before = doubling.seconds.get(size // 2)
         pays = before is None or 2 * before > _PAYS * doubling.seconds[size]
         return after > self._auto.most_seconds / 2 and not pays
 
     def _settle_largest(self, doubling: _Doubling) -> None:
-        """Settle what fits once memory has run out.
+        """Determine the largest size that fits, after memory ran out.
 
         Raises:
-            BatchSizeError: not even one sample fits, or not even one group.
+            BatchSizeError: not even one sample, or one group, fits.
         """
         least = min(self._group, self._share)
         if not doubling.largest and (doubling.too_large or 0) > least:
@@ -317,27 +316,27 @@ class Search:
         if not doubling.largest and not self._error:
             what = "1 sample" if least == 1 else f"one group of {least} samples"
             message = (
-                f"micro_batch_size='auto' found that not even {what} fits into the device's memory. Use a smaller "
-                "model, precision='bf16' or activation checkpointing."
+                f"micro_batch_size='auto': not even {what} fits into the device's memory. Use a smaller model, "
+                "precision='bf16' or activation checkpointing."
             )
             raise BatchSizeError(message, micro_batch_size=least)
-        # Adam keeps two tensors per parameter from its first step on, which no trial run has seen.
+        # Adam allocates two tensors per parameter in its first step, which trial runs do not include.
         if self._optimizer_is_new:
             doubling.largest = max(min(least, doubling.largest), doubling.largest // 2)
 
     def _time(self, sizes: tuple[int, ...], doubling: _Doubling) -> dict[int, float]:
-        """Return the shortest time of a rank share for each size, taken in turns; nothing if one was left out."""
+        """Return the shortest time of a rank share for each size; empty if time did not suffice for all of them."""
         found: dict[int, float] = {}
         left = list(sizes)
-        for number in range(NUM_ROUNDS + 1):  # the first one warms up what has not been run yet
-            # In turns, so that what disturbs the machine for a while does not hit one size alone.
+        for number in range(NUM_ROUNDS + 1):  # the first round warms up sizes that have not run yet
+            # Interleaved, so that a temporary disturbance does not affect one size only.
             for size in sizes:
                 if size not in left or (number == 0 and size in doubling.seconds):
                     continue
                 expected = doubling.seconds.get(size) or (self._line.seconds(size) if self._line else 0.0)
                 most = max(2, math.ceil(_SHORTEST_SECONDS / expected)) if expected else 2
                 if self._elapsed + min(most, ceil_div(self._share, size)) * expected > self._auto.most_seconds:
-                    # Comparable only if each size has been timed; otherwise the times of the doubling are compared.
+                    # Times are comparable only if every size has one; otherwise the doubling's times are used.
                     return found if found.keys() == set(left) else {}
                 trial = self._try(size, most)
                 if trial.outcome != "ran":
@@ -348,20 +347,20 @@ class Search:
         return found
 
     def _try(self, size: int, most: int) -> _AgreedResult:
-        """Run some micro-batches on every rank, and agree on what came of it."""
+        """Run at most `most` micro-batches on every rank, and agree on the result."""
         run = self._runs.run(size, most)
         self._error = run.error or self._error
-        seconds, step = self._of_own_share(run, size)
+        seconds, step = self._seconds_of_share(run, size)
         elapsed = self._runs.clock() - self._begun
         may_double = self._room is None or self._room.may_double()
-        # Of each number larger is worse, so that one maximum over ranks is right for all of them.
+        # Larger is worse for each number, so one maximum over ranks is right for all of them.
         numbers = [float(_CODES.index(run.outcome)), seconds, step, elapsed, float(not may_double)]
         worst = [max(column) for column in zip(*self._world.gather_numbers(numbers), strict=True)]
         self._elapsed = worst[3]
         return _AgreedResult(_CODES[int(worst[0])], worst[1], worst[2], not worst[4])
 
-    def _of_own_share(self, run: TrialResult, size: int) -> tuple[float, float]:
-        """Return the seconds of one full micro-batch, and of all of this rank's."""
+    def _seconds_of_share(self, run: TrialResult, size: int) -> tuple[float, float]:
+        """Return the seconds of one full micro-batch, and of this rank's whole share."""
         share = self._runs.num_samples
         if not run.seconds:
             return 0.0, 0.0
@@ -371,23 +370,23 @@ class Search:
         return run.seconds[-1], step_seconds(share, size, mean, self._line)
 
     def _fitting(self, doubling: _Doubling, largest_tried: int) -> str:
-        """Return what is known of larger sizes, as the end of a sentence."""
-        said = []
+        """Return the results for larger sizes, as the end of a sentence."""
+        clauses = []
         if self._planned is not None and doubling.largest == self._planned < self._share:
-            said.append(f"{doubling.largest} fits, as planned")
+            clauses.append(f"{doubling.largest} fits, as planned")
         elif doubling.largest > largest_tried:
-            said.append(f"{doubling.largest} fits")
+            clauses.append(f"{doubling.largest} fits")
         if doubling.too_large is not None:
-            said.append(f"{doubling.too_large} does not fit")
+            clauses.append(f"{doubling.too_large} does not fit")
         if doubling.ended:
-            said.append(doubling.ended)
+            clauses.append(doubling.ended)
         if self._unplanned:
-            said.append(f"sizes were doubled, for a plan could not be made ({self._unplanned})")
-        return "".join(f"; {words}" for words in said)
+            clauses.append(f"sizes were doubled, because there is no plan ({self._unplanned})")
+        return "".join(f"; {clause}" for clause in clauses)
 
     def _unknown(self) -> FoundSize:
-        """Leave it to the step itself to fail, or to show that it does not."""
-        return FoundSize(None, f"the whole rank share, since no part of it could be run by itself ({self._error})")
+        """Return the whole rank share, after every trial run failed; the step itself raises the error."""
+        return FoundSize(None, f"the whole rank share, because trial runs failed ({self._error})")
 
 
 def _compared(chosen: int, steps: Mapping[int, float], rates: Mapping[int, float]) -> str:

@@ -1,4 +1,4 @@
-"""The sizes of a run: named, found by trial runs on the first batch, or taken from a checkpoint."""
+"""The sizes of a run: given, found by trial runs on the first batch, or restored from a checkpoint."""
 
 import dataclasses
 import hashlib
@@ -27,25 +27,25 @@ MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None
 
 
 class RunSizes:
-    """The sizes of a run on one world, and whether the micro-batch size is still to be found.
+    """The sizes of a run on one world, and whether the micro-batch size is still unknown.
 
     Args:
         world: the ranks.
-        effective_batch_size: see `Engine`; so are the others.
-        micro_batch_size: "auto", or an `Auto`, is settled on the first batch.
+        effective_batch_size: see `Engine`, also for the others.
+        micro_batch_size: "auto", or an `Auto`, is resolved on the first batch.
         accumulation_steps: micro-batches per rank and step.
         deal: "balanced" or "fixed".
-        constraints: what a policy about BatchNorm and the strategy demand of cuts.
+        constraints: requirements of the BatchNorm policy and the strategy on cuts.
 
     Attributes:
         constraints: the same.
-        sizes: the sizes, as far as they are settled.
-        searches: whether a size is still to be found.
-        is_auto: whether the micro-batch size is left to the engine.
-        may_run_out: whether a size has to be found even where it is not timed, since memory is short.
+        sizes: the sizes known so far.
+        searches: whether a size is still unknown.
+        is_auto: whether the engine chooses the micro-batch size.
+        may_run_out: whether a size must be found even if it is not timed, because the device can run out of memory.
 
     Raises:
-        BatchSizeError: a size below 1, or three that contradict.
+        BatchSizeError: a size is below 1, or the three contradict each other.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class RunSizes:
         self._budget = micro_batch_size if isinstance(micro_batch_size, TokenBudget) else None
         if self._budget is not None and accumulation_steps is not None:
             message = (
-                f"micro_batch_size=token_budget({self._budget.tokens}) makes as many micro-batches as lengths ask for, "
-                f"and {accumulation_steps=} names their number. Leave one of them out."
+                f"micro_batch_size=token_budget({self._budget.tokens}) excludes {accumulation_steps=}: the lengths "
+                "determine the number of micro-batches. Leave one of them out."
             )
             raise BatchSizeError(message)
         self.sizes = resolve_sizes(
@@ -80,8 +80,8 @@ class RunSizes:
             )
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
         if self._budget is not None:
-            self.searches = True  # whether samples are padded or packed is for the first batch to say
-        # On a CPU the system ends the process where memory runs out; nothing is raised that a search could catch.
+            self.searches = True  # the first batch determines whether samples are padded or packed
+        # On a CPU the system kills a process that runs out of memory, so a search could not catch an error.
         self.may_run_out = world.device.type != "cpu"
         self._deal = deal
         self._world = world
@@ -90,8 +90,8 @@ class RunSizes:
 
     @property
     def placement(self) -> Placement:
-        """How batches are cut and dealt with the sizes of the moment, and which rank this one is."""
-        # Sizes are frozen and replaced as a whole, so that identity tells whether they have changed.
+        """The current cut and deal of batches, and this rank."""
+        # Sizes are frozen and replaced as a whole, so an identity check detects a change.
         if self._placed is None or self._placed[0] is not self.sizes:
             self._placed = self.sizes, self._placement()
         return self._placed[1]
@@ -102,7 +102,7 @@ class RunSizes:
             micro_batch_size = accumulation_steps = None
         cut = Cut(
             micro_batch_size=micro_batch_size,
-            # A cut follows one of the two. Where the user has given both they agree, as `resolve_sizes` has checked.
+            # A cut uses one of the two; `resolve_sizes` has checked that they agree if both are given.
             accumulation_steps=accumulation_steps if micro_batch_size is None else None,
             deal=self._deal,
             lockstep=self.constraints.fills_up,
@@ -116,50 +116,41 @@ class RunSizes:
         return Placement(cut, self._world.size, self._world.rank, budget, packed=bool(self.sizes.packed))
 
     def refuse_larger(self, num_samples: int) -> None:
-        """Refuse a batch that holds more than the effective batch size that was named.
-
-        Raises:
-            BatchSizeError: with both sizes.
-        """
+        """Raise a `BatchSizeError` if a batch has more samples than the given effective batch size."""
         limit = self.sizes.effective_batch_size
         if limit is not None and num_samples > limit:
             sizes = self.sizes
-            # Where it was not named, it follows from what was.
             change = (
-                f"leave accumulation_steps={sizes.accumulation_steps} out, since it follows from the batch"
+                f"omit accumulation_steps={sizes.accumulation_steps}, which follows from the batch"
                 if sizes.product
-                else f"name the same number in Engine(effective_batch_size={num_samples}), or leave it out there"
+                else f"set Engine(effective_batch_size={num_samples}) or omit it"
             )
             message = (
-                f"the batch holds {num_samples} samples over all ranks, but effective_batch_size={limit}"
-                f"{sizes.product}. Give batches of {limit}, or {change}."
+                f"the batch has {num_samples} samples over all ranks, but effective_batch_size={limit}"
+                f"{sizes.product}. Pass batches of {limit}, or {change}."
             )
             raise BatchSizeError(message, effective_batch_size=limit, world_size=self._world.size)
 
     def refuse_uncuttable(self, sizes: Iterable[int]) -> None:
-        """Refuse effective batch sizes of steps to come that cannot be cut, or are larger than was named.
-
-        Raises:
-            BatchSizeError: with the first of them.
-        """
+        """Raise a `BatchSizeError` for the first effective batch size that cannot be cut or exceeds the given one."""
         for size in sizes:
             self.refuse_larger(size)
             plan_batch(size, self._world.size, self.placement.cut)
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
-        """Settle what "auto" is, once, on the first batch; everything else is left as it was.
+        """Resolve "auto" on the first batch, and restore everything that the trial runs change.
 
         Args:
             batch: any nested batch, or an effective batch.
-            trial: what trial runs need.
-            position: where the data stands.
+            trial: the parts for trial runs.
+            position: position in the data.
 
         Returns:
-            The size and why.
+            The size and the reason for it.
 
         Raises:
             BatchSizeError: not even one sample fits, or the batch is larger than the effective batch size.
-            CompositionError: ranks run in lockstep on accelerators, where one may not run out of memory alone.
+            CompositionError: ranks run in lockstep on accelerators, where a single rank must not run out of memory.
         """
         self.searches = False
         if self._budget is not None:
@@ -169,7 +160,7 @@ class RunSizes:
         return found
 
     def take(self, saved: Mapping[str, Any], decisions: Mapping[str, str]) -> dict[str, str]:
-        """Take what was found before a resume; return those decisions in words, by name."""
+        """Restore the sizes found before a resume, and return these decisions in words, by name."""
         if not self.searches:
             return {}
         if self._budget is not None:
@@ -185,7 +176,7 @@ class RunSizes:
     def _taken_budget(
         self, saved: Mapping[str, Any], decisions: Mapping[str, str], budget: TokenBudget
     ) -> dict[str, str]:
-        """Take what a micro-batch costs, and under the same budget where it is cut and how samples are laid out."""
+        """Restore the cost of a micro-batch and, if the budget is the same, its cap and layout."""
         tokens, words = budget.tokens, {}
         is_same = saved.get("budget_tokens") == tokens
         if is_same and saved.get("packed") is not None:
@@ -196,13 +187,13 @@ class RunSizes:
             cut_at = saved.get("micro_batch_tokens") if is_same else None
             self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=cut_at or tokens)
             words["micro_batch_size"] = (
-                f"{tokens:,} tokens at most, cut at {cut_at or tokens:,}; a micro-batch costs {fixed or 0:,.0f}, as in "
-                "the checkpoint"
+                f"at most {tokens:,} tokens, cut at {cut_at or tokens:,}; a micro-batch costs {fixed or 0:,.0f} "
+                "tokens, as in the checkpoint"
             )
         return words
 
     def _settled_budget(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> FoundSize:  # noqa: ANN401
-        """Settle what a micro-batch costs and whether samples are padded or packed, as far as both are open."""
+        """Determine the cost of a micro-batch and the layout, padded or packed, unless they are given."""
         sizes, lengths = self.sizes, lengths_of(batch)
         known = None
         if sizes.fixed_tokens is not None:
@@ -218,27 +209,27 @@ class RunSizes:
             micro_batch_tokens=found.costs.cut_at or sizes.micro_batch_tokens,
             packed=sizes.packed if found.packed is None else found.packed,
         )
-        words = "" if known is not None else f"{budget.tokens:,} tokens at most; {found.costs.words}"
+        words = "" if known is not None else f"at most {budget.tokens:,} tokens; {found.costs.words}"
         return FoundSize(None, words, layout=found.layout)
 
     def changes(self, saved: Mapping[str, int | None]) -> str:
-        """Return what is not as it was saved: `"micro_batch_size 16 -> 8"`."""
-        own = dataclasses.asdict(self.sizes)
-        # A checkpoint that was written before a size could be named was written without it.
+        """Return the differences from the saved sizes: `"micro_batch_size 16 -> 8"`."""
+        sizes = dataclasses.asdict(self.sizes)
+        # Older checkpoints may lack a size.
         return ", ".join(
-            f"{name} {saved.get(name)} -> {value}" for name, value in own.items() if saved.get(name) != value
+            f"{name} {saved.get(name)} -> {value}" for name, value in sizes.items() if saved.get(name) != value
         )
 
     def _found(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
-        """Return the size that is to be taken: the whole share, the largest that fits, or the fastest."""
+        """Return the size to use: the whole share, the largest that fits, or the fastest."""
         first = _FirstBatch(batch, self._world, position)
         self.refuse_larger(first.num_in_batch)
-        # The processes that are one rank wait for each other in every forward, as ranks in lockstep do.
+        # The processes of a model group wait for each other in every forward, like ranks in lockstep.
         lockstep = trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
         reason = self._why_not_timed(trial, first, lockstep=lockstep)
         if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
-            return FoundSize(None, f"the whole rank share, as {reason or 'there is only one sample'}")
-        # Loading may raise on one rank; together, all of them raise instead of waiting for it in a trial run.
+            return FoundSize(None, f"the whole rank share, because {reason or 'there is only one sample'}")
+        # Loading may raise on one rank; then all ranks raise instead of waiting for it in a trial run.
         self._world.run_on_all_ranks(first.load)
         if lockstep and self.may_run_out:
             return self._planned_in_lockstep(trial, first)
@@ -271,34 +262,30 @@ class RunSizes:
             return search.largest(str(self._world.device))
 
     def _planned_in_lockstep(self, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
-        """Return the size that is planned to fit, without a trial run.
-
-        Raises:
-            CompositionError: there is no plan, and a rank that runs out of memory would leave the others waiting.
-        """
+        """Return the size that is planned to fit, without a trial run; raise a `CompositionError` without a plan."""
         planned, reason = self._planned(first)
         if planned is not None:
-            # Parts as equal as can be need no more memory than the planned size and waste no short micro-batch.
+            # Equal parts need no more memory than the planned size and avoid a short micro-batch.
             size = even_size(first.share, min(planned, first.share), group=self.constraints.group or 1)
-            return FoundSize(size, f"{size}, as planned; nothing was tried, because ranks run in lockstep")
+            return FoundSize(size, f"{size}, as planned; not tried, because ranks run in lockstep")
         name = trial.context.strategy.capabilities.name
         message = (
-            f"micro_batch_size='auto' cannot try sizes on accelerators under strategy {name!r}: a rank that runs out "
-            f"of memory would leave the others waiting in a collective, and there is no plan{reason and f' ({reason})'}"
-            ". Name a micro_batch_size, or have it planned: anybatch.sizes.Auto(largest=planned_largest(...))."
+            f"micro_batch_size='auto' cannot try sizes on accelerators with strategy {name!r}. A rank that runs out of "
+            f"memory would leave the others waiting in a collective, and there is no plan{reason and f' ({reason})'}. "
+            "Set micro_batch_size, or plan it: anybatch.sizes.Auto(largest=planned_largest(...))."
         )
         raise CompositionError(message)
 
     def _fastest(self, search: Search, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
-        """Return the fastest size: as it is known, or else as it is planned and measured, and then known."""
+        """Return the fastest size from the cache, or measure it and save it there."""
         if self.auto.known is None:
             search.plan(*self._planned(first))
             return search.fastest()
         memory, on_first = self.auto.known, self._world.is_first
         circumstances = self._circumstances(trial, first)
-        # Rank 0's memory alone decides: hosts may remember different sizes, and all ranks must take the same.
+        # Only rank 0's cache counts: caches of hosts may differ, and all ranks must use the same size.
         known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]
-        # It may come from a process that had more memory to itself.
+        # The process that measured it may have had more memory, so it is tried first.
         if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
             words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
             return FoundSize(known.size, words, known.samples_per_second)
@@ -306,22 +293,24 @@ class RunSizes:
         found = search.fastest()
         if found.size is None or found.rate is None:
             return found
-        # All ranks learn whether it was kept, since the decision is worded alike on all of them.
-        kept = self._world.gather_objects(on_first and memory.keep(circumstances, found.size, found.rate))[0]
-        return found if kept else dataclasses.replace(found, words=f"{found.words}; it could not be kept for later")
+        # Gathered, since the text of a decision must be the same on all ranks.
+        saved = self._world.gather_objects(on_first and memory.keep(circumstances, found.size, found.rate))[0]
+        if saved:
+            return found
+        return dataclasses.replace(found, words=f"{found.words}; it could not be saved for later runs")
 
     def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch", *, lockstep: bool) -> str:
-        """Return why speed is not to decide; nothing if it is. The same on all ranks, and at any time."""
+        """Return why speed must not decide; empty if it may. Deterministic, and the same on all ranks."""
         if reason := trial.why_clocks_do_not_count:
             return reason
         if lockstep and not first.smallest_share:
-            return "ranks run in lockstep, and one of them has no sample to run"
+            return "ranks run in lockstep, and one of them has no samples"
         if first.share * trial.num_parameters < WORTH_TIMING:
-            return "a step takes too little to be worth timing"
+            return "a step is too short to be worth timing"
         return self.constraints.largest_fitting
 
     def _planned(self, first: "_FirstBatch") -> tuple[int | None, str]:
-        """Return the smallest of the sizes that are planned to fit on the ranks, or None and why there is no plan."""
+        """Return the smallest of the ranks' planned sizes, or None, and why there is no plan."""
         plan = self.auto.largest
         if plan is None:
             return None, ""
@@ -332,13 +321,13 @@ class RunSizes:
             except PlanError as error:
                 return str(error)
 
-        # Shares differ between ranks, and so may plans; the smallest size fits everywhere.
+        # Shares and therefore plans may differ between ranks; the smallest size fits on all of them.
         plans = self._world.run_on_all_ranks(ask)
         reason = next((found for found in plans if isinstance(found, str)), "")
         return min((found for found in plans if isinstance(found, int)), default=None), reason
 
     def _circumstances(self, trial: TrialParts, first: "_FirstBatch") -> dict[str, Any]:
-        """Return all that is known to decide which size is the fastest."""
+        """Return everything that is known to affect which size is the fastest."""
         context = trial.context
         parameters = [
             (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in trial.modules.named_parameters()
@@ -359,12 +348,12 @@ class RunSizes:
 
 
 class _FirstBatch:
-    """The first effective batch, planned uncut: how many samples each rank has, and this rank's, once they are loaded.
+    """The first effective batch, planned without a cut, and this rank's share of it.
 
     Args:
         batch: the batch.
         world: the ranks.
-        position: where the data stands.
+        position: position in the data.
     """
 
     def __init__(self, batch: Any, world: World, position: Position) -> None:  # noqa: ANN401 (any nested batch)
@@ -390,13 +379,13 @@ class _FirstBatch:
         self.whole = next(self._loading, None)
         try:
             self._can_be_sliced = self.whole is None or count_samples(self.whole) == self.num_samples
-        except DataError:  # a collate function may make of samples whatever it likes
+        except DataError:  # a collate function may return any structure
             self._can_be_sliced = False
 
     def pieces(self, size: int, most: int) -> Iterable[Batch]:
-        """Return the first micro-batches of `size`: cut from the loaded share, or loaded one by one where it cannot."""
+        """Return the first micro-batches of `size`, sliced from the loaded share, or loaded if it cannot be sliced."""
         if self._can_be_sliced or not self._is_cut_when_fed:
             starts = range(0, self.num_samples, size)[:most]
-            # Copies: a loss may change what it is given, and the same samples are run again.
+            # Copies, since a loss may change its batch in place, and the same samples run again.
             return [copied(slice_samples(self.whole, start, start + size)) for start in starts]
         return itertools.islice(self._open(size).micro_batches, most)

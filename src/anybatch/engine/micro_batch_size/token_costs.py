@@ -1,4 +1,4 @@
-"""What a micro-batch costs beside its tokens, measured on the first batch."""
+"""The fixed cost of a micro-batch, measured on the first batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,22 +9,22 @@ from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths, TokenBudget,
 from anybatch.core.tree import Batch, copied
 from anybatch.engine.micro_batch_size.trial_run import TrialRuns
 
-_TIMES = 4  # the first warms up, of the others the shortest counts
-_FEWEST_TIMES_TOKENS = 4  # two sizes that are less far apart than this tell nothing
-_SEVERAL = 8  # a part of the budget: small enough for a token to cost what it costs beside few others
+_TIMES = 4  # the first warms up, and the shortest of the others counts
+_FEWEST_TIMES_TOKENS = 4  # minimum ratio of two sizes to be compared
+_SEVERAL = 8  # divisor of the largest micro-batch: small enough for a token to cost the same as among few tokens
 
 Runs = Callable[[Callable[[int, int], Sequence[Batch]], int], TrialRuns]
-"""From pieces, function (size, most) -> micro-batches, and their number of samples to what runs them."""
+"""Function (pieces, number of samples) -> trial runs, where pieces is a function (size, most) -> micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """The result of a measurement.
+    """The cost of a micro-batch.
 
     Attributes:
-        fixed_tokens: what a micro-batch costs beside its tokens, in tokens.
-        cut_at: most tokens of a micro-batch, the budget's or fewer; None: that has not been chosen.
-        words: what a micro-batch costs, with where it comes from.
+        fixed_tokens: fixed cost of a micro-batch, in tokens.
+        cut_at: maximum tokens of a micro-batch, at most the budget; None if not chosen yet.
+        words: the fixed cost and its source, in words.
     """
 
     fixed_tokens: float
@@ -32,7 +32,7 @@ class TokenCosts:
     words: str
 
     def settled(self, budget: TokenBudget) -> TokenBudget:
-        """Return the budget with them."""
+        """Return the budget with this cost and cap."""
         return dataclasses.replace(budget, fixed_tokens=self.fixed_tokens, cut_at=self.cut_at)
 
 
@@ -42,8 +42,8 @@ class Pieces:
 
     Attributes:
         small: the shortest sample.
-        larger: so many of the shortest ones that they hold about an eighth of the tokens of the largest micro-batch of
-            the cut; or that one, where these are too few to tell both apart.
+        larger: the shortest samples that together have about an eighth of the tokens of the largest micro-batch of the
+            cut; or that largest micro-batch, if they are too few for a comparison.
     """
 
     small: Sequence[int]
@@ -51,14 +51,14 @@ class Pieces:
 
 
 def assumed(reason: str) -> TokenCosts:
-    """Return what is taken where nothing can be measured; `reason` is a clause."""
+    """Return the default cost, if nothing can be measured; `reason` is a clause."""
     return TokenCosts(
-        fixed_tokens=FIXED_TOKENS, words=f"{FIXED_TOKENS:,.0f} tokens a micro-batch, assumed, as {reason}"
+        fixed_tokens=FIXED_TOKENS, words=f"{FIXED_TOKENS:,.0f} tokens per micro-batch, assumed, because {reason}"
     )
 
 
-def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None:
-    """Return micro-batches to time; None where a batch has no two that differ enough in size."""
+def micro_batches_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None:
+    """Return two micro-batches to time; None if no two differ enough in size."""
     laid_out = lengths.laid_out
     plan = plan_by_length(lengths, 1, Cut(), budget)
     if not plan.units:
@@ -71,7 +71,7 @@ def pieces_to_time(lengths: SampleLengths, budget: TokenBudget) -> Pieces | None
     shortest = sorted(range(len(laid_out)), key=laid_out.__getitem__)
     small = shortest[:1]
     least = _FEWEST_TIMES_TOKENS * max(1, tokens(small))
-    if len(large) < 2 or tokens(large) < least:  # noqa: PLR2004 (sizes tell them apart)
+    if len(large) < 2 or tokens(large) < least:  # noqa: PLR2004 (more than one sample)
         return None
     num_several = next(n for n in range(1, len(shortest) + 1) if tokens(shortest[:n]) * _SEVERAL >= tokens(large))
     several = shortest[:num_several]
@@ -85,17 +85,17 @@ def measured_costs(
     lengths: SampleLengths,
     budget: TokenBudget,
 ) -> TokenCosts:
-    """Time two small micro-batches, and return where the line through them begins.
+    """Time two small micro-batches, and return the intercept of the line through both times.
 
-    Small ones, since it decides which of these are joined; in a large one, whose activations leave the processor's
-    caches, a token may take longer.
+    The fixed cost decides whether small micro-batches are joined, so small ones are timed. In a large one, whose
+    activations exceed the processor's caches, a token may take longer.
 
     Args:
-        runs: function (pieces, number of samples) -> what runs them.
-        load: function (positions) -> these samples, collated.
+        runs: function (pieces, number of samples) -> their trial runs.
+        load: function (positions) -> their samples, collated.
         pieces: the positions of both.
-        lengths: of the batch's samples.
-        budget: what a sample costs.
+        lengths: lengths of the batch's samples.
+        budget: the cost of a sample.
     """
     laid_out = lengths.laid_out
     seconds: list[float] = []
@@ -115,10 +115,10 @@ def measured_costs(
     if longer <= 0 or more <= 0:
         return assumed(f"{tokens[0]:,.0f} tokens took as long as {tokens[1]:,.0f}")
     fixed = min(max(0.0, seconds[0] * more / longer - tokens[0]), float(budget.tokens))
-    words = f"{fixed:,.0f} tokens a micro-batch, measured: {seconds[0] * 1e3:.3g} ms for {tokens[0]:,.0f} tokens, "
+    words = f"{fixed:,.0f} tokens per micro-batch, measured: {seconds[0] * 1e3:.3g} ms for {tokens[0]:,.0f} tokens, "
     return TokenCosts(fixed_tokens=fixed, words=f"{words}{seconds[1] * 1e3:.3g} ms for {tokens[1]:,.0f}")
 
 
 def tokens_of(of_samples: Sequence[float], lengths: SampleLengths) -> float:
-    """Return what samples hold, or cost, in one micro-batch."""
+    """Return the tokens, or the cost, of samples as one micro-batch."""
     return sum(of_samples) if lengths.packed else len(of_samples) * max(of_samples)

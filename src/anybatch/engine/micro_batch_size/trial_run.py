@@ -1,4 +1,4 @@
-"""Running micro-batches of the first effective batch to see whether they fit, and how long they take."""
+"""Trial runs of micro-batches of the first effective batch: whether they fit, and their time."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,26 +13,25 @@ from anybatch.core.loss import factors_of, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, copied
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums
 from anybatch.engine.accumulation.planned_batch import to_device
-from anybatch.engine.accumulation.sums import Sums
-from anybatch.engine.accumulation.two_pass import run_trial
+from anybatch.engine.two_pass import run_trial
 from anybatch.parallel.strategy import Turn
 
 Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
 """Adds up the gradient of micro-batches."""
-# Neither first nor last: a last micro-batch would start a reduction, and other ranks may not run as many.
+# Neither first nor last: a last micro-batch would start a reduction, and other ranks may run fewer.
 _NEITHER = Turn(first=False, last=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of running some micro-batches.
+    """The result of a trial run.
 
     Attributes:
-        outcome: "failed" is any error but a lack of memory.
-        seconds: of each micro-batch, forward and backward.
-        error: the error it failed with.
+        outcome: "failed" is any error other than out of memory.
+        seconds: seconds of forward and backward, for each micro-batch.
+        error: the error of a failed run.
     """
 
     outcome: Literal["ran", "out_of_memory", "failed"]
@@ -41,21 +40,21 @@ class TrialResult:
 
 
 class TrialRuns:
-    """Runs the beginning of this rank's share in micro-batches of any size. Nothing is reduced, nothing is updated.
+    """Runs the first micro-batches of this rank's share, of any size, without a reduction or an update.
 
-    Gradients are cleared before and after; buffers, attributes and random numbers are for the caller to put back.
+    Gradients are cleared before and after; the caller restores buffers, attributes and random numbers.
 
     Args:
-        context: what the loop uses.
+        context: the parts that the loop uses.
         modules: the model.
-        pieces: function (size, most) -> the first micro-batches of this rank's share, on the host, at most so many.
+        pieces: function (size, most) -> the first micro-batches of this rank's share, on the host, at most `most`.
         num_samples: samples of that share.
         num_in_batch: samples of the effective batch, over all ranks.
-        num_in_lockstep: samples of the largest rank share, where every rank has to run as many micro-batches as the
-            rank with that share; None where ranks do not wait for each other.
-        execute: runs micro-batches as a step would, but for one thing: it must not wait for other ranks.
+        num_in_lockstep: samples of the largest rank share, if every rank must run the same number of micro-batches as
+            the rank with that share; None if ranks do not wait for each other.
+        execute: runs micro-batches as a step does, but without waiting for other ranks.
         clear: clears gradients.
-        device: where the model is.
+        device: device of the model.
         clock: monotonic time in seconds.
     """
 
@@ -75,7 +74,7 @@ class TrialRuns:
     ) -> None:
         self._marks: list[float] = []
         self._context = dataclasses.replace(
-            context, before=lambda _: self._mark(), after=lambda _item, _terms: self._mark()
+            context, before=(lambda _: self._mark(),), after=(lambda _item, _terms: self._mark(),), audience=None
         )
         self._modules = modules
         self._pieces = pieces
@@ -88,7 +87,7 @@ class TrialRuns:
         self.clock = clock
 
     def run(self, size: int, most: int) -> TrialResult:
-        """Run the first micro-batches of `size`, at most so many; a share without samples runs none."""
+        """Run the first micro-batches of `size`, at most `most`; a share without samples runs none."""
         self.clear()
         self._context.strategy.place_gradients()
         self._marks.clear()
@@ -103,7 +102,7 @@ class TrialRuns:
             outcome = "out_of_memory"
         except Exception as caught:  # noqa: BLE001 (the step itself raises it)
             outcome, error = "failed", f"{type(caught).__name__}: {caught}"
-        # Outside of the handlers, so that the failed frames and their tensors are gone before anything is tried again.
+        # Outside the handlers, so that the failed frames and their tensors are freed before the next run.
         self.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -112,16 +111,16 @@ class TrialRuns:
     def _run(self, size: int, most: int) -> None:
         lined_up = []
         pieces = to_device(iter(self._pieces(size, most)), self._device)
-        # Not strict: there are no more pieces than were asked for.
+        # Not strict: there are at most `most` pieces.
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
-            # Divided by its own count: nothing is updated, so the count of the whole batch is not needed.
+            # Divided by the micro-batch's count: without an update, the count of the whole batch is not needed.
             counts = unit_counts(self._context.loss, piece, stop - start)
-            if self._num_in_lockstep is not None:  # all ranks run all of them; what a trial's loss is, does not matter
+            if self._num_in_lockstep is not None:  # all ranks run all of them; the loss of a trial does not matter
                 counts = tuple(count or 1.0 for count in counts)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
             if any(counts):
-                # Any key will do: nothing that depends on it is kept.
+                # The key is arbitrary: no result depends on it.
                 key = BatchKey(0, 0, range(stop))
                 lined_up.append((MicroBatch(Unit(0, start, stop), factors, _NEITHER, 0, key), piece))
         if self._num_in_lockstep is not None:  # the rank with the largest share may have one more
@@ -135,7 +134,7 @@ class TrialRuns:
                 run_trial(self._context, self._modules, lined_up, self._num_in_batch)
 
     def _mark(self) -> None:
-        """Take the time, once the device has done all that it was given."""
+        """Record the time after the device has finished all work."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._marks.append(self.clock())

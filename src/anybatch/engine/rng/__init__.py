@@ -1,1 +1,1 @@
-"""Where micro-batches take their random numbers from."""
+"""Random numbers of micro-batches: keyed per micro-batch or per sample, or the caller's."""

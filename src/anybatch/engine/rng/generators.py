@@ -1,4 +1,4 @@
-"""Random numbers inside a step: keyed per micro-batch or per sample, and the caller's own are as before."""
+"""Random numbers inside a step: keyed per micro-batch or per sample, without effect on the caller's generators."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,15 +17,15 @@ from anybatch.parallel.local_parts import local_part
 Rng = Literal["micro_batch", "per_sample"] | PerSample | None
 _NOTHING = nullcontext()
 _NUM_VALUES = 8
-"""Values of a parameter that make a seed."""
+"""Values of each parameter that enter a seed."""
 
 
 def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Randomness:
-    """Return where micro-batches take their random numbers from.
+    """Return the source of the micro-batches' random numbers.
 
     Raises:
-        UserError: an unknown value of `rng`, or a module that there is not.
-        CompositionError: numbers that cannot be keyed by sample.
+        UserError: `rng` is unknown, or names a module that does not exist.
+        CompositionError: the model draws numbers that cannot be keyed by sample.
     """
     if rng not in ("micro_batch", "per_sample", None) and not isinstance(rng, PerSample):
         message = f"{rng=} must be 'micro_batch', 'per_sample', a PerSample or None."
@@ -38,12 +38,12 @@ def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Ran
 
 
 def advancing_generators(randomness: Randomness) -> list[torch.Generator]:
-    """Return the generators that a step advances: none where random numbers are keyed."""
+    """Return the generators that a step advances: none if random numbers are keyed."""
     return randomness.generators if isinstance(randomness, CallersRandomness) else []
 
 
 def seed_of_state(modules: nn.Module) -> int:
-    """Return a seed that follows from the state of torch's generator and from weights, and changes neither.
+    """Return a seed computed from the state of torch's generator and from weights, without changing them.
 
     So `torch.manual_seed` has an effect, and two models, such as a generator and a critic, draw different numbers.
 
@@ -53,18 +53,18 @@ def seed_of_state(modules: nn.Module) -> int:
     Returns:
         A number from 0 to 2**56 - 1.
     """
-    found = blake2b(bytes(torch.default_generator.get_state().tolist()), digest_size=7)
+    digest = blake2b(bytes(torch.default_generator.get_state().tolist()), digest_size=7)
     for name, parameter in modules.named_parameters():
         values = local_part(parameter).detach().reshape(-1)[:_NUM_VALUES].tolist()
-        found.update(repr((name, tuple(parameter.shape), values)).encode())
-    return int.from_bytes(found.digest())
+        digest.update(repr((name, tuple(parameter.shape), values)).encode())
+    return int.from_bytes(digest.digest())
 
 
 class UnitRandomness:
-    """Seeds torch's generators per micro-batch, and puts the caller's state back at the end.
+    """Seeds torch's generators per micro-batch, and restores the caller's state at the end.
 
-    Only torch's own generators (CPU and the rank's device) are keyed: a model that draws from Python or numpy is not
-    reproducible here.
+    Only torch's default generators (CPU and the rank's device) are keyed, so a model that draws from Python or numpy is
+    not reproducible.
     """
 
     covers_backward = False
@@ -84,20 +84,21 @@ class UnitRandomness:
             generator.set_state(state)
 
     def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
-        """Start the random numbers of one micro-batch. `torch.manual_seed` would be a hundred times slower."""
-        # That one visits every kind of device, and keeps a traceback for each that has not been started.
+        """Seed the random numbers of one micro-batch."""
+        # `torch.manual_seed` is a hundred times slower: it visits every kind of device, and keeps a traceback for each
+        # that is not initialised.
         for generator in self._generators:
             generator.manual_seed(micro_batch.seed)
         return _NOTHING
 
     def whole(self, seed: int) -> None:
-        """Seed what is drawn once for the effective batch."""
+        """Seed the numbers that are drawn once for the effective batch."""
         for generator in self._generators:
             generator.manual_seed(seed)
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """Let another micro-batch draw meanwhile; afterwards the numbers go on as if it had not."""
+        """Restore the generators on exit, so that draws of another micro-batch have no effect on this one."""
         states = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -107,11 +108,11 @@ class UnitRandomness:
 
 
 class CallersRandomness:
-    """Leaves random numbers as they come, which is `rng=None`.
+    """Leaves random numbers alone, for `rng=None`.
 
     Attributes:
-        generators: torch's own, of the CPU and the rank's device; `StepState` restores them after an unfinished step,
-            and a checkpoint holds their state.
+        generators: torch's default generators of the CPU and the rank's device; `StepState` restores them after an
+            unfinished step, and checkpoints save their state.
     """
 
     covers_backward = False
@@ -128,12 +129,12 @@ class CallersRandomness:
         return
 
     def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002 (the protocol's)
-        """Nothing is seeded."""
+        """Return an empty context."""
         return _NOTHING
 
     def whole(self, seed: int) -> None:
-        """Nothing is seeded."""
+        """Do nothing."""
 
     def parked(self) -> AbstractContextManager[None]:
-        """Others draw from the same numbers."""
+        """Return an empty context: other micro-batches draw from the same generators."""
         return nullcontext()

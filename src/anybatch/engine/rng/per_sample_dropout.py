@@ -20,8 +20,8 @@ from anybatch.engine.torch_internals import packing_function
 from anybatch.errors import CompositionError, UserError
 
 _INSTEAD = "Or use rng='micro_batch', which is exact for the same cut."
-_ALPHA = 1.7580993408473766  # what SELU tends to: minus this is what alpha dropout puts in the place of what it drops
-# `dropout2d` is missing here because torch takes three axes for (N, C, L) there, which has samples.
+_ALPHA = 1.7580993408473766  # the negative limit of SELU: alpha dropout replaces dropped elements by -_ALPHA
+# Without `dropout2d`, for which torch interprets three axes as (N, C, L), with samples.
 _UNBATCHED_DIMENSIONS = {"dropout1d": 2, "dropout3d": 4}
 
 
@@ -30,11 +30,11 @@ class PerSample:
     """Draw dropout masks by (seed, step, global sample id, number of the call inside the forward).
 
     Args:
-        sample_dims: name of a module to the axis of samples in whatever is dropped inside it, where that is not the
-            first: `{"encoder": 1}` for layers with batch_first=False. "" is the whole model.
+        sample_dims: for modules in which samples are not along the first axis, name of the module to the sample axis
+            of the tensors dropped inside it: `{"encoder": 1}` for layers with batch_first=False. "" is the whole model.
 
     Raises:
-        UserError: an axis below 0.
+        UserError: an axis is below 0.
     """
 
     sample_dims: Mapping[str, int] = field(default_factory=dict)
@@ -42,28 +42,28 @@ class PerSample:
     def __post_init__(self) -> None:
         for name, axis in self.sample_dims.items():
             if axis < 0:
-                message = f"sample_dims[{name!r}]={axis} must be 0 or above: axes are counted from the first one."
+                message = f"sample_dims[{name!r}]={axis} must be 0 or above; axes are counted from the first."
                 raise UserError(message)
 
 
 class SampleRandomness:
-    """Answers dropout with masks that belong to samples, and puts the caller's random state back at the end.
+    """Gives dropout masks that are keyed by sample, and restores the caller's random state at the end.
 
-    While a micro-batch runs, calls of dropout functions are seen by a torch function mode. The number of a call is kept
-    in the seed of torch's own CPU generator, counted up from the step's seed: whatever replays torch's random state
+    A torch function mode intercepts dropout functions while a micro-batch runs. The number of a call is stored in the
+    seed of torch's CPU generator, counted up from the step's seed, so that code that replays torch's random state
     (activation checkpointing, a second pass) replays the same masks.
 
     Args:
-        policy: where samples are.
-        modules: what is trained; errors name its modules.
-        device: where it is.
+        policy: the sample axes.
+        modules: all trained modules, named in errors.
+        device: device of the modules.
 
     Raises:
-        UserError: `sample_dims` names a module that there is not.
-        CompositionError: a layer drops where masks cannot be keyed.
+        UserError: `sample_dims` names a module that does not exist.
+        CompositionError: a layer uses dropout whose masks cannot be keyed.
     """
 
-    covers_backward = True  # a checkpointed block that is run again there asks for the masks of its forward
+    covers_backward = True  # a checkpointed block that is recomputed there needs the masks of its forward
 
     def __init__(self, policy: PerSample, modules: nn.Module, device: torch.device) -> None:
         _refuse_layers(modules)
@@ -72,7 +72,7 @@ class SampleRandomness:
 
     def __enter__(self) -> Self:
         self._states = [generator.get_state() for generator in self._draws.generators]
-        # Calls are compared within a step only: the next one may take another way through the model.
+        # Calls are compared within a step only: the next step may take another path through the model.
         self._draws.num_calls_of_step = None
         return self
 
@@ -87,8 +87,8 @@ class SampleRandomness:
         """Key the draws of one forward and backward.
 
         Raises:
-            CompositionError: at the end, if something else has drawn, or another number of calls was made than in the
-                micro-batch before.
+            CompositionError: on exit, if other functions drew numbers, or the number of calls differs from the previous
+                micro-batch.
         """
         self._draws.begin(micro_batch)
         with self._draws:
@@ -96,18 +96,18 @@ class SampleRandomness:
         self._draws.end()
 
     def whole(self, seed: int) -> None:
-        """Seed what is drawn once for the effective batch: it is the same at any cut as it is."""
+        """Seed the numbers that are drawn once for the effective batch, which do not depend on the cut."""
         for generator in self._draws.generators:
             generator.manual_seed(seed)
 
     def parked(self) -> AbstractContextManager[None]:
-        """Micro-batches that take turns are refused before."""
-        message = "masks by sample are counted within one forward at a time"
+        """Raise an assertion: interleaved micro-batches are refused before."""
+        message = "per-sample masks are counted within one forward at a time"
         raise AssertionError(message)
 
 
 class _Draws(TorchFunctionMode):
-    """Sees every torch function of a micro-batch and answers those that drop."""
+    """Intercepts every torch function of a micro-batch, and applies keyed masks in dropout functions."""
 
     def __init__(self, modules: Mapping[str, nn.Module], axes: Mapping[int, int], device: torch.device) -> None:
         super().__init__()
@@ -118,18 +118,18 @@ class _Draws(TorchFunctionMode):
         self._packing_function = packing_function()
         self._names = {id(module): name for name, module in modules.items()}
         self._axes = axes
-        self._time_first = next((one for one in modules if getattr(modules[one], "batch_first", True) is False), None)
+        self._time_first = next((key for key in modules if getattr(modules[key], "batch_first", True) is False), None)
         self._device = device
         self._first_seed = 0
         self._axis_of_call: list[int | None] = []
         self._device_states: list[torch.Tensor] = []
-        # Seeded like the host's generator, it shows the state that this one has if nothing has drawn from it.
+        # Seeded like the CPU generator, to compare its state with a state from which nothing was drawn.
         self._clean = torch.Generator()
         self._is_batch_first = False
         self._probing = True
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Count calls from 0 on, for the samples of this micro-batch."""
+        """Reset the count of calls, and key the samples of this micro-batch."""
         self._first_seed = step_seed(micro_batch.key.seed, micro_batch.key.step)
         self.num_samples = micro_batch.unit.num_samples
         self._keys = sample_keys(micro_batch.key, micro_batch.unit.start, micro_batch.unit.stop).to(
@@ -140,14 +140,14 @@ class _Draws(TorchFunctionMode):
         torch.default_generator.manual_seed(self._first_seed)
         for generator in self.generators[1:]:
             generator.manual_seed(micro_batch.seed)
-        # A device's generator holds no count; it is looked at only to see whether anything has drawn from it.
+        # Device generators hold no count; their states only show whether anything was drawn from them.
         self._device_states = [generator.get_state() for generator in self.generators[1:]]
 
     def end(self) -> None:
-        """Refuse what would not be the same at another cut."""
+        """Refuse draws that would differ at another cut."""
         if self._has_moved():
             self.refuse(
-                "random numbers were drawn that are not dropout's",
+                "random numbers were drawn outside dropout",
                 "Draw them with the data, so that they belong to the sample.",
             )
         calls = len(self._axis_of_call)
@@ -155,10 +155,11 @@ class _Draws(TorchFunctionMode):
             self.refuse(
                 f"dropout was called {self.num_calls_of_step} times in one micro-batch of a step and {calls} times in "
                 "another, so the number of a call depends on the cut",
-                "Call it in every micro-batch, whatever the data.",
+                "Call it in every micro-batch, regardless of the data.",
             )
         self.num_calls_of_step = calls
-        # Looking after every function is slow: in the first micro-batch it names what draws, later the end is enough.
+        # A check after every function is slow. In the first micro-batch it finds the function that draws; later
+        # micro-batches are checked at their end.
         self._probing = False
 
     def __torch_function__(
@@ -167,7 +168,7 @@ class _Draws(TorchFunctionMode):
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the function returns)
+    ) -> Any:  # noqa: ANN401 (the function's result)
         rule = _packing if func is self._packing_function else _RULES.get(func)
         if rule is not None:
             return rule(self, func, *args, **(kwargs or {}))
@@ -180,11 +181,11 @@ class _Draws(TorchFunctionMode):
         return result
 
     def keep(self, what: str, dropped: torch.Tensor, p: float, *, by_channel: bool) -> torch.Tensor:
-        """Return which elements of `dropped` stay: booleans of its shape, or with length 1 in every axis but two."""
+        """Return the mask of kept elements, of the shape of `dropped` or with length 1 in all axes but two."""
         if isinstance(dropped, nn.Parameter):
             self.refuse(
                 f"{what} drops elements of a parameter, which belong to no sample",
-                "Drop what the layer returns instead.",
+                "Apply dropout to the layer's output instead.",
             )
         call, declared = self._next_call()
         axis = declared or 0
@@ -194,15 +195,15 @@ class _Draws(TorchFunctionMode):
         groups = dropped.shape[axis] // self.num_samples
         shape = rest if groups == 1 else (groups, *rest)
         bits = sample_bits(self._keys, call, shape or (1,))
-        # Bits are uniform from -2**31 on, so that so many of them are below. The bound has to fit into 32 bits itself:
-        # at p = 1 one element in 2**32 stays, and is scaled by 0.
+        # Bits are uniform from -2**31 on, so this fraction of them is below the bound. The bound must fit into 32 bits,
+        # so at p = 1 one element in 2**32 is kept, and scaled by 0.
         kept = bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
         kept = kept.reshape(dropped.shape[axis], *rest).movedim(0, axis)
         return kept.reshape(*kept.shape, *(1,) * (dropped.dim() - kept.dim()))
 
     @contextmanager
     def batch_first(self) -> Iterator[None]:
-        """Take the first axis for that of samples meanwhile, whatever was declared."""
+        """Use the first axis as the sample axis temporarily, regardless of the declaration."""
         before, self._is_batch_first = self._is_batch_first, True
         try:
             yield
@@ -210,30 +211,23 @@ class _Draws(TorchFunctionMode):
             self._is_batch_first = before
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
-        """Raise the error for what cannot be keyed.
-
-        Raises:
-            CompositionError: always.
-        """
-        found = self._owner()
-        where = "" if found is None else f" (in {_called(self._names[id(found)])})"
+        """Raise the `CompositionError` for draws that cannot be keyed."""
+        owner = self._owner()
+        where = "" if owner is None else f" (in {_called(self._names[id(owner)])})"
         message = f"rng='per_sample' does not compose with this model: {what}{where}. {remedy} {_INSTEAD}"
         raise CompositionError(message)
 
     def _next_call(self) -> tuple[int, int | None]:
-        """Return the number of this call and the axis of samples, None if it was not declared.
-
-        They are the same ones again where a forward is replayed.
-        """
+        """Return the number of this call and the sample axis (None if not declared); a replay gives the same ones."""
         generator, known = torch.default_generator, self._axis_of_call
         call = generator.initial_seed() - self._first_seed
         if not 0 <= call <= len(known):
-            self.refuse("torch's random numbers were seeded again", "Leave torch.manual_seed out of the forward.")
+            self.refuse("the forward seeds torch's generator", "Remove torch.manual_seed from the forward.")
         if call == len(known):
-            if is_in_backward():  # torch's own checkpointing asks this too
+            if is_in_backward():  # the same check as in torch's checkpointing
                 self.refuse(
-                    "activation checkpointing runs the forward again without its random state",
-                    "Leave preserve_rng_state=True.",
+                    "activation checkpointing recomputes the forward without its random state",
+                    "Use preserve_rng_state=True, the default.",
                 )
             is_declared = self._axes and not self._is_batch_first
             known.append(self._axes.get(id(self._owner())) if is_declared else 0 if self._is_batch_first else None)
@@ -241,22 +235,21 @@ class _Draws(TorchFunctionMode):
         return call, known[call]
 
     def _refuse_time_first(self, what: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor whose samples may be in its second axis, where no axis was declared."""
+        """Refuse a tensor whose samples may be along its second axis, if no axis was declared."""
         fits_both = len(shape) > 2 and shape[0] != self.num_samples == shape[1] and not shape[0] % self.num_samples  # noqa: PLR2004
         if self._time_first is not None:
             reason = f"the model has layers with batch_first=False, {_called(self._time_first)} first"
         elif fits_both:
-            reason = f"axis 0 is a multiple of {self.num_samples}, the number of samples, and axis 1 has as many"
+            reason = f"the micro-batch has {self.num_samples} samples, and both axes fit that number"
         else:
             return
         self.refuse(
-            f"{what} drops elements of a tensor {shape}, and its samples may be in axis 0 or in axis 1: {reason}",
-            "Name the axis of samples: rng=PerSample(sample_dims={'': 0}), or 1, for the whole model; or module by "
-            "module.",
+            f"{what} drops elements of a tensor {shape}, whose samples may be in axis 0 or axis 1: {reason}",
+            "Declare the sample axis, 0 or 1: rng=PerSample(sample_dims={'': 0}) for the whole model, or per module.",
         )
 
     def _shape_of_sample(self, what: str, dropped: torch.Tensor, axis: int, *, by_channel: bool) -> tuple[int, ...]:
-        """Return the axes of one sample's mask, without the groups of consecutive rows that a flattened one has."""
+        """Return the shape of one sample's mask, without the rows per sample of a flattened tensor."""
         shape = tuple(dropped.shape)
         rest = shape[:axis] + shape[axis + 1 :]
         if by_channel and (len(shape) <= 1 or axis > 1):
@@ -265,32 +258,32 @@ class _Draws(TorchFunctionMode):
             )
         if axis >= len(shape) or shape[axis] % self.num_samples:
             self.refuse(
-                f"{what} drops elements of a tensor {shape} whose axis {axis} does not hold the "
+                f"{what} drops elements of a tensor {shape} whose axis {axis} is not the axis of the "
                 f"{self.num_samples} samples of the micro-batch",
-                "Name the axis of samples: rng=PerSample(sample_dims={'the module': 1}).",
+                "Declare the sample axis: rng=PerSample(sample_dims={'the module': 1}).",
             )
         if self.packed and shape[axis] != self.num_samples:
             self.refuse(
                 f"{what} drops elements of a tensor {shape} after a sequence was packed, which mixes the "
                 f"{self.num_samples} samples",
-                "Drop before packing or after padding.",
+                "Apply dropout before packing or after padding.",
             )
         return rest[:1] if by_channel else rest
 
     def _has_moved(self) -> bool:
-        """Whether anything but this drew from torch's generators since they were seeded last."""
-        own = torch.default_generator
-        if not torch.equal(own.get_state(), self._clean.manual_seed(own.initial_seed()).get_state()):
+        """Return whether other code drew from torch's generators since they were last seeded."""
+        default = torch.default_generator
+        if not torch.equal(default.get_state(), self._clean.manual_seed(default.initial_seed()).get_state()):
             return True
         states = zip(self.generators[1:], self._device_states, strict=True)
         return any(not torch.equal(generator.get_state(), state) for generator, state in states)
 
     def _owner(self) -> nn.Module | None:
-        """Return the innermost module of the model in which Python is at this moment."""
+        """Return the innermost module of the model on the Python stack."""
         frame = inspect.currentframe()
         while frame is not None:
             code = frame.f_code
-            # The first argument of a method is its module, by whatever name.
+            # The first argument of a module's method is the module, under any name.
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if id(first) in self._names:
                 return first
@@ -308,14 +301,14 @@ def device_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _axes_of_modules(policy: PerSample, modules: nn.Module) -> dict[int, int]:
-    """Return the axis of samples inside each module for which one was declared; the innermost declaration counts."""
+    """Return the declared sample axis of each module; the innermost declaration counts."""
     known = dict(modules.named_modules())
     axes: dict[int, int] = {}
-    # The name of an inner module is longer, so that its declaration comes later and replaces the outer one.
+    # Names of inner modules are longer, so their declarations come later and override outer ones.
     for name in sorted(policy.sample_dims, key=len):
         if name not in known:
             message = (
-                f"sample_dims names the module {name!r}, which there is not; there are "
+                f"sample_dims names the module {name!r}, which does not exist. Modules are "
                 f"{', '.join(map(repr, list(known)[1:9]))}{' and others' if len(known) > 9 else ''}."  # noqa: PLR2004
             )
             raise UserError(message)
@@ -324,7 +317,7 @@ def _axes_of_modules(policy: PerSample, modules: nn.Module) -> dict[int, int]:
 
 
 def _refuse_layers(modules: nn.Module) -> None:
-    """Refuse recurrent layers that drop, before anything is run."""
+    """Refuse recurrent layers with dropout before the first forward."""
     for name, module in modules.named_modules():
         if isinstance(module, nn.RNNBase) and module.training and module.dropout > 0 and module.num_layers > 1:
             message = (
@@ -339,11 +332,11 @@ def _called(name: str) -> str:
 
 
 _RECURRENT = (
-    "recurrent layers drop between their own layers, where no mask can be given",
+    "recurrent layers apply dropout internally, where masks cannot be keyed",
     "Stack one-layer modules with nn.Dropout between them, or set its dropout to 0.",
 )
 _ATTENTION = (
-    "fused attention drops its weights inside one kernel, where no mask can be given",
+    "fused attention applies dropout inside one kernel, where masks cannot be keyed",
     "Write F.dropout(scores.softmax(-1)) @ value (nn.MultiheadAttention: need_weights=True; transformers: 'eager').",
 )
 
@@ -351,7 +344,7 @@ Rule = Callable[..., Any]
 
 
 def _dropping(apply: Callable[..., torch.Tensor], *, by_channel: bool = False) -> Rule:
-    """Return the rule of a dropout function: the function itself where it draws nothing, a keyed mask otherwise."""
+    """Return the rule of a dropout function: a keyed mask, or the unchanged function if it draws nothing."""
 
     def rule(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch)
         what = func.__name__
@@ -361,7 +354,7 @@ def _dropping(apply: Callable[..., torch.Tensor], *, by_channel: bool = False) -
         if not given.get("train", given["training"]) or not 0 < p <= 1 or not values.numel():
             return func(*args, **kwargs)
         if values.dim() == _UNBATCHED_DIMENSIONS.get(what):
-            draws.refuse(f"{what} of a tensor {tuple(values.shape)}, which has no axis of samples", "Keep the batch.")
+            draws.refuse(f"{what} of a tensor {tuple(values.shape)} without a sample axis", "Keep the batch axis.")
         kept = draws.keep(what, values, p, by_channel=by_channel)
         return apply(values, kept, p, inplace=given.get("inplace", False) or what.endswith("_"))
 
@@ -369,8 +362,8 @@ def _dropping(apply: Callable[..., torch.Tensor], *, by_channel: bool = False) -
 
 
 def _zero(values: torch.Tensor, kept: torch.Tensor, p: float, *, inplace: bool) -> torch.Tensor:
-    """Return what stays divided by the share that stays, and 0 for the rest."""
-    # With p = 1 all is dropped: the scale would be infinite, and infinity times 0 is NaN.
+    """Return kept values divided by the kept fraction, and 0 for the rest."""
+    # With p = 1 everything is dropped, and 0 times an infinite scale would be NaN.
     scale = 1 / (1 - p) if p < 1 else 0.0
     if inplace:
         return values.mul_(scale).masked_fill_(~kept, 0.0)
@@ -378,7 +371,7 @@ def _zero(values: torch.Tensor, kept: torch.Tensor, p: float, *, inplace: bool) 
 
 
 def _saturate(values: torch.Tensor, kept: torch.Tensor, p: float, *, inplace: bool) -> torch.Tensor:
-    """Return alpha dropout: mean and variance of what comes from SELU stay.
+    """Return alpha dropout, which preserves mean and variance of SELU outputs.
 
     Source: Klambauer et al., "Self-Normalizing Neural Networks", 2017, section 3.
     """
@@ -396,10 +389,10 @@ def _attention(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _followed(function: Any, *, batch_first: bool = False) -> Rule:  # noqa: ANN401 (a FunctionType to us, not to mypy)
-    """Return the rule of a torch function in Python whose own calls are to be seen too.
+    """Return the rule of a torch function in Python whose inner calls must be intercepted too.
 
-    A mode is off while it handles a function, and a function that finds it on hands itself over again, for ever. So
-    what runs is the same code with that question answered no.
+    A mode is off while it handles a function. With the mode on, the function would dispatch itself again forever, so
+    the same code runs with `has_torch_function` returning False.
     """
     known = {**function.__globals__, "has_torch_function": _no, "has_torch_function_unary": _no}
     body = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
@@ -417,7 +410,7 @@ def _no(*_: object) -> bool:
 
 
 def _recurrent(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch)
-    # The weights are the last list: packed sequences have their sizes before it, and an LSTM a list of states.
+    # The weights are the last list, after the sizes of packed sequences and an LSTM's list of states.
     last = max((number for number, value in enumerate(args) if isinstance(value, (list, tuple))), default=len(args))
     names = ("params", "has_biases", "num_layers", "dropout", "train")
     given = {**dict(zip(names, args[last:], strict=False)), **kwargs}
@@ -446,9 +439,9 @@ _RULES: Mapping[Any, Rule] = {
         _dropping(_saturate, by_channel=True),
     ),
     functional.scaled_dot_product_attention: _attention,
-    # It lays samples times heads along the first axis before it drops, whatever the layer's batch_first.
+    # It puts samples times heads into the first axis before dropout, regardless of batch_first.
     functional.multi_head_attention_forward: _followed(functional.multi_head_attention_forward, batch_first=True),
-    # A checkpointed block is run again in the backward, and has to get the masks of its forward there.
+    # A checkpointed block is recomputed in the backward, and needs the masks of its forward there.
     **{function: _followed(function) for function in (autograd.backward, autograd.grad, torch.Tensor.backward)},
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
 }

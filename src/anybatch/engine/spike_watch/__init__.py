@@ -1,1 +1,1 @@
-"""Watches losses and gradient norms as they are reported, and lowers the rate or goes back where a run diverges."""
+"""Detects spikes of losses and gradient norms, and warns, lowers the learning rate or rolls back."""

@@ -1,61 +1,201 @@
-"""What is done about a spike: warn, lower the learning rate, or go back, lower it and warm up again."""
+"""Reactions to a spike: warn, lower the learning rate, or roll back and warm up again."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from anybatch.core.reports import StepReport
 from anybatch.core.spikes import Spike, SpikeDetector, SpikeRule
 from anybatch.core.whole_numbers import checked_int
-from anybatch.engine.spike_watch.kept_state import KeptState
-from anybatch.engine.spike_watch.late_numbers import LateNumbers
 from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.update.precision import Target
 from anybatch.engine.update.updater import Updater
+from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import UserError
+
+SCHEDULED = frozenset(
+    {"params", "lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "max_momentum", "base_momentum"}
+)
+"""Entries of parameter groups that schedules set; a roll-back does not restore them."""
+
+
+class KeptState:
+    """A copy of weights, buffers, optimizer state and averaged weights after a step.
+
+    Step count, schedule and data position are not copied.
+
+    Args:
+        step: number of the step.
+        modules: all trained modules.
+        target: the optimizer and the tensors it updates.
+        average: averaged weights, or None.
+        keep_on: device of the copies.
+
+    Attributes:
+        num_restored: number of times the copy was restored.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        modules: nn.Module,
+        target: Target,
+        average: WeightAverage | None,
+        *,
+        keep_on: Literal["device", "cpu"],
+    ) -> None:
+        self.step = step
+        self.num_restored = 0
+        self._optimizer = target.optimizer
+        self._on = None if keep_on == "device" else torch.device("cpu")
+        self._tensors = [(tensor, self._copied(tensor)) for tensor in _tensors(modules, target, average)]
+        self._states = {parameter: self._copied(state) for parameter, state in self._optimizer.state.items()}
+        self._groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name not in SCHEDULED}
+            for group in self._optimizer.param_groups
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state; this can be repeated."""
+        self.num_restored += 1
+        for tensor, kept in self._tensors:
+            tensor.copy_(kept)
+        _restore_state(self._optimizer, self._states)
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(copy.deepcopy(kept))
+
+    def _copied(self, value: Any) -> Any:  # noqa: ANN401 (any optimizer state)
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone() if self._on is None else value.detach().to(self._on, copy=True)
+        if isinstance(value, dict):
+            return {name: self._copied(item) for name, item in value.items()}
+        return copy.deepcopy(value)
+
+
+def _tensors(modules: nn.Module, target: Target, average: WeightAverage | None) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an update or a forward changes in place; frozen parameters are excluded."""
+    seen = set()
+    tensors = [
+        *(parameter for parameter in modules.parameters() if parameter.requires_grad),
+        *modules.buffers(),
+        *target.beside.values(),
+        *(average.weights.values() if average is not None else ()),
+    ]
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def _restore_state(optimizer: Optimizer, kept: dict[Any, Any]) -> None:
+    for parameter in list(optimizer.state):
+        if parameter not in kept:  # its state is newer than the copy
+            del optimizer.state[parameter]
+    for parameter, values in kept.items():
+        now = optimizer.state[parameter]
+        for name in set(now) - set(values):
+            del now[name]
+        for name, value in values.items():
+            old = now.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and old.shape == value.shape:
+                old.copy_(value)  # in place: captured graphs and sharded updates reference these tensors
+            else:
+                now[name] = copy.deepcopy(value)
+
+
+Arrived = tuple[int, float, float | None]
+"""Step, loss and gradient norm."""
+
+
+class LateNumbers:
+    """Copies the numbers of each step to the host without waiting for the device.
+
+    Args:
+        device: device of the numbers in a report.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: tuple[int, torch.Tensor, bool, torch.Event] | None = None
+
+    def exchange(self, report: StepReport) -> Arrived | None:
+        """Start copying a step's numbers, and return them on a CPU, or the previous step's on an accelerator.
+
+        The host has already launched the whole current step, so the previous step's numbers have been computed.
+        """
+        loss, norm = report.contributions.sum(), report.gradient_norm
+        if self._device.type == "cpu":
+            return report.step, float(loss), None if norm is None else float(norm)
+        arrived = self._collect()
+        both = torch.stack((loss, loss if norm is None else norm.to(loss.dtype)))
+        copy = both.detach().to("cpu", non_blocking=True)
+        event = torch.Event(self._device)
+        event.record()
+        self._pending = report.step, copy, norm is not None, event
+        return arrived
+
+    def drop(self) -> None:
+        """Discard the pending numbers, after their step was undone."""
+        self._pending = None
+
+    def _collect(self) -> Arrived | None:
+        if self._pending is None:
+            return None
+        step, copy, has_norm, event = self._pending
+        self._pending = None
+        event.synchronize()
+        loss, norm = copy.tolist()
+        return step, loss, norm if has_norm else None
+
 
 SpikeAction = Literal["warn", "lower", "roll_back"]
 _NUM_KEPT = 2
-"""States in memory: where a run diverges again from the newer one, that one was kept too late."""
+"""States in memory: if the run diverges again from the newer one, that one was copied too late."""
 _MOST_RESTORED = 2
-"""How often the newer one is gone back to before that is taken to be so."""
+"""Restores of the newer state before the older one is used."""
 _EPISODE_STEPS = 8
-"""Spikes that follow each other within as many steps are one."""
+"""Spikes at most this many steps apart count as one."""
 _MARGIN_STEPS = 4
-"""Steps between a state and the beginning of a spike, which has begun before it shows."""
+"""Minimum steps between a state and the first visible step of a spike, which starts earlier than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeWatch:
-    """What is watched for, and what is done about it. All ranks see the same numbers, and do the same.
+    """Settings for the detection of spikes and the reaction. All ranks see the same numbers and act alike.
 
-    A roll-back takes weights, buffers, the optimizer's state and averaged weights back, and nothing else: step count,
-    schedule and data go on, so the samples of the steps that are undone are left out, and none counts twice (as
-    Chowdhery et al. 2022, arXiv 2204.02311, section 5.1, went on behind a spike on other data).
+    A roll-back restores weights, buffers, optimizer state and averaged weights only. Step count, schedule and data
+    continue, so the samples of the undone steps are skipped and no sample counts twice (as in Chowdhery et al. 2022,
+    arXiv 2204.02311, section 5.1, which resumed after a spike with other data).
 
-    On a CPU a step's numbers are looked at behind it; on an accelerator one step later, when they have arrived, so that
-    nothing waits for the device.
+    The numbers of a step are checked after it on a CPU, and one step later on an accelerator, to avoid a wait for the
+    device.
 
     Args:
-        action: "warn" only says so; "lower" also multiplies the learning rate by `lower_to`, for good; "roll_back" goes
-            back to a state from before, and the rate rises again from near 0. Where the run leaves its course again
-            within `relapse_steps`, the rate was the cause: it rises to `lower_to` of what it was, for good. It also
-            goes back where a loss or gradient is not finite, which otherwise ends the run.
-        rule: what counts as a spike.
-        lower_to: what the rate is multiplied by, above 0 and up to 1; 1 never lowers it for good.
-        warm_up_steps: steps over which the rate rises again behind a roll-back.
-        relapse_steps: steps behind a roll-back within which a second spike lowers the rate for good.
-        keep_every: steps between states that are kept to go back to, two at a time, as long as nothing is unusual.
-        keep_on: "device", or "cpu" where the device has no room for two more copies of weights and optimizer.
-        folder: checkpoints to go back to instead: of the newest one, what a roll-back takes back. Nothing is kept in
-            memory then, and saving them is left to the caller.
-        most_actions: how often the rate is lowered before the watch only warns, and a loss that is not finite ends the
-            run: lowering has not helped.
+        action: "warn" only warns; "lower" also multiplies the learning rate by `lower_to` permanently; "roll_back"
+            restores an earlier state and warms the rate up again from near 0. A second spike within `relapse_steps`
+            also multiplies the rate by `lower_to` permanently. "roll_back" also applies if a loss or gradient is not
+            finite, which otherwise ends the run.
+        rule: the thresholds for a spike.
+        lower_to: factor for the learning rate, above 0 and at most 1; 1 never lowers it permanently.
+        warm_up_steps: steps of the warm-up after a roll-back.
+        relapse_steps: steps after a roll-back within which a second spike lowers the rate permanently.
+        keep_every: steps between the states that a roll-back can restore; two are kept, and none is added during a
+            spike.
+        keep_on: "device", or "cpu" if the device has no room for two more copies of weights and optimizer state.
+        folder: roll back to the newest checkpoint in this folder instead of a state in memory; the caller saves the
+            checkpoints.
+        most_actions: maximum number of times the rate is lowered; then the watch only warns, and a loss that is not
+            finite ends the run.
 
     Raises:
-        UserError: an argument that cannot be used.
+        UserError: an argument is invalid.
     """
 
     action: SpikeAction = "warn"
@@ -84,10 +224,10 @@ class SpikeWatch:
 
 
 def spike_watch(given: SpikeWatch | SpikeAction | None) -> SpikeWatch | None:
-    """Return what `Engine(spikes=...)` was given as a value: an action alone stands for the defaults.
+    """Return the argument of `Engine(spikes=...)` as a `SpikeWatch`; a bare action uses the defaults.
 
     Raises:
-        UserError: it is neither.
+        UserError: the action is unknown.
     """
     if given is None or isinstance(given, SpikeWatch):
         return given
@@ -95,14 +235,14 @@ def spike_watch(given: SpikeWatch | SpikeAction | None) -> SpikeWatch | None:
 
 
 class SpikeGuard:
-    """Watches the steps of an engine, and acts.
+    """Watches the steps of an engine, and reacts to spikes.
 
     Args:
-        watch: what is watched for, and what is done about it.
-        updater: updates parameters, at a rate that can be lowered.
-        keep: function (step) -> a copy of the present state.
-        device: of the numbers in a report.
-        notifier: sends records of spikes, and of what was done.
+        watch: the settings.
+        updater: updates the parameters; its rate factor is lowered.
+        keep: function (step) -> a copy of the current state.
+        device: device of the numbers in a report.
+        notifier: sends records of spikes and reactions.
     """
 
     def __init__(
@@ -129,58 +269,58 @@ class SpikeGuard:
         self._last_rolled_back: int | None = None
         self._num_again = 0
         self._can_act = watch.action != "warn"
-        # Where there is a state to go back to, a step that is not finite is left out instead of ending the run.
+        # A roll-back can undo a step that is not finite, so its update is skipped instead of ending the run.
         updater.skips_non_finite = watch.action == "roll_back"
 
     def look(self, report: StepReport) -> Spike | None:
-        """Return the spike that a step was which has just arrived; the steps that are looked at are a step apart."""
+        """Return the spike in the numbers that have just arrived, or None; call it after every step."""
         self._advance_warm_up()
-        # Under fp16 a gradient that has overflowed is nothing unusual: the scaler has left the update out.
+        # Under fp16 an overflow is normal: the scaler skips the update.
         if report.skipped and self._updater.scaler.enabled:
             return None
         arrived = self._numbers.exchange(report)
         return None if arrived is None else self._detector.look(*arrived)
 
-    def keeps_now(self, step: int) -> bool:
-        """Whether the state behind a step is to be kept."""
+    def should_copy(self, step: int) -> bool:
+        """Return whether to copy the state after this step."""
         watch = self.watch
         is_due = self._can_act and watch.action == "roll_back" and watch.folder is None
         return is_due and step >= self._last_kept + watch.keep_every and self._detector.is_calm
 
     def keep(self, step: int) -> None:
-        """Keep the present state, and of those before the newest one."""
+        """Copy the current state, and drop all older ones but the newest."""
         self._last_kept = step
         del self._kept[: -(_NUM_KEPT - 1)]
         self._kept.append(self._keep(step))
 
     def act(self, spike: Spike, step: int, load: Callable[[Path], Path]) -> None:
-        """Say what was found and do what is to be done about it.
+        """Report a spike and react to it.
 
         Args:
-            spike: what was found.
-            step: the step that was made last.
-            load: function (folder) -> path: takes weights and the like from the newest checkpoint.
+            spike: the spike.
+            step: the last step.
+            load: function (folder) -> path: restores the newest checkpoint, as a roll-back does.
         """
-        # Spikes close behind each other are one: told once, and the rate is lowered once, however many are undone.
+        # Spikes in close succession count as one: one report, and the rate is lowered once.
         is_again = self._last_spike is not None and step - self._last_spike <= _EPISODE_STEPS
         self._last_spike = step
         self._num_again = self._num_again + 1 if is_again else 0
         if not is_again or self._num_again > self.watch.rule.window:
             self._num_again = 0
-            self._tell(spike, step)
+            self._report(spike, step)
         if self._can_act and self.watch.action == "roll_back":
             self._roll_back(spike, step, load)
         if self._can_act:
             self._detector.begin_again()
 
-    def _tell(self, spike: Spike, step: int) -> None:
-        """Tell of a spike, and lower the rate, as long as that has not been done too often."""
+    def _report(self, spike: Spike, step: int) -> None:
+        """Report a spike and lower the rate, up to `most_actions` times."""
         if self._can_act and self._num_actions >= self.watch.most_actions:
             self._can_act = self._updater.skips_non_finite = False
             self._notifier.spike(
                 "spike_watch_gave_up",
-                f"{spike}, and the learning rate has been lowered {self._num_actions} times already, to "
-                f"{self._factor:.3g} of what it was. That has not helped: from now on the watch only warns.",
+                f"{spike}, although the learning rate was lowered {self._num_actions} times, to {self._factor:.3g} of "
+                "its original value. From now on the watch only warns.",
                 step,
             )
             return
@@ -198,11 +338,11 @@ class SpikeGuard:
 
     def _roll_back(self, spike: Spike, step: int, load: Callable[[Path], Path]) -> None:
         if self.watch.folder is not None:
-            words = f"rolled back to {load(Path(self.watch.folder))}; data, schedule and step count go on"
+            words = f"rolled back to {load(Path(self.watch.folder))}; data, schedule and step count continue"
         else:
             state = self._state_before(spike)
             if state is None:
-                words = "no state from before it has been kept, so there is none to go back to"
+                words = "cannot roll back: no copy of the state before the spike exists"
                 self._notifier.diagnosis("nothing_to_roll_back_to", words, "warning", step=step)
                 return
             state.restore()
@@ -217,7 +357,7 @@ class SpikeGuard:
         self._notifier.diagnosis("rolled_back", words, "warning", step=step)
 
     def _state_before(self, spike: Spike) -> KeptState | None:
-        """Return the newest state from well before a spike; of one that has led to another spike, the older one."""
+        """Return the newest state from well before a spike, or the older one if the newer one led to spikes again."""
         begin = spike.step - spike.num_steps - _MARGIN_STEPS
         while self._kept and self._kept[-1].step > begin:
             self._kept.pop()
@@ -235,11 +375,11 @@ class SpikeGuard:
         self._updater.rate_factor = self._factor * (1.0 - rest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know: how far the rate was lowered."""
+        """Return the rate factor, the rest of the warm-up and the number of times the rate was lowered."""
         return {"factor": self._factor, "warm_up_left": self._warm_up_left, "num_actions": self._num_actions}
 
     def resume(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from there; None for a checkpoint of a run that was not watched. What was kept in memory is dropped."""
+        """Restore `state_dict()`, or start fresh for None (a run without a watch); copies in memory are dropped."""
         state = state or {"factor": 1.0, "warm_up_left": 0, "num_actions": 0}
         self._factor, self._num_actions = float(state["factor"]), int(state["num_actions"])
         self._warm_up_left = int(state["warm_up_left"])

@@ -1,1 +1,1 @@
-"""Reports of an engine on its run: records for observers, and its decisions."""
+"""Reports of an engine about its run: records for observers, and decisions."""

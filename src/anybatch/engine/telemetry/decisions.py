@@ -1,4 +1,4 @@
-"""The decisions of an engine, in words, by name: kept in the run's header and in its checkpoints."""
+"""The decisions of an engine in words, by name, for the run header and checkpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 _UPDATES: Mapping[str, str] = MappingProxyType(
     {
-        "direct": "the optimizer updates the parameters themselves",
+        "direct": "the optimizer updates the parameters directly",
         "master_weights": "the optimizer updates float32 master weights, which are copied into the parameters",
-        "split": "the optimizer updates float32 weights: the model has their upper 16 bits, the engine the lower ones",
-        "stochastic": "weights and optimizer state are updated in float32, and rounded to bf16 stochastically",
+        "split": "the optimizer updates float32 weights: the model has the upper 16 bits, the engine the lower 16",
+        "stochastic": "weights and optimizer state are updated in float32, with stochastic rounding to bf16",
         "cast": "float32 gradients are cast to the parameters' type for the optimizer",
     }
 )
@@ -20,8 +20,8 @@ class Decision:
     """One decision.
 
     Attributes:
-        name: what it is about, such as "micro_batch_size".
-        text: what was decided and why, a clause.
+        name: its subject, such as "micro_batch_size".
+        text: the decision and its reason, as a clause.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Decision:
 
 
 class Decisions(Mapping[str, str]):
-    """An append-only record of decisions. Read as a mapping it holds the newest text of each name.
+    """An append-only record of decisions; as a mapping, it has the newest text of each name.
 
     Attributes:
-        history: all of them, the oldest first.
+        history: all decisions, oldest first.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Decisions(Mapping[str, str]):
         self._newest: dict[str, str] = {}
 
     def add(self, name: str, text: str) -> None:
-        """Add a decision; an empty text is none."""
+        """Add a decision; a no-op if the text is empty."""
         if text:
             self.history += (Decision(name, text),)
             self._newest[name] = text
@@ -71,19 +71,19 @@ def first_decisions(
     draws: bool,
     seed: int | None,
 ) -> Iterator[Decision]:
-    """Yield what was decided while an engine was built, and what keeps it from equality.
+    """Yield the decisions made while an engine is built, and the reasons why it differs from the native batch.
 
     Args:
-        update: how the optimizer's update reaches the parameters.
-        strategy: the strategy and why, if the engine chose it; empty if the user did.
+        update: how the optimizer updates the parameters, see `Target`.
+        strategy: the strategy and the reason, if the engine chose it; empty if the user did.
         world_size: number of ranks.
-        num_processes: number of processes; more than ranks where several run one model together.
-        differed: parameters and buffers that were not equal on all ranks and are now.
-        remarks: a sentence for everything that keeps the run from equality with the un-split batch.
-        norms: the policy about BatchNorm in words; empty without such layers.
-        not_repeated: why a step that runs out of memory is not repeated, a clause; empty if it is.
-        draws: layers draw random numbers that the engine keys.
-        seed: of these numbers; None for the data's.
+        num_processes: number of processes; more than ranks if several processes run one model together.
+        differed: parameters and buffers that differed between ranks and were made equal.
+        remarks: a sentence for each reason why the run does not equal the native batch.
+        norms: the BatchNorm policy in words; empty without such layers.
+        not_repeated: why a step that runs out of memory is not repeated, as a clause; empty if it is.
+        draws: whether layers draw random numbers that the engine keys.
+        seed: seed of these numbers; None for the data's.
     """
     yield Decision("update", _UPDATES[update])
     if remarks:
@@ -91,13 +91,13 @@ def first_decisions(
     yield Decision("strategy", strategy)
     if num_processes > world_size:
         each = num_processes // world_size
-        text = f"{world_size}, of {each} processes each, which run one model together on the same samples"
+        text = f"{world_size}, with {each} processes each, which run one model together on the same samples"
         yield Decision("ranks", text)
     if differed:
-        text = f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
+        text = f"{len(differed)} parameters and buffers differed between ranks and were set to rank 0's values, "
         yield Decision("replicas", f"{text}first {differed[0]!r}")
     if draws:
-        key = "the seed of the data (ab.batches(seed=), 0 for batches of one's own)" if seed is None else f"seed={seed}"
+        key = "the data's seed (ab.batches(seed=), 0 for other loaders)" if seed is None else f"seed={seed}"
         yield Decision("random_numbers", f"keyed by {key}: torch.manual_seed does not change them, Engine(seed=) does")
     if norms:
         yield Decision("norms", norms)

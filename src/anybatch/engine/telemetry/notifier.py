@@ -1,9 +1,9 @@
-"""From events inside the engine to records for an observer; next to free where there is no observer."""
+"""Converts events inside the engine to records for observers."""
 
 import itertools
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,6 @@ from anybatch.core.records import (
     GradientNoiseRecord,
     MicroBatchRecord,
     Observer,
-    Observers,
     OutOfMemoryRecord,
     PhaseName,
     PhaseRecord,
@@ -34,36 +33,34 @@ from anybatch.core.reports import StepReport
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
-from anybatch.engine.telemetry.step_memory import StepMemory
-from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy
-from anybatch.engine.update.resident_tensors import ResidentTensors
+from anybatch.engine.telemetry.step_memory import ResidentTensors, StepMemory
 from anybatch.errors import warn_user
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 
-# One object for all phases: without an observer a phase costs next to nothing.
-_NOTHING = nullcontext()
-
 
 class Notifier:
-    """Sends an observer records of what the engine does. Every method returns at once when there is none.
+    """Sends records of the engine's actions to observers. Without `observers`, a step makes no calls here.
 
     Args:
-        observer: gets them.
+        observer: receives the records.
         rank: this rank.
         loss: the declared loss.
-        clip: the clipping policy.
-        speaks: whether this process speaks for its rank; of several that are one rank the others send nothing.
+        max_norm: the norm to which gradients are clipped; None if they are not clipped by one norm.
+        speaks: whether this process sends records; False for all but one process of a rank.
+
+    Attributes:
+        observers: receive the records, in this order.
     """
 
     def __init__(
-        self, observer: Observer | None, rank: int, loss: Loss, clip: ClipPolicy | None, *, speaks: bool = True
+        self, observer: Observer | None, rank: int, loss: Loss, max_norm: float | None, *, speaks: bool = True
     ) -> None:
-        self._observer = observer if speaks else None
+        self.observers: tuple[Observer, ...] = (observer,) if observer is not None and speaks else ()
         self._speaks = speaks
         self._rank = rank
         self._loss = loss
-        self._clip = clip
+        self._max_norm = max_norm
         self._step = 0
         self._counted: CountedBatch | None = None
         self._position = 0
@@ -77,41 +74,32 @@ class Notifier:
     def measure_memory(
         self, world: World, parameters: Sequence[torch.Tensor], resident: Callable[[], ResidentTensors]
     ) -> None:
-        """Report from now on what each step takes of the rank's device."""
+        """Report the memory of the rank's device after each step from now on."""
         self._memory = StepMemory(world.device, world.rank, resident)
         self._gradient_bytes = gradient_bytes(parameters)
 
     @contextmanager
     def also(self, observer: Observer, on_batch: Callable[[Batch], None]) -> Iterator[None]:
-        """Let one more observer look in, and `on_batch` see each micro-batch when it is loaded."""
-        before = self._observer, self._on_batch
-        self._observer = observer if self._observer is None else Observers(self._observer, observer)
-        self._on_batch = on_batch
+        """Add an observer temporarily, and call `on_batch` with each loaded micro-batch."""
+        before = self.observers, self._on_batch
+        self.observers, self._on_batch = (*self.observers, observer), on_batch
         try:
             yield
         finally:
-            self._observer, self._on_batch = before
-
-    @property
-    def has_observer(self) -> bool:
-        """Whether there is an observer."""
-        return self._observer is not None
+            self.observers, self._on_batch = before
 
     def start(self, record: StartRecord) -> None:
         """Report that the run starts."""
         self._send(record)
 
     def begin_step(self, step: int, counted: CountedBatch) -> None:
-        """Remember what the records of this step refer to."""
+        """Save the values that the records of this step refer to."""
         self._step, self._counted, self._position, self._num_begun = step, counted, 0, 0
-        if self._observer is not None and self._memory is not None:
+        if self._memory is not None:
             self._memory.begin()
 
-    def with_load_events(self, counted: CountedBatch) -> Iterator[tuple[MicroBatch, Batch]]:
-        """Return the micro-batches of a step, and report how long each takes to load."""
-        return counted.micro_batches if self._observer is None else self._timed(counted.micro_batches)
-
-    def _timed(self, items: Iterator[tuple[MicroBatch, Batch]]) -> Iterator[tuple[MicroBatch, Batch]]:
+    def timed(self, items: Iterator[tuple[MicroBatch, Batch]]) -> Iterator[tuple[MicroBatch, Batch]]:
+        """Yield the micro-batches of a step, and report the loading time of each."""
         for position in itertools.count():
             with self.phase("load", position):
                 item = next(items, None)
@@ -122,62 +110,58 @@ class Notifier:
             yield item
 
     def before(self, micro_batch: MicroBatch) -> None:
-        """Report that a micro-batch begins."""
-        if self._observer is not None:
-            # Counted apart from those that are over: under norms="exact" all have begun before the first is over.
-            self._send(self._micro_batch(micro_batch, "begin", self._num_begun, {}, {}))
-            self._num_begun += 1
+        """Report the start of a micro-batch."""
+        # Started and finished ones are counted separately: under norms="exact" all start before the first finishes.
+        self._send(self._micro_batch(micro_batch, "begin", self._num_begun, {}, {}))
+        self._num_begun += 1
 
     def after(self, micro_batch: MicroBatch, contributions: Sequence[torch.Tensor]) -> None:
-        """Report that a micro-batch is over."""
-        if self._observer is None or self._counted is None:
+        """Report the end of a micro-batch."""
+        if self._counted is None:
             return
         counts, sums = {}, {}
         values = iter(contributions)
         for name, factor in zip(self._loss.names, micro_batch.factors, strict=True):
             counts[name] = factor.count
-            if factor.has_value and contributions:  # a loss across samples has none of a micro-batch
+            if factor.has_value and contributions:  # a loss across samples has none per micro-batch
                 contribution = next(values)
-                # Back from the contribution to the term's own sum; a weight of 0 cannot be divided out.
+                # Undo the factor to get the term's sum; a weight of 0 cannot be divided out.
                 sums[name] = contribution / factor.of_sum if factor.of_sum else contribution
         self._send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
         self._position += 1
 
     def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
         """Report that a gradient bucket was handed to a collective."""
-        if self._observer is not None:
+        if self.observers:
             self._reductions.append((bucket, num_bytes, dtype, collective))
             self._send(self._reduction("begin", bucket, num_bytes, dtype, collective))
 
     def reduced(self) -> None:
-        """Report that all buckets have arrived."""
+        """Report that all buckets are reduced."""
         for bucket in self._reductions:
             self._send(self._reduction("end", *bucket))
         self._reductions.clear()
 
     @contextmanager
     def gathering(self, num_bytes: int) -> Iterator[None]:
-        """Report that the outputs of all ranks are brought together, for a loss across samples."""
-        if self._observer is not None:
-            # Outputs of all types travel in one message, as bytes.
+        """Report the all-gather of the ranks' outputs, for a loss across samples."""
+        if self.observers:
+            # Outputs of all types are sent in one message, as bytes.
             self._send(self._reduction("begin", 0, num_bytes, torch.uint8, "all_gather"))
         yield
-        if self._observer is not None:
+        if self.observers:
             self._send(self._reduction("end", 0, num_bytes, torch.uint8, "all_gather"))
 
-    def phase(self, name: PhaseName, position: int | None = None) -> AbstractContextManager[None]:
-        """Report when a phase begins and ends."""
-        return _NOTHING if self._observer is None else self._sent_phase(name, position)
-
     @contextmanager
-    def _sent_phase(self, name: PhaseName, position: int | None) -> Iterator[None]:
+    def phase(self, name: PhaseName, position: int | None = None) -> Iterator[None]:
+        """Report the start and end of a phase."""
         self._send(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
         yield
         self._send(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
 
     def step(self, report: StepReport) -> None:
-        """Report what a step did."""
-        if self._observer is None:
+        """Report the result of a step."""
+        if not self.observers:
             return
         if self._memory is not None:
             updated = not report.skipped
@@ -187,7 +171,6 @@ class Notifier:
             self._send(self._noise(report.step, report.noise))
         means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
         norm = report.gradient_norm
-        by_norm = self._clip.max_norm if isinstance(self._clip, ClipByNorm) else None
         self._send(
             StepRecord(
                 rank=self._rank,
@@ -200,8 +183,8 @@ class Notifier:
                 losses={name: value / weight if weight else value for (name, weight), value in means},
                 counts=dict(zip(report.weights, report.counts.unbind(), strict=True)),
                 gradient_norm=norm,
-                # Compared on the device, so that nothing waits for it here.
-                clipped=None if by_norm is None or norm is None else norm > by_norm,
+                # Compared on the device, to avoid waiting for it.
+                clipped=None if self._max_norm is None or norm is None else norm > self._max_norm,
                 learning_rates=report.learning_rates,
                 skipped=report.skipped,
             )
@@ -226,7 +209,7 @@ class Notifier:
         )
 
     def out_of_memory(self, phase: PhaseName | None, message: str | None, before: int, after: int | None) -> None:
-        """Report that a step ran out of memory, and drop what was remembered of it."""
+        """Report that a step ran out of memory, and drop its saved values."""
         self._counted = None
         self._reductions.clear()
         self._send(
@@ -253,7 +236,7 @@ class Notifier:
         *,
         step: int | None = None,
     ) -> None:
-        """Report something the user should know."""
+        """Send a diagnosis for the user."""
         self._send(DiagnosisRecord(rank=self._rank, step=step, code=code, level=level, message=message, remedy=None))
 
     def spike(self, code: str, message: str, step: int) -> None:
@@ -285,7 +268,7 @@ class Notifier:
         num_bytes: int | None,
         message: str | None = None,
     ) -> None:
-        """Report that a checkpoint was written, read or passed over."""
+        """Report that a checkpoint was written, read or skipped."""
         self._send(
             CheckpointRecord(
                 rank=self._rank, event=event, step=step, path=str(path), num_bytes=num_bytes, message=message
@@ -297,7 +280,7 @@ class Notifier:
         self._send(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
 
     def end(self, num_steps: int, error: BaseException | None) -> None:
-        """Report that the run is over."""
+        """Report the end of the run."""
         status: Literal["completed", "stopped", "failed"] = "completed"
         if error is not None:
             status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -305,8 +288,8 @@ class Notifier:
         self._send(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
 
     def _send(self, record: Record) -> None:
-        if self._observer is not None:
-            self._observer.observe(record)
+        for observer in self.observers:
+            observer.observe(record)
 
     def _micro_batch(
         self,
@@ -356,7 +339,7 @@ def start_record(
     first_step: int,
     decisions: Mapping[str, str],
 ) -> StartRecord:
-    """Return the header of a run, sent when its first batch has been planned."""
+    """Return the header of a run, sent after the first batch is planned."""
     return StartRecord(
         rank=world.rank,
         world_size=world.size,
@@ -377,9 +360,9 @@ def start_record(
 
 
 def software_versions() -> dict[str, str]:
-    """Return the versions a reader of a log needs to make sense of it."""
+    """Return the versions of anybatch, torch and Python, for logs."""
     try:
-        own = version("anybatch")
+        anybatch = version("anybatch")
     except PackageNotFoundError:  # run from its source tree
-        own = "unknown"
-    return {"anybatch": own, "torch": str(torch.__version__), "python": platform.python_version()}
+        anybatch = "unknown"
+    return {"anybatch": anybatch, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -1,22 +1,38 @@
-"""Memory of a rank's device at the end of a step, as a record; and a warning when the headroom is used up."""
+"""Records of the memory of a rank's device after each step, and a warning if the headroom is used up."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.records import DiagnosisRecord, MemoryRecord
-from anybatch.engine.update.resident_tensors import ResidentTensors, num_bytes_of
+from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.memory.device_memory import begin_peak, memory_in_use
+from anybatch.memory.trace import Category
+
+ResidentTensors = Mapping[Category, Sequence[torch.Tensor]]
+
+
+def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the memory of tensors; shared memory counts once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage_key(storage)] = storage.nbytes()
+        else:
+            # A sparse tensor has no single storage.
+            sizes[id(tensor)] = sparse_bytes(tensor)
+    return sum(sizes.values())
 
 
 class StepMemory:
-    """Asks once per step for the memory of the device, without waiting for it.
+    """Reads the memory of the device once per step, without waiting for the device.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         rank: this rank.
-        resident: function () -> the tensors that the engine keeps from step to step.
+        resident: function () -> the tensors that the engine keeps across steps.
     """
 
     def __init__(self, device: torch.device, rank: int, resident: Callable[[], ResidentTensors]) -> None:
@@ -28,21 +44,21 @@ class StepMemory:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Begin a new peak."""
+        """Reset the peak."""
         begin_peak(self._device)
 
     def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
-        """Yield the record of a step, and a warning if there is one; nothing where the system does not say.
+        """Yield the record of a step, and possibly a warning; nothing if the system does not report memory.
 
         Args:
             step: number of the step, from 0 on.
-            gradient_bytes: bytes of one copy of the gradients, which are freed before the step is over.
-            updated: whether the optimizer has made its step, and so its state.
+            gradient_bytes: bytes of one copy of the gradients, which are freed before the step ends.
+            updated: whether the optimizer has stepped, so that its state exists.
         """
-        found = memory_in_use(self._device)
-        if found is None:
+        usage = memory_in_use(self._device)
+        if usage is None:
             return
-        # Sizes stay the same once the optimizer has made its state, so they are looked up no more.
+        # Sizes stay the same once the optimizer state exists, so they are cached.
         if not self._optimizer_is_known:
             self._optimizer_is_known = updated
             sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._resident().items()}
@@ -50,22 +66,22 @@ class StepMemory:
         yield MemoryRecord(
             rank=self._rank,
             step=step,
-            allocated_bytes=found.allocated_bytes,
-            reserved_bytes=found.reserved_bytes,
-            peak_bytes=found.peak_bytes,
-            limit_bytes=found.limit_bytes,
+            allocated_bytes=usage.allocated_bytes,
+            reserved_bytes=usage.reserved_bytes,
+            peak_bytes=usage.peak_bytes,
+            limit_bytes=usage.limit_bytes,
             category_bytes=self._category_bytes,
         )
-        if found.limit_bytes is None or self._has_warned:
+        if usage.limit_bytes is None or self._has_warned:
             return
-        reserve = Reserve(found.peak_bytes, found.limit_bytes)
+        reserve = Reserve(usage.peak_bytes, usage.limit_bytes)
         if not reserve.kept:
             self._has_warned = True
             yield headroom_used_up(self._rank, step, reserve)
 
 
 def headroom_used_up(rank: int, step: int, reserve: Reserve) -> DiagnosisRecord:
-    """Return the warning that a step came nearer to the limit than it should."""
+    """Return the warning that a step left too little headroom."""
     return DiagnosisRecord(
         rank=rank,
         step=step,

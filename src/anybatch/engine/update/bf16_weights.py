@@ -1,11 +1,12 @@
-"""Weights in bf16 that are updated in float32 without a copy in float32 beside them: some at a time, then rounded.
+"""Updates of bf16 weights in float32 without float32 copies: widen a few weights, update them, round them back.
 
-Rounded to the nearest, a weight in bf16 keeps no update below a 512th of itself, and training stalls. Two ways keep it:
+With rounding to nearest, a bf16 weight loses updates smaller than a 512th of it, and training stalls. Two ways avoid
+that:
 
-- "split": a float32 number is its upper 16 bits, which are a bf16 number, and its lower 16 bits. The model has the
-  upper ones, the engine the lower ones, and together they are the float32 weight: nothing is lost.
+- "split": the upper 16 bits of a float32 number are a bf16 number. The model has the upper and the engine the lower 16
+  bits, and together they are the exact float32 weight.
 - "stochastic": only the bf16 number is kept, rounded up with the probability that makes its mean the float32 number.
-  The optimizer's state is kept in the same way.
+  The optimizer's state is rounded in the same way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,23 +25,22 @@ from anybatch.parallel.local_parts import is_dtensor
 from anybatch.parallel.strategy import Capabilities, trainable
 
 Bf16Weights = Literal["copied", "split", "stochastic"]
-"""What an update of bf16 weights has beside them: float32 copies, the lower 16 bits of such, or nothing."""
+"""How bf16 weights are updated: with float32 copies, with their lower 16 bits, or with stochastic rounding."""
 
 PIECE_BYTES = 1 << 28
-"""Weights are widened together up to so many bytes in float32; one parameter at the least."""
+"""Maximum bytes of weights that are widened to float32 together; at least one parameter is."""
 _SLICE = 1 << 24
-"""So many numbers are rounded at a time, since rounding takes several copies of them."""
+"""Maximum numbers that are rounded together, since rounding needs several copies of them."""
 _UPPER = -(1 << 16)
 """The upper 16 bits of 32."""
-_BY_ITSELF = ("torch.optim", "bitsandbytes")
-"""Whose optimizers update each parameter by itself, so that some can be updated at a time."""
+_INDEPENDENT_UPDATES = ("torch.optim", "bitsandbytes")
+"""Packages whose optimizers update each parameter independently, so that a few can be updated at a time."""
 
 
 def split(values: Float32[Tensor, "*shape"]) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
-    """Return float32 numbers as the nearest bf16 numbers, and what is missing of their bits.
+    """Return the nearest bf16 numbers of float32 numbers, and the difference of their bits.
 
-    Half-way between two of them the one further from zero is taken, so that what is missing has 16 bits. A NaN stays
-    one, with other bits.
+    Ties round away from zero, so that the difference fits in 16 bits. A NaN stays a NaN, with other bits.
     """
     bits = values.view(torch.int32)
     upper = bits.add(1 << 15).bitwise_and_(_UPPER)
@@ -50,7 +50,7 @@ def split(values: Float32[Tensor, "*shape"]) -> tuple[BFloat16[Tensor, "*shape"]
 
 
 def joined(values: BFloat16[Tensor, "*shape"], missing: Int16[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
-    """Return the float32 numbers that `split` has taken apart, bit for bit."""
+    """Return the float32 numbers that were `split`, bit for bit."""
     wide = values.float()
     wide.view(torch.int32).add_(missing)
     return wide
@@ -59,43 +59,44 @@ def joined(values: BFloat16[Tensor, "*shape"], missing: Int16[Tensor, "*shape"])
 def stochastically_rounded(
     values: Float32[Tensor, "*shape"], drawn: Int32[Tensor, "*shape"]
 ) -> BFloat16[Tensor, "*shape"]:
-    """Return each number as one of the two bf16 numbers around it; in the mean over what is drawn it is itself.
+    """Round each number to one of the two nearest bf16 numbers, so that its expected value is unchanged.
 
-    What bf16 has is returned as it is, and so is what is not finite. The probabilities are exact: multiples of
-    1 / 65536, as the bits that are cut off.
+    bf16 numbers and numbers that are not finite stay unchanged. The probabilities are exact: multiples of 1 / 65536,
+    like the bits that are cut off.
 
     Source: Gupta et al., "Deep learning with limited numerical precision", 2015, section 3.
 
     Args:
-        values: any.
-        drawn: whole numbers from 0 to 65535, each as likely; overwritten.
+        values: any numbers.
+        drawn: uniform integers from 0 to 65535; overwritten.
     """
-    # What is cut off, with as many random bits added, carries into the upper half as often as it is large.
+    # Adding 16 random bits to the lower 16 bits v carries into the upper half with probability v / 65536.
     up = drawn.add_(values.view(torch.int32)).bitwise_and_(_UPPER)
     return torch.where(values.isfinite(), up.view(torch.float32), values).to(torch.bfloat16)
 
 
 class Float32Windows:
-    """Parameters in float32, for an optimizer, that take memory only while it updates them.
+    """Float32 parameters for an optimizer ("windows") that use memory only during their update.
 
-    The plain loop, for some of them at a time: widen the bf16 weights, step, round the weights back.
+    The plain loop, for a few of them at a time: widen the bf16 weights, step, round the weights back.
 
     Args:
-        parameters: the model's; those in bf16 get windows, others are updated where they are.
+        parameters: the model's; bf16 parameters get windows, others are updated directly.
         way: "split" or "stochastic".
-        seed: of the random bits, with the step and the parameter's number: all ranks round alike.
+        seed: seed of the random bits, with the step and the parameter's number, so that all ranks round alike.
 
     Attributes:
-        updated: what the optimizer holds, parameter by parameter.
-        missing: the lower bits of each window, as `split` has them; empty where nothing is kept.
+        updated: the optimizer's parameters, in the same order.
+        missing: the lower bits of each window, as returned by `split`; empty for "stochastic".
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, way: Bf16Weights, seed: int) -> None:
         self._parameters = tuple(parameters)
         self._keeps_bits, self._seed = way == "split", seed
-        # What closed windows are made of, one for each device: a number, as often as it is asked for.
-        self._nothing = {
-            one.device: torch.zeros((), dtype=torch.float32, device=one.device) for one in self._parameters
+        # Closed windows expand a single number, one for each device.
+        self._placeholders = {
+            parameter.device: torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for parameter in self._parameters
         }
         self.updated = tuple(map(self._window, self._parameters))
         self.missing: dict[int, Tensor] = {}
@@ -107,48 +108,49 @@ class Float32Windows:
     def _numbers(self) -> list[int]:
         """The numbers of the parameters that have a window."""
         pairs = zip(self.updated, self._parameters, strict=True)
-        return [number for number, (window, own) in enumerate(pairs) if window is not own]
+        return [number for number, (window, parameter) in enumerate(pairs) if window is not parameter]
 
     def wide_weights(self) -> list[Tensor]:
-        """Return every parameter in float32 where it is in bf16, with its lower bits if they are kept."""
+        """Return every parameter, widened to float32 if it is in bf16, with its lower bits if they are kept."""
         return [
             joined(parameter.detach(), self.missing[number]) if number in self.missing else widened(parameter.detach())
             for number, parameter in enumerate(self._parameters)
         ]
 
     def pieces(self, optimizer: Optimizer) -> list[list[int]]:
-        """Return the numbers of the parameters that are updated together: all, if only that is known to be right.
+        """Return the numbers of the parameters that are updated together: all, unless updates are independent.
 
         Args:
-            optimizer: torch's own, those of bitsandbytes and what says so itself (`updates_each_by_itself = True`)
-                update each parameter by itself.
+            optimizer: those of torch and bitsandbytes, and those with `updates_each_by_itself = True`, update each
+                parameter independently.
         """
-        alone = type(optimizer).__module__.startswith(_BY_ITSELF) or getattr(optimizer, "updates_each_by_itself", False)
-        found: list[list[int]] = [[]]
+        module = type(optimizer).__module__
+        independent = module.startswith(_INDEPENDENT_UPDATES) or getattr(optimizer, "updates_each_by_itself", False)
+        pieces: list[list[int]] = [[]]
         held_bytes = 0
         for number, parameter in enumerate(self.updated):
             held_bytes += 4 * parameter.numel()
-            if alone and found[-1] and held_bytes > PIECE_BYTES:
-                found.append([])
+            if independent and pieces[-1] and held_bytes > PIECE_BYTES:
+                pieces.append([])
                 held_bytes = 4 * parameter.numel()
-            found[-1].append(number)
-        return found
+            pieces[-1].append(number)
+        return pieces
 
     def num_bytes(self, piece: Sequence[int]) -> int:
-        """Return the bytes of the windows of some parameters while they are open."""
+        """Return the bytes of the open windows of some parameters."""
         return sum(4 * self.updated[number].numel() for number in set(piece) & set(self._numbers))
 
     @contextmanager
     def opened(self, optimizer: Optimizer, piece: Sequence[int]) -> Iterator[None]:
-        """Let the optimizer see some parameters only, in float32.
+        """Restrict the optimizer to some parameters, in float32.
 
         Args:
-            optimizer: over all.
-            piece: their numbers.
+            optimizer: optimizer of all parameters.
+            piece: numbers of the parameters.
         """
         seen = {id(self.updated[number]) for number in piece}
         groups = [group["params"] for group in optimizer.param_groups]
-        whole = [list(parameters) for parameters in groups]
+        all_parameters = [list(parameters) for parameters in groups]
         try:
             for parameters in groups:
                 parameters[:] = [parameter for parameter in parameters if id(parameter) in seen]
@@ -156,19 +158,19 @@ class Float32Windows:
                 self._open(optimizer, number)
             yield
         finally:
-            for parameters, every in zip(groups, whole, strict=True):
-                parameters[:] = every
+            for parameters, originals in zip(groups, all_parameters, strict=True):
+                parameters[:] = originals
             for number in piece:
                 self._free(number)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], step: int) -> None:
-        """Let the optimizer make one step, piece by piece.
+        """Run one optimizer step, piece by piece.
 
         Args:
-            optimizer: over `updated`.
-            gradients: summed and clipped, in float32, by parameter; None leaves a parameter as it is.
-            step: its number, for the random bits.
+            optimizer: optimizer of `updated`.
+            gradients: summed and clipped, in float32, by parameter; None leaves a parameter unchanged.
+            step: number of the step, for the random bits.
         """
         for piece in self.pieces(optimizer):
             used = [number for number in piece if gradients[number] is not None]
@@ -182,13 +184,11 @@ class Float32Windows:
 
     @torch.no_grad()
     def narrow_state(self, optimizer: Optimizer, numbers: Sequence[int] | None = None) -> None:
-        """Keep the optimizer's state in bf16 where weights are, if nothing is kept beside them.
-
-        Numbers that bf16 has stay as they are.
+        """Convert the optimizer's state of bf16 weights to bf16 under "stochastic".
 
         Args:
-            optimizer: has made its state, or loaded one.
-            numbers: of parameters; None for all.
+            optimizer: has created or loaded its state.
+            numbers: numbers of the parameters; None for all.
         """
         for number in range(len(self.updated)) if numbers is None else numbers:
             for name in self._wide_state(optimizer, number, torch.float32):
@@ -199,7 +199,7 @@ class Float32Windows:
         """Return a closed window of a parameter; the parameter itself if it is not in bf16."""
         if parameter.dtype is not torch.bfloat16:
             return parameter
-        return nn.Parameter(self._nothing[parameter.device].expand(parameter.shape))
+        return nn.Parameter(self._placeholders[parameter.device].expand(parameter.shape))
 
     def _open(self, optimizer: Optimizer, number: int) -> None:
         parameter, window = self._parameters[number], self.updated[number]
@@ -233,10 +233,10 @@ class Float32Windows:
         window = self.updated[number]
         if window is not self._parameters[number]:
             window.grad = None
-            window.data = self._nothing[window.device].expand(window.shape)
+            window.data = self._placeholders[window.device].expand(window.shape)
 
     def _wide_state(self, optimizer: Optimizer, number: int, dtype: torch.dtype) -> list[str]:
-        """Return the names of the state that is kept like the weights of a window, of a type."""
+        """Return the names of the state tensors of a window with this type and the window's shape."""
         window = self.updated[number]
         if self._keeps_bits or window is self._parameters[number]:
             return []
@@ -256,7 +256,7 @@ def _round(values: Tensor, into: Tensor, generator: torch.Generator) -> None:
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of tensors of one shape; those that do not lie in order in one piece of memory come whole."""
+    """Yield slices of tensors of one shape; tensors that are not contiguous are not sliced."""
     if all(tensor.is_contiguous() for tensor in tensors):
         yield from zip(*(tensor.view(-1).split(_SLICE) for tensor in tensors), strict=True)
     else:
@@ -264,36 +264,39 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object, strategy: Capabilities) -> None:
-    """Refuse ways to keep bf16 weights where they do not hold, beside what the composition table refuses.
+    """Refuse a value of `bf16_weights` that this model, optimizer or strategy does not support.
+
+    The composition table refuses further combinations.
 
     Args:
-        way: what was asked for.
-        modules: everything that trains.
+        way: value of `bf16_weights`.
+        modules: all trained modules.
         optimizer: an instance, or a function that makes it.
-        strategy: what it says of itself.
+        strategy: capabilities of the strategy.
 
     Raises:
-        UserError: with the reason, and what to use.
+        UserError: the value is unknown.
+        CompositionError: with the reasons and alternatives.
     """
     if way not in {"copied", "split", "stochastic"}:
         message = f"bf16_weights={way!r} must be 'copied', 'split' or 'stochastic'."
         raise UserError(message)
     if way == "copied":
         return
-    own = trainable(modules)
-    half = next((name for name, one in own.items() if one.dtype is torch.float16), None)
-    found = []
+    parameters = trainable(modules)
+    half = next((name for name, parameter in parameters.items() if parameter.dtype is torch.float16), None)
+    reasons = []
     if isinstance(optimizer, Optimizer):
-        found.append(
-            "the optimizer is an instance over the weights, and these are updated in float32: give it as a function "
-            "named_parameters -> optimizer"
+        reasons.append(
+            "the optimizer is an instance and holds the bf16 weights, but the update needs float32 parameters: pass a "
+            "function named_parameters -> optimizer"
         )
     if half is not None:
-        found.append(f"{half!r} is in fp16, whose bits are no half of a float32 number: use bf16")
+        reasons.append(f"{half!r} is in fp16, whose bits are not the upper half of a float32 number: use bf16")
     if strategy.feature is None and strategy.replaces_parameters:
-        found.append(f"strategy={strategy.name!r} replaces parameters: use strategy='all_reduce'")
-    if any(map(is_dtensor, own.values())):
-        found.append("a weight is a DTensor, of which each process has a part: use bf16_weights='copied'")
-    if found:
-        message = f"bf16_weights={way!r} cannot be: {'; and '.join(found)}."
+        reasons.append(f"strategy={strategy.name!r} replaces parameters: use strategy='all_reduce'")
+    if any(map(is_dtensor, parameters.values())):
+        reasons.append("a weight is a DTensor, sharded over processes: use bf16_weights='copied'")
+    if reasons:
+        message = f"bf16_weights={way!r} cannot be used: {'; and '.join(reasons)}."
         raise CompositionError(message)

@@ -1,4 +1,4 @@
-"""Clipping: once per effective batch, on the summed gradient, all together or by parameter group."""
+"""Gradient clipping, once per effective batch, on the summed gradient: of all parameters or by parameter group."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ Clip = ClipByNorm | ClipByValue
 
 @dataclass(frozen=True, slots=True)
 class ClipByGroup:
-    """Clip each parameter group of the optimizer by itself: `policies[j]` is for `optimizer.param_groups[j]`."""
+    """Clip each parameter group of the optimizer separately: `policies[j]` is for `optimizer.param_groups[j]`."""
 
     policies: tuple[Clip | None, ...]
 
@@ -52,18 +52,14 @@ ClipArgument = Clip | float | Sequence[Clip | float | None] | None
 
 
 def clip_policy(clip: ClipArgument) -> ClipPolicy | None:
-    """Return the policy; a plain number is the largest norm, a sequence has one policy per parameter group."""
+    """Return the policy; a plain number is the maximum norm, a sequence has one policy per parameter group."""
     if isinstance(clip, Sequence):
         return ClipByGroup(tuple(_policy_of_group(policy) for policy in clip))
     return _policy_of_group(clip)
 
 
 def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
-    """Refuse policies that are not one per parameter group.
-
-    Raises:
-        UserError: with both numbers.
-    """
+    """Raise a `UserError` if the number of policies is not the number of parameter groups."""
     if isinstance(clip, ClipByGroup) and len(clip.policies) != len(optimizer.param_groups):
         message = (
             f"clip has {len(clip.policies)} policies, one per parameter group, but the optimizer has "
@@ -82,13 +78,13 @@ def clip_gradients(
     """Clip in place. The plain loop: `for policy, group in zip(clip, optimizer.param_groups): clip_grad_norm_(...)`.
 
     Args:
-        gradients: of each parameter; None for one that no rank used.
-        norm: the norm over all of them, where it has been measured already.
+        gradients: gradient of each parameter; None for one that no rank used.
+        norm: the norm of all gradients, if it has been measured already.
         clip: the policy.
-        in_groups: returns those gradients that there are, by parameter group of the optimizer.
-        layout: how gradients lie on the ranks.
+        in_groups: returns the gradients that are not None, by parameter group of the optimizer.
+        layout: distribution of the gradients over ranks.
     """
-    # Groups have norms of their own, which the norm over all gradients does not tell.
+    # Each group needs its norm; the norm of all gradients is not enough.
     if isinstance(clip, ClipByGroup):
         for policy, group in zip(clip.policies, in_groups(gradients), strict=True):
             if policy is not None and group:
@@ -106,8 +102,8 @@ def _clip(
     values = [dense_values(layout.local(gradient)) for gradient in gradients]
     if isinstance(clip, ClipByNorm):
         assert norm is not None
-        # As torch.nn.utils.clip_grad_norm_ does, small term included; 1 where nothing is to be clipped, so that the
-        # host need not know whether.
+        # Like torch.nn.utils.clip_grad_norm_, including the small term. Without clipping the factor is 1, so that the
+        # host need not wait for the norm.
         multiply_each(values, (clip.max_norm / (norm + 1e-6)).clamp(max=1.0))
     else:
         clamp_each(values, clip.max_value)

@@ -1,8 +1,8 @@
-"""The memory of an update is taken before the first step, because an update that fails half-way cannot be undone."""
+"""Allocates the memory of an update before the first step, since an update that fails midway cannot be undone."""
 
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +19,48 @@ from anybatch.parallel.strategy import UpdateSharding
 from anybatch.parallel.world import World
 
 
-class OptimizerStateMemory:
-    """Makes the optimizer's state and room for its step, once, before the first micro-batch.
+def prepare_for_training(optimizer: Optimizer) -> None:
+    """Put an optimizer that has modes into its training mode."""
+    if _has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
 
-    Otherwise the state appears in the first update, and a micro-batch that fitted in the first step does not in the
-    second. What is made is bit for bit what the optimizer would make itself.
+
+@contextmanager
+def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Switch an optimizer that has modes to its evaluation weights; a no-op for others.
+
+    Source: Defazio et al., "The Road Less Scheduled", 2024, trains with one point and evaluates with the average. Its
+    implementation switches between them with the optimizer's `train()` and `eval()`.
+    """
+    if not _has_modes(optimizer):
+        yield
+        return
+    optimizer.eval()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        optimizer.train()  # type: ignore[attr-defined]
+
+
+def _has_modes(optimizer: Optimizer) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+class OptimizerStateMemory:
+    """Allocates the optimizer's state and temporary memory once, before the first micro-batch.
+
+    Otherwise the first update allocates the state, and a micro-batch that fits in the first step may not fit in the
+    second. The state is bit for bit what the optimizer would create.
 
     Args:
-        target: the optimizer and what it updates.
+        target: the optimizer and the tensors it updates.
         world: the ranks, which fail together.
-        resident: what stays from step to step, for the error.
-        sharding: how the update is shared out over ranks; None if every rank makes all of it.
+        resident: the memory that a step always needs, for the error.
+        sharding: distribution of the update over ranks; None if every rank updates everything.
+
+    Attributes:
+        is_allocated: whether the memory was allocated.
+        made: parameters whose state was created in advance; empty after the first step.
     """
 
     def __init__(
@@ -39,35 +70,34 @@ class OptimizerStateMemory:
         self._sharding = sharding
         self._world = world
         self._resident = resident
-        self._is_allocated = False
-        self._made: list[nn.Parameter] = []
+        self.is_allocated = False
+        self.made: list[nn.Parameter] = []
 
     def allocate(self) -> None:
-        """Make state and room, unless that has been done.
+        """Allocate the memory, unless that is already done.
 
         Raises:
-            DoesNotFitError: on a rank without room; nothing has been changed.
-            RankFailedError: on the others.
+            DoesNotFitError: on a rank without enough memory; nothing has changed.
+            RankFailedError: on the other ranks.
         """
-        if not self._is_allocated:
+        if not self.is_allocated:
             self._world.run_on_all_ranks(self._allocate)
-            self._is_allocated = True
+            self.is_allocated = True
 
     def drop_unused(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take back the state of parameters that the first step has no gradient for, as the optimizer makes none."""
-        if self._made:
-            made = set(self._made)
-            for parameter, gradient in zip(self._target.updated, gradients, strict=True):
-                if gradient is None and parameter in made:
-                    del self._target.optimizer.state[parameter]
-            self._made = []
+        """Drop the state of parameters without a gradient in the first step, for which the optimizer creates none."""
+        made = set(self.made)
+        for parameter, gradient in zip(self._target.updated, gradients, strict=True):
+            if gradient is None and parameter in made:
+                del self._target.optimizer.state[parameter]
+        self.made = []
 
     def undo(self) -> None:
-        """Take back what was made, if no update has used it yet: the first step has failed."""
-        for parameter in self._made:
+        """Drop state that no update has used yet, after the first step failed."""
+        for parameter in self.made:
             del self._target.optimizer.state[parameter]
-            self._is_allocated = False
-        self._made = []
+            self.is_allocated = False
+        self.made = []
 
     def _allocate(self) -> None:
         try:
@@ -76,36 +106,36 @@ class OptimizerStateMemory:
                 self._allocate_in_pieces(windows)
                 return
             with nullcontext() if self._sharding is None else self._sharding.alone():
-                self._made = make_state(self._target.optimizer)
-                if self._world.device.type != "cpu":  # a CPU's system promises memory that it may not have
+                self.made = make_state(self._target.optimizer)
+                if self._world.device.type != "cpu":  # on CPU, allocations may succeed without enough memory
                     reserve(update_bytes(self._target.optimizer).temporary, self._target.updated)
         except torch.OutOfMemoryError as error:
             self.undo()
             message = (
-                "out of memory before the first step, when the optimizer's state and the room for its update were "
-                f"made; nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
+                "out of memory before the first step, when the optimizer's state and temporary memory were allocated. "
+                f"Nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
             )
             raise DoesNotFitError(message, rank=self._world.process, phase="update") from error
 
     def _allocate_in_pieces(self, windows: Float32Windows) -> None:
-        """Make the state of some parameters at a time, which is kept in less than it is made in."""
+        """Create the state piece by piece, since it is narrowed after its creation."""
         optimizer, largest = self._target.optimizer, 0
         for piece in windows.pieces(optimizer):
-            # Opened, so that state is laid out in memory as the weights are.
+            # Opened, so that state has the memory layout of the weights.
             with windows.opened(optimizer, piece):
-                self._made += make_state(optimizer)
+                self.made += make_state(optimizer)
                 windows.narrow_state(optimizer, piece)
                 if self._world.device.type != "cpu":
-                    # The windows, random bits, and the state in float32 while it is updated.
+                    # The windows, random bits, and the state in float32 during the update.
                     largest = max(largest, 4 * windows.num_bytes(piece) + update_bytes(optimizer).temporary)
         reserve(largest, self._target.updated)
 
 
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Make the state that the optimizer would make in its first step; return the parameters it was made for.
+    """Create the state that the optimizer would create in its first step, and return its parameters.
 
-    Only torch's own optimizers are known to make it in one place, and to leave everything else alone there. SGD makes
-    its momentum of the first gradient, so there is nothing to make; others are left to themselves.
+    Only torch's optimizers are known to create it in one place without other effects. SGD creates its momentum from
+    the first gradient, so it has no state yet; for other optimizers nothing is created.
     """
     make = state_maker(optimizer)
     if make is None:
@@ -116,23 +146,23 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
     try:
         for parameter in parameters:
             if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # of the shape, without memory
+                parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # the shape without its memory
         for group in optimizer.param_groups:
             make(group, *([] for _ in range(num_lists)))
     except BaseException:
-        # Nothing stays of a state that was made for some parameters only: the error says that nothing has changed.
+        # Drop a partial state: the error promises that nothing has changed.
         for parameter in set(optimizer.state) - before:
             del optimizer.state[parameter]
         raise
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-    found = set(optimizer.state) - before
-    # Some optimizers look state up in a defaultdict, which leaves an empty entry.
-    for parameter in found:
-        if not optimizer.state[parameter]:  # it was only looked up
+    added = set(optimizer.state) - before
+    # A look-up in the defaultdict of some optimizers adds an empty entry.
+    for parameter in added:
+        if not optimizer.state[parameter]:
             del optimizer.state[parameter]
-    return [parameter for parameter in parameters if parameter in found and parameter in optimizer.state]
+    return [parameter for parameter in parameters if parameter in added and parameter in optimizer.state]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +170,8 @@ class UpdateBytes:
     """Memory of an optimizer's update.
 
     Attributes:
-        state: what stays from step to step.
-        temporary: what a step takes and gives back.
+        state: bytes that stay from step to step.
+        temporary: bytes that a step allocates and frees.
     """
 
     state: int
@@ -149,17 +179,17 @@ class UpdateBytes:
 
 
 def update_bytes(optimizer: Optimizer) -> UpdateBytes:
-    """Return the memory of an optimizer's update, from a step on parameters without data.
+    """Return the memory of an optimizer's update, measured by a step on meta tensors.
 
-    An optimizer that cannot be run like that is taken to need two copies of its parameters, and one more in its step,
-    as Adam does.
+    For an optimizer that cannot run on them, assume two copies of its parameters and one more in its step, as Adam
+    needs.
     """
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     groups = [
         {
             **group,
-            "foreach": not is_fused and group.get("foreach") is not False,  # what None means on an accelerator
-            "fused": False,  # no kernel is there for parameters without data
+            "foreach": not is_fused and group.get("foreach") is not False,  # None is True on an accelerator
+            "fused": False,  # meta tensors have no fused kernel
             "params": [_without_data(p) for p in group["params"] if p.requires_grad],
         }
         for group in optimizer.param_groups
@@ -167,7 +197,7 @@ def update_bytes(optimizer: Optimizer) -> UpdateBytes:
     parameters = [parameter for group in groups for parameter in group["params"]]
     try:
         twin = type(optimizer)(groups)  # type: ignore[call-arg]
-        twin.step()  # makes the state
+        twin.step()  # creates the state
         ledger = MemoryLedger()
         state = [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         ledger.hold("optimizer", state)
@@ -183,10 +213,10 @@ def update_bytes(optimizer: Optimizer) -> UpdateBytes:
 
 
 def reserve(num_bytes: int, like: Sequence[torch.Tensor]) -> None:
-    """Take so much memory, in pieces such as an update takes, and give it back to torch's allocator.
+    """Allocate this much memory, in pieces of the size that an update needs, and free it to torch's allocator.
 
     Raises:
-        torch.OutOfMemoryError: there is not so much.
+        torch.OutOfMemoryError: there is not enough memory.
     """
     pieces: list[torch.Tensor] = []
     while num_bytes > 0 and like:

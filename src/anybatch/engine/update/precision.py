@@ -1,4 +1,4 @@
-"""Precision: autocast, the fp16 gradient scaler, and how gradients reach low-precision parameters."""
+"""Precision: autocast, the fp16 gradient scaler, and the update of low-precision parameters."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,42 +19,46 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 Update = Literal["direct", "master_weights", "cast", "split", "stochastic"]
 
-# GradScaler halves the scale at each overflow: from 65536 it takes 27 in a row to come below this.
+# GradScaler halves the scale at each overflow: from 65536 it falls below this after 27 in a row.
 _SMALLEST_SCALE = 2.0**-10
+_NOTHING = nullcontext()
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: PrecisionName, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes the autocast context of one forward.
+def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., AbstractContextManager[object]]:
+    """Return a function that makes the autocast context of one forward, and ignores its arguments.
 
-    "fp32" runs the model in the types it has. FP8 is not offered.
+    "fp32" runs the model in its parameters' types. FP8 is not supported.
 
     Raises:
-        UserError: an unknown precision.
+        UserError: the precision is unknown.
     """
     if precision not in _AUTOCAST:
         message = f"{precision=} must be one of {', '.join(map(repr, _AUTOCAST))} (FP8 is not supported)."
         raise UserError(message)
     dtype = _AUTOCAST[precision]
     if dtype is None:
-        nothing = nullcontext()
-        return lambda: nothing
-    return lambda: torch.autocast(device.type, dtype)
+        return _nothing
+    return lambda *_: torch.autocast(device.type, dtype)
+
+
+def _nothing(*_: object) -> AbstractContextManager[object]:
+    return _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parameters an optimizer updates, and how the model's gradients get there.
+    """The parameters that an optimizer updates, and their relation to the model's parameters.
 
     Attributes:
         optimizer: the optimizer.
-        update: "direct": it holds the parameters and float32 gradients; "master_weights": it holds float32 copies of
-            low-precision parameters, copied back after each update; "cast": it holds low-precision parameters, and
-            gradients are cast down once, after they have been summed in float32; "split", "stochastic": it holds
-            `windows`, in which bf16 parameters are in float32 while they are updated.
-        updated: what the optimizer holds, parameter by parameter.
+        update: "direct": the optimizer holds the parameters, with float32 gradients; "master_weights": it holds float32
+            copies of low-precision parameters, copied back after each update; "cast": it holds low-precision
+            parameters, and gradients are cast down once, after they are summed in float32; "split", "stochastic": it
+            holds `windows`, in which bf16 parameters are in float32 during their update.
+        updated: the optimizer's parameters.
         parameters: the model's parameters, in the same order.
-        windows: of the parameters in bf16; None for every other update.
+        windows: windows of the bf16 parameters; None for every other update.
     """
 
     optimizer: Optimizer
@@ -65,11 +69,11 @@ class Target:
 
     @property
     def beside(self) -> dict[int, torch.Tensor]:
-        """What is kept of weights beside those of the model, by number: float32 copies, or their lower bits."""
+        """Copies or lower bits of weights in addition to the model's weights, by parameter number."""
         if self.windows is not None:
             return self.windows.missing
         pairs = enumerate(zip(self.updated, self.parameters, strict=True))
-        return {number: updated for number, (updated, own) in pairs if updated is not own}
+        return {number: updated for number, (updated, parameter) in pairs if updated is not parameter}
 
     def wide_weights(self) -> list[torch.Tensor]:
         """Return this rank's part of every weight, at its full precision: float32 copies in place of bf16 weights."""
@@ -78,43 +82,38 @@ class Target:
         return [widened(local_part(weight.detach())) for weight in self.updated]
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Put a state into the optimizer, which takes it in its parameters' type; keep it in bf16 where it was."""
+        """Load an optimizer state; `load_state_dict` converts it to the parameters' type, so bf16 state is restored."""
         self.optimizer.load_state_dict(state)
         if self.windows is not None:
             self.windows.narrow_state(self.optimizer)
 
     def attach(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give master weights the summed float32 gradients; the memory is shared."""
-        if self.update == "master_weights":
-            for master, gradient in zip(self.updated, gradients, strict=True):
-                master.grad = gradient
+        """Set the gradients of master weights to the summed float32 gradients, without a copy."""
+        for master, gradient in zip(self.updated, gradients, strict=True):
+            master.grad = gradient
 
     def in_groups(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
-        """Return the gradients that there are by parameter group of the optimizer."""
+        """Return the gradients that are not None, by parameter group of the optimizer."""
         known = dict(zip(map(id, self.updated), gradients, strict=True))
         groups = [[known.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups]
         return [[gradient for gradient in group if gradient is not None] for group in groups]
 
     def detach(self) -> None:
-        """Free the gradients of master weights; those of the model belong to the strategy."""
-        if self.update == "master_weights":
-            for parameter, master in zip(self.parameters, self.updated, strict=True):
-                if master is not parameter:
-                    master.grad = None
+        """Free the gradients of master weights; the strategy manages the model's gradients."""
+        for parameter, master in zip(self.parameters, self.updated, strict=True):
+            if master is not parameter:
+                master.grad = None
 
     def cast(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give low-precision parameters their summed (and clipped) gradients, rounded once."""
-        if self.update == "cast":
-            for parameter, gradient in zip(self.updated, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        """Set the gradients of low-precision parameters to the summed (and clipped) gradients, rounded once."""
+        for parameter, gradient in zip(self.updated, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def copy_back(self) -> None:
         """Copy updated master weights into the model."""
-        if self.update != "master_weights":
-            return
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.updated, strict=True):
-                # What was float32 already is updated where it is.
+                # Parameters that were float32 already are updated directly.
                 if master is not parameter:
                     parameter.copy_(master)
 
@@ -127,29 +126,28 @@ def make_target(
 ) -> Target:
     """Pair an optimizer, or a function `named_parameters -> optimizer`, with the trainable parameters.
 
-    A function gets float32 master copies in the place of bf16 and fp16 parameters, or windows in the place of the
-    copies.
+    A function receives float32 master copies instead of bf16 and fp16 parameters, or windows instead of bf16 ones.
 
     Args:
-        optimizer: the optimizer, or what makes it.
-        parameters: the model's, by name.
-        bf16_weights: what there is beside bf16 parameters.
-        seed: of random bits, where an update needs some.
+        optimizer: the optimizer, or a function that makes it.
+        parameters: the model's trainable parameters, by name.
+        bf16_weights: how bf16 weights are updated.
+        seed: seed of the random bits of stochastic rounding.
 
     Raises:
-        ParameterError: the optimizer holds other parameters than the model's trainable ones.
+        ParameterError: the optimizer's parameters are not the model's trainable ones.
         CompositionError: the optimizer computes gradients several times in a step.
     """
-    own = tuple(parameters.values())
+    originals = tuple(parameters.values())
     if isinstance(optimizer, Optimizer):
         _refuse_closures(optimizer)
-    low = [parameter for parameter in own if is_low_precision(parameter)]
+    low = [parameter for parameter in originals if is_low_precision(parameter)]
     if isinstance(optimizer, Optimizer):
         _check_members(optimizer, parameters)
-        return Target(optimizer, "cast" if low else "direct", own, own)
-    windows = None if bf16_weights == "copied" else Float32Windows(own, way=bf16_weights, seed=seed)
+        return Target(optimizer, "cast" if low else "direct", originals, originals)
+    windows = None if bf16_weights == "copied" else Float32Windows(originals, way=bf16_weights, seed=seed)
     if windows is None:
-        updated = tuple(nn.Parameter(one.detach().float()) if is_low_precision(one) else one for one in own)
+        updated = tuple(nn.Parameter(p.detach().float()) if is_low_precision(p) else p for p in originals)
     else:
         updated = windows.updated
     named = dict(zip(parameters, updated, strict=True))
@@ -163,13 +161,13 @@ def make_target(
     _refuse_closures(made)
     _check_members(made, named)
     update: Update = "direct" if not low else "master_weights" if bf16_weights == "copied" else bf16_weights
-    return Target(made, update, own, updated, windows)
+    return Target(made, update, originals, updated, windows)
 
 
 class LossScaler:
-    """fp16's gradient scaler, or nothing. The one place where the loop has to wait for the device.
+    """The gradient scaler under fp16, otherwise a no-op. Only here does the loop have to wait for the device.
 
-    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the machine is `torch.amp.GradScaler`.
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; implemented by `torch.amp.GradScaler`.
     """
 
     def __init__(self, precision: PrecisionName, target: Target, device: torch.device) -> None:
@@ -180,19 +178,19 @@ class LossScaler:
             return
         assert target.update != "cast", "the composition table refuses it"
         self.scaler = torch.amp.GradScaler(device.type)
-        self.scaler.scale(torch.zeros((), device=device))  # it is made on first use, and a rank may have no micro-batch
-        # GradScaler does not say whether it has skipped the optimizer's step, and the optimizer's own hook does.
+        # The scale is allocated on first use, and a rank may have no micro-batch.
+        self.scaler.scale(torch.zeros((), device=device))
+        # GradScaler does not report a skipped optimizer step, so a hook on the optimizer detects it.
         self._hook = target.optimizer.register_step_post_hook(self._note_step)
 
     @property
     def scale(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Function that scales a loss before its backward; returns it as it is without fp16."""
+        """Function that scales a loss before its backward; the identity without fp16."""
         return self.scaler.scale if self.enabled else _unchanged
 
     def unscale(self) -> None:
-        """Divide gradients by the scale, looking for overflow."""
-        if self.enabled:
-            self.scaler.unscale_(self._optimizer)
+        """Divide gradients by the scale, and check for overflow; called only if enabled."""
+        self.scaler.unscale_(self._optimizer)
 
     def forget_gradients(self) -> None:
         """Forget unscaled gradients after an error, because `GradScaler` refuses to unscale twice; keep the scale."""
@@ -200,25 +198,25 @@ class LossScaler:
             self.scaler.update(self.scaler.get_scale())
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a gradient divided by the scale, for looking at; no update follows."""
+        """Return a copy of a gradient divided by the scale, for inspection."""
         return gradient / self.scaler.get_scale() if self.enabled else gradient.clone()
 
     def step(self) -> bool:
         """Run the optimizer's step unless gradients have overflowed; return whether it ran.
 
-        Gradients have been summed over ranks before they are looked at, so all ranks decide alike.
+        Gradients are summed over ranks before the check, so all ranks decide alike.
         """
         if not self.enabled:
             self._optimizer.step()
             return True
-        # The optimizer's hook sets it again, if the scaler lets the optimizer step.
+        # The optimizer's hook sets it if the scaler does not skip the step.
         self._stepped = False
         self.scaler.step(self._optimizer)
         self.scaler.update()
         if not self._stepped and self.scaler.get_scale() < _SMALLEST_SCALE:
             message = (
-                f"fp16 gradients still overflow at a loss scale of {self.scaler.get_scale():g} (it began at 65536): "
-                "the loss or the model itself is not finite. Use precision='bf16' or 'fp32' to see where."
+                f"fp16 gradients still overflow at a loss scale of {self.scaler.get_scale():g} (initially 65536), so "
+                "the loss or the model is not finite. Use precision='bf16' or 'fp32' to find the cause."
             )
             raise NonFiniteError(message, updated=False)
         return self._stepped
@@ -237,16 +235,16 @@ def _unchanged(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_closures(optimizer: Optimizer) -> None:
-    """Refuse what asks for the loss again in the middle of its step: the engine has one gradient per batch."""
+    """Refuse optimizers that recompute the loss during their step: the engine computes one gradient per batch."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
-    has_two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # as SAM's authors have it
+    has_two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # as in SAM
     if needs_closure or has_two_steps:
         message = (
-            f"{type(optimizer).__name__} computes the gradient several times in one step (a closure, or two steps as "
-            "SAM has them), and the engine makes one update of one gradient. Use an optimizer that steps from .grad, "
-            "or engine.gradients(batch) in a loop of your own, which gives the exact gradient of a batch at the "
-            "present parameters and changes nothing."
+            f"{type(optimizer).__name__} computes the gradient several times per step (by a closure, or two steps as "
+            "in SAM). The engine computes one gradient per update. Use an optimizer that steps from .grad, or call "
+            "engine.gradients(batch) in a loop that you write: it returns the exact gradient of a batch at the current "
+            "parameters, without changing them."
         )
         raise CompositionError(message)
 
@@ -255,21 +253,21 @@ def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # By identity, because `==` compares the values of tensors.
     given_ids = {id(parameter) for parameter in given}
-    own_ids = {id(parameter) for parameter in parameters.values()}
+    model_ids = {id(parameter) for parameter in parameters.values()}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in given_ids]
     if missing:
         message = (
             f"{len(missing)} of {len(parameters)} trainable parameters are in no parameter group of the optimizer: "
-            f"{_some(missing)}. Add them, or freeze them with requires_grad_(False). (An optimizer built before the "
-            "model's parameters were replaced holds the old ones; pass a function named_parameters -> optimizer then.)"
+            f"{_some(missing)}. Add them, or freeze them with requires_grad_(False). If the model's parameters were "
+            "replaced after the optimizer was built, pass a function named_parameters -> optimizer."
         )
         raise ParameterError(message)
-    foreign = [tuple(p.shape) for p in given if id(p) not in own_ids and p.requires_grad]
+    foreign = [tuple(p.shape) for p in given if id(p) not in model_ids and p.requires_grad]
     if foreign:
         message = (
             f"the optimizer holds {len(foreign)} trainable parameters that belong to no given module, with shapes "
-            f"{_some(map(str, foreign))}. Give the engine their module too (a dict of modules), or build the optimizer "
-            "over model.parameters() alone."
+            f"{_some(map(str, foreign))}. Pass their module to the engine too (a dict of modules), or build the "
+            "optimizer from model.parameters() only."
         )
         raise ParameterError(message)
 

@@ -1,36 +1,34 @@
-"""The tensors that an engine keeps from step to step, in bytes, and what could be done where there is no room."""
+"""The tensors that an engine keeps across steps, in bytes, and suggestions if memory does not suffice."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.core.units import in_bytes
+from anybatch.engine.telemetry.step_memory import ResidentTensors, num_bytes_of
 from anybatch.engine.update.precision import Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.memory.trace import Category
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.strategy import Prepared
 
-ResidentTensors = Mapping[Category, Sequence[torch.Tensor]]
-
 
 def resident_tensors(
     modules: nn.Module, prepared: Prepared, target: Target, average: WeightAverage | None
 ) -> ResidentTensors:
-    """Return the tensors of an engine at this moment, beside those of the batch, by what they are for.
+    """Return the engine's current tensors without the batch, by category.
 
-    Weights are those of the modules, frozen ones too. What the optimizer needs beside them is the optimizer's: its
-    state, master weights, averaged weights. Tensors may share memory; see `num_bytes_of`.
+    "weights" includes frozen ones; "optimizer" includes its state, master weights and averaged weights. Tensors may
+    share memory; see `num_bytes_of`.
 
     Args:
-        modules: all that trains.
-        prepared: what the strategy has made of it.
-        target: the optimizer and what it updates.
-        average: the averaged weights, if there are any.
+        modules: all trained modules.
+        prepared: the model, prepared by the strategy.
+        target: the optimizer and the tensors it updates.
+        average: the averaged weights, or None.
     """
     local = prepared.layout.local
     weights = list(modules.parameters())
@@ -48,27 +46,14 @@ def resident_tensors(
     return {category: [local(tensor) for tensor in tensors] for category, tensors in found.items()}
 
 
-def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of all memory that tensors are in; what several of them share counts once."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            sizes[storage_key(storage)] = storage.nbytes()
-        else:
-            # A sparse tensor has no storage of its own that could be asked for.
-            sizes[id(tensor)] = sparse_bytes(tensor)
-    return sum(sizes.values())
-
-
 @dataclass(frozen=True, slots=True)
 class ResidentMemory:
-    """Bytes of the tensors that stay from step to step, read whenever they are asked for.
+    """Bytes of the tensors that stay across steps, computed on each call.
 
     Attributes:
-        tensors: function () -> the tensors that stay from step to step.
-        target: what gradients there will be, and the optimizer.
-        precision: of the engine.
+        tensors: function () -> the tensors that stay across steps.
+        target: the optimizer and the parameters with gradients.
+        precision: precision of the engine.
     """
 
     tensors: Callable[[], ResidentTensors]
@@ -76,7 +61,7 @@ class ResidentMemory:
     precision: str
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind that stay from step to step; of gradients those that a step will make."""
+        """Return the bytes of each kind that stay across steps; for gradients, the bytes that a step will need."""
         tensors = self.tensors()
         found = {
             "weights": num_bytes_of(tensors["weights"]),
@@ -87,10 +72,10 @@ class ResidentMemory:
         return {kind: num for kind, num in found.items() if num}
 
     def remedy(self, *, in_update: bool = False) -> str:
-        """Return what a step needs beside activations, and what would need less, in sentences.
+        """Return the memory that a step needs in addition to activations, and ways to reduce it, as sentences.
 
         Args:
-            in_update: memory ran out in the optimizer's own step.
+            in_update: memory ran out in the optimizer's step.
         """
         num_bytes = self.num_bytes()
         listed = ", ".join(f"{kind} {in_bytes(num)}" for kind, num in num_bytes.items())

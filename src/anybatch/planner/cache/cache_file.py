@@ -1,6 +1,6 @@
-"""A small file of what was measured, kept from one process to the next: one line of JSON each, never more than a hint.
+"""A small cache file for measurements, with one line of JSON each.
 
-Users can edit the file, so it is read as untrusted input: a damaged line is skipped, never an error.
+Users can edit the file, so it is untrusted input: damaged lines are skipped, never an error.
 """
 
 import json
@@ -16,7 +16,7 @@ import platformdirs
 
 MOST_LINES = 1000
 MOST_BYTES = 4 * 2**20
-"""A larger file is not read: a thousand lines take a tenth of it."""
+"""Larger files are not read; a thousand lines need a tenth of this."""
 JsonObject = dict[str, Any]
 
 
@@ -26,13 +26,13 @@ def cache_file(name: str) -> Path:
 
 
 class JsonLinesFile:
-    """The lines of a file. Whatever is wrong with it costs what was kept, and nothing else.
+    """The lines of a file; a damaged file loses its contents but raises no error.
 
     Args:
         path: the file.
 
     Attributes:
-        refused: why some or all of the file was passed over when it was last read; empty if nothing was.
+        refused: why the last read skipped some or all lines; empty if it skipped nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class JsonLinesFile:
         self.refused = ""
 
     def read(self) -> list[JsonObject]:
-        """Return the intact lines, the oldest first; damaged ones are dropped when the file is written next."""
+        """Return the intact lines, the oldest first; the next write drops damaged ones."""
         self.refused = ""
         try:
             text = self._text()
@@ -54,11 +54,11 @@ class JsonLinesFile:
         parsed = [_parsed(line) for line in text.splitlines()]
         found = [line for line in parsed if line is not None]
         if len(found) < len(parsed):
-            self.refused = f"{len(parsed) - len(found)} of its {len(parsed)} lines are no records"
+            self.refused = f"{len(parsed) - len(found)} of its {len(parsed)} lines are not records"
         return found
 
     def write(self, lines: Iterable[JsonObject]) -> bool:
-        """Keep these lines in the place of all others, the newest thousand; return whether that was possible."""
+        """Replace the contents with these lines, at most the last thousand; return whether that succeeded."""
         text = [f"{json.dumps(line, sort_keys=True)}\n" for line in lines]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,16 +68,16 @@ class JsonLinesFile:
         return True
 
     def _text(self) -> str:
-        """Return the file's text, or nothing with the reason in `refused`; a pipe is not waited for."""
-        # Opening a pipe would block until another process writes; O_NONBLOCK returns at once, and it is refused below.
-        # Windows lacks the first flag, and other systems the second one.
+        """Return the file's text, or an empty text with the reason in `refused`."""
+        # Opening a pipe would block until another process writes; with O_NONBLOCK it opens and is refused below.
+        # Windows lacks O_NONBLOCK, other systems lack O_BINARY.
         number = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         try:
             if not stat.S_ISREG(os.fstat(number).st_mode):
-                self.refused = "it is no file"
+                self.refused = "it is not a regular file"
                 return ""
             with os.fdopen(number, "rb", closefd=False) as file:
-                # One byte more than allowed shows that the file is too large, without reading all of it.
+                # One byte more than allowed is enough to detect a file that is too large.
                 content = file.read(MOST_BYTES + 1)
         finally:
             os.close(number)
@@ -87,27 +87,27 @@ class JsonLinesFile:
         return content.decode()
 
     def _replace(self, text: str) -> None:
-        """Write the file as a whole or not at all: who reads it meanwhile sees the old one or the new one."""
+        """Write the file atomically: other processes read the old or the new contents."""
         number, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
         try:
             with os.fdopen(number, "w", encoding="utf-8") as file:
                 file.write(text)
             Path(name).replace(self.path)
-        # Also for KeyboardInterrupt: the temporary file must not stay.
+        # Remove the temporary file also after KeyboardInterrupt.
         except BaseException:
             with suppress(OSError):
                 Path(name).unlink()
             raise
 
 
-def plain(value: object) -> Any:  # noqa: ANN401 (what JSON makes of it)
-    """Return a value as it comes back from a file: tuples are lists there."""
+def plain(value: object) -> Any:  # noqa: ANN401 (any JSON value)
+    """Return a value as read back from a file, with tuples as lists."""
     return json.loads(json.dumps(value))
 
 
 def _parsed(line: str) -> JsonObject | None:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):  # brackets within brackets, a thousand deep
+    except (ValueError, RecursionError):  # RecursionError: a thousand nested brackets
         return None
     return found if isinstance(found, dict) else None

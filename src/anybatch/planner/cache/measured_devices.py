@@ -1,4 +1,4 @@
-"""Planned and measured memory of steps by device, in a file with one line of JSON for each; only ever a hint."""
+"""A cache file with the planned and measured memory of steps by device, one line of JSON each."""
 
 import dataclasses
 import re
@@ -13,9 +13,9 @@ from anybatch.planner.torch_internals import cuda_driver_number
 
 FILE_NAME = "measured_devices.jsonl"
 LEAST_OUTSIDE_BYTES, MOST_OUTSIDE_BYTES = 64 * 2**20, 2 * 2**30
-"""Bounds of a context's size. More than that belongs to other programs, which may be gone when the plan is used."""
+"""Bounds of a context's size; more memory than that belongs to other programs."""
 MOST_EXCESS = 1.0
-"""A step that takes more than twice what was planned says that the plan is wrong, not by how much others are."""
+"""If a step needs more than twice the planned memory, its plan is wrong and gives no estimate for other plans."""
 _MOST_BYTES = 1 << 50
 MOST_LETTERS = 300
 _NVIDIA = Path("/proc/driver/nvidia/version")
@@ -24,17 +24,17 @@ _AMD = Path("/sys/module/amdgpu/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A step that was planned, and then run on the device.
+    """A planned step that was run on the device.
 
     Attributes:
-        device: its type, and what its driver calls it.
-        budget_bytes: the device's memory, as the plan took it.
+        device: type of the device and its driver's name.
+        budget_bytes: the device's memory in the plan.
         subject: model, optimizer and precision, as one string.
         planned_bytes: the predicted peak: tensors, the allocator's rounding, and workspaces.
         measured_bytes: the measured peak.
-        outside_bytes: memory taken outside of torch's allocator; None on a CPU, or where the driver does not report it.
-        versions: of torch, anybatch and the driver.
-        date: when, as 2030-12-31.
+        outside_bytes: memory outside of torch's allocator; None on a CPU, or if the driver does not report it.
+        versions: versions of torch, anybatch and the driver.
+        date: date of the measurement, such as 2030-12-31.
     """
 
     device: str
@@ -48,19 +48,19 @@ class MeasuredStep:
 
     @property
     def excess(self) -> float:
-        """Return by what share the measured memory exceeds the planned memory; 0 if it does not."""
+        """Share by which the measured memory exceeds the planned memory; at least 0."""
         return max(0.0, self.measured_bytes / self.planned_bytes - 1.0)
 
 
 class KnownDevices:
-    """Remembers what planned steps took of devices, from one process to the next.
+    """Stores measured steps in a file, to use them in later processes.
 
-    Whatever is wrong with the file (it is damaged, of a later version, may not be read or not be written) makes a
-    device unknown, and nothing else; what was passed over is said.
+    If the file is damaged, written by a later version, or not readable or writable, the device counts as unknown, and a
+    note gives the reason.
 
     Args:
         path: the file; None for one in the user's cache folder.
-        today: returns the date, as 2030-12-31.
+        today: returns the date, such as 2030-12-31.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class KnownDevices:
 
     @property
     def path(self) -> Path:
-        """Return the file."""
+        """The file."""
         return self._lines.path
 
     def steps(self) -> tuple[tuple[MeasuredStep, ...], str]:
-        """Return all steps that were kept, the oldest first, and what of the file was passed over, as a sentence."""
+        """Return all stored steps, the oldest first, and a sentence about skipped parts of the file."""
         lines = self._lines.read()
         read = [_step(line) for line in lines]
         found = tuple(step for step in read if step is not None)
         reasons = [self._lines.refused] if self._lines.refused else []
         if len(found) < len(lines):
-            reasons.append(f"{len(lines) - len(found)} of its records make no sense")
+            reasons.append(f"{len(lines) - len(found)} of its records are invalid")
         if not reasons:
             return found, ""
-        return found, f"{self.path} was passed over, in whole or in part: {'; '.join(reasons)}. It can be deleted"
+        return found, f"{self.path} was ignored, in whole or in part: {'; '.join(reasons)}. It can be deleted"
 
     def keep(self, step: MeasuredStep) -> bool:
-        """Keep a step, in the place of one of the same subject on the same device; return whether that was possible.
+        """Store a step, replacing the one of the same subject and device; return whether that succeeded.
 
         Args:
             step: the measurement.
@@ -100,8 +100,8 @@ class KnownDevices:
 
 
 def driver_version() -> str | None:
-    """Return the version of the accelerator's driver, without touching the accelerator; None if there is none."""
-    # The driver's own files first: torch knows the number only where it is built for CUDA.
+    """Return the version of the accelerator's driver, without using the accelerator; None without a driver."""
+    # Try the driver's files first: torch reports a version only if it is built for CUDA.
     for path in (_NVIDIA, _AMD):
         try:
             text = path.read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ def driver_version() -> str | None:
 
 
 def _step(line: JsonObject) -> MeasuredStep | None:
-    """Return the step of a line; None if it is of another kind, or says what cannot be."""
+    """Return the step of a line; None if the line is invalid or implausible."""
     texts = [line.get(name) for name in ("device", "subject")]
     sizes = [line.get(name) for name in ("budget_bytes", "planned_bytes", "measured_bytes")]
     outside, date, versions = line.get("outside_bytes"), line.get("date"), line.get("versions")
@@ -130,15 +130,15 @@ def _step(line: JsonObject) -> MeasuredStep | None:
         and all(value is None or _is_text(value) for value in versions.values())
     )
     step = MeasuredStep(**line) if plausible else None
-    # Such a step is never kept, so the line was edited, or written by another version.
+    # Steps with such an excess are never stored, so the line was edited or written by another version.
     return None if step is None or step.excess > MOST_EXCESS else step
 
 
-def _is_text(value: Any) -> bool:  # noqa: ANN401 (what JSON may hold)
-    """Return whether it can be printed: a terminal obeys other characters."""
+def _is_text(value: Any) -> bool:  # noqa: ANN401 (any JSON value)
+    """Return whether a value is printable text, without control characters for the terminal."""
     return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MOST_LETTERS
 
 
-def _is_size(value: Any, least: int, most: int) -> bool:  # noqa: ANN401 (what JSON may hold)
-    # In Python `True` is an int, and in a file it is no size.
+def _is_size(value: Any, least: int, most: int) -> bool:  # noqa: ANN401 (any JSON value)
+    # In Python, `True` is an int.
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

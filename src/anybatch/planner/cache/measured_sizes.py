@@ -1,4 +1,4 @@
-"""Micro-batch sizes that were measured before, in a file: one line each, never more than a hint."""
+"""A cache file with the fastest micro-batch sizes, one line each."""
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -13,14 +13,14 @@ MOST_RATE = 1e18
 
 
 class KnownSizes:
-    """Remembers which micro-batch size was the fastest under which circumstances, from one process to the next.
+    """Stores the fastest micro-batch size for given circumstances in a file, to use it in later processes.
 
-    A size is found again only where all circumstances are the same. Whatever is wrong with the file (it is damaged, of
-    a later version, may not be read or not be written) makes a size unknown, and nothing else.
+    A size is used only if all circumstances are the same. If the file is damaged, written by a later version, or not
+    readable or writable, the size counts as unknown.
 
     Args:
         path: the file; None for one in the user's cache folder.
-        today: returns the date, as 2030-12-31.
+        today: returns the date, such as 2030-12-31.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class KnownSizes:
 
     @property
     def path(self) -> Path:
-        """Return the file."""
+        """The file."""
         return self._lines.path
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
-        """Return the size kept last under exactly these circumstances; None if there is none.
+        """Return the latest size for exactly these circumstances; None if there is no such size.
 
         Args:
-            circumstances: all that the fastest size depends on; names to plain values.
+            circumstances: everything that the fastest size depends on; names to plain values.
         """
         wanted = plain(circumstances)
-        # The newest lines are the last ones in the file.
+        # The newest lines are at the end of the file.
         for line in reversed(self._lines.read()):
             known = _known(line, wanted)
             if known is not None:
@@ -52,10 +52,10 @@ class KnownSizes:
         return None
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
-        """Keep a size, in the place of what was kept under the same circumstances; return whether that was possible.
+        """Store a size, replacing the one for the same circumstances; return whether that succeeded.
 
         Args:
-            circumstances: all that the fastest size depends on; names to plain values.
+            circumstances: everything that the fastest size depends on; names to plain values.
             size: samples of a micro-batch.
             samples_per_second: measured at that size.
         """
@@ -71,7 +71,7 @@ class KnownSizes:
 
 
 def _known(line: JsonObject, wanted: object) -> KnownSize | None:
-    """Return the size in a line about these circumstances; None if it is about others, or makes no sense."""
+    """Return the size in a line; None if the line is for other circumstances, or invalid."""
     size, rate, date = line.get("size"), line.get("samples_per_second"), line.get("date")
     if line.get("circumstances") != wanted or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return None

@@ -1,8 +1,8 @@
 """A model of CUDA's caching allocator: the memory it reserves on the device for the allocations of a trace.
 
-A device runs out of *reserved* memory, not of tensors. The allocator rounds sizes, takes segments from the device and
-keeps them, returns the smallest free block that is large enough, splits off the rest, and never moves anything, so
-memory fragments. Where the device has no more, it returns the segments that are wholly free, and tries again.
+A device runs out of *reserved* memory. The allocator rounds sizes, reserves segments and caches them, returns the
+smallest free block that is large enough, splits off the rest, and never moves blocks, so memory fragments. If the
+device is full, it frees segments without allocations and retries.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of version 2.13, default settings.
 Limits: new segments are assumed to lie above older ones; memory used by several streams, which is free only once all of
@@ -19,17 +19,17 @@ from anybatch.memory.trace import MemoryEnvelope
 MEBIBYTE = 1 << 20
 
 ROUNDING_BYTES = 512
-"""kMinBlockSize: sizes are whole multiples of it."""
+"""kMinBlockSize: sizes are multiples of this."""
 LARGEST_SMALL_BYTES = MEBIBYTE
-"""kSmallSize: up to here an allocation comes from the pool of small ones; in the other, no rest up to here is split."""
+"""kSmallSize: allocations up to this size use the small pool; the large pool splits off no smaller remainder."""
 SMALL_SEGMENT_BYTES = 2 * MEBIBYTE
-"""kSmallBuffer: a segment of the pool of small ones."""
+"""kSmallBuffer: segment size of the small pool."""
 LARGE_SEGMENT_BYTES = 20 * MEBIBYTE
-"""kLargeBuffer, which `large_segment_size_mb` may change: a segment for allocations below `OWN_SEGMENT_FROM_BYTES`."""
+"""kLargeBuffer, set by `large_segment_size_mb`: segment size for allocations below `OWN_SEGMENT_FROM_BYTES`."""
 OWN_SEGMENT_FROM_BYTES = 10 * MEBIBYTE
-"""kMinLargeAlloc: from here on an allocation that finds no block gets a segment of its own."""
+"""kMinLargeAlloc: from this size on, an allocation without a free block gets a separate segment."""
 SEGMENT_ROUNDING_BYTES = 2 * MEBIBYTE
-"""kRoundLarge: such segments are whole multiples of it."""
+"""kRoundLarge: such segments are multiples of this."""
 
 _ENDLESS = 1 << 60
 
@@ -42,7 +42,7 @@ class AllocatorReplay:
         peak_reserved_bytes: largest amount reserved on the device, as `torch.cuda.max_memory_reserved`.
         peak_allocated_bytes: largest amount allocated, as `torch.cuda.max_memory_allocated`.
         num_retries: number of times it freed cached segments because the device was full, as `num_alloc_retries`.
-        full_at: index of the event at which memory ran out all the same; None if it did not. The replay ends there.
+        full_at: index of the event at which memory ran out and the replay ended; None if it fits.
     """
 
     peak_reserved_bytes: int
@@ -68,7 +68,7 @@ def replay(
 
     Args:
         events: `n` where allocation number `n - 1` is made, `-n` where it is freed, as in a `MemoryTrace`.
-        sizes: bytes of each allocation; those of 0 bytes are skipped.
+        sizes: bytes of each allocation; allocations of 0 bytes are skipped.
         limit_bytes: memory of the device; None for no limit.
         expandable: `expandable_segments:True`: one segment per pool that grows and shrinks by pages.
         pools: the number of the stream of each allocation; None for one stream. Streams share nothing.
@@ -77,7 +77,6 @@ def replay(
     full_at = None
     for position, event in enumerate(events):
         number = abs(event) - 1
-        # An allocation of nothing returns no block, and its free has nothing to return.
         if sizes[number] <= 0:
             continue
         if event < 0:
@@ -125,12 +124,12 @@ def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable:
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """Return the bytes of the block that an allocation of `num_bytes` gets."""
+    """Return the block size for an allocation of `num_bytes`."""
     return ceil_div(max(num_bytes, 1), ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """Return the bytes of the segment that is reserved on the device where no free block is large enough."""
+    """Return the segment size to reserve if no free block is large enough."""
     if block_bytes <= LARGEST_SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_FROM_BYTES:
@@ -140,11 +139,11 @@ def segment_bytes(block_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Blocks of one stream, small or large ones."""
+    """The small or the large blocks of one stream."""
 
     is_small: bool
     free: list[tuple[int, int]] = field(default_factory=list)  # (size, address), sorted
-    blocks: dict[int, "_Block"] = field(default_factory=dict)  # those that are not allocated, by address
+    blocks: dict[int, "_Block"] = field(default_factory=dict)  # blocks that are not allocated, by address
     unmapped: list[int] = field(default_factory=list)  # addresses, sorted; of an expandable segment only
 
     @property
@@ -178,20 +177,19 @@ class _Allocator:
         self._next_address = 0
 
     def take(self, number: int, num_bytes: int, stream: int) -> bool:
-        """Allocate a block; return False if there is no memory for it."""
+        """Allocate a block; return False if memory is full."""
         size = rounded_bytes(num_bytes)
         pool = self._pool(stream, is_small=size <= LARGEST_SMALL_BYTES)
         grow = self._expand if self._expandable else self._add_segment
-        # The order of PyTorch's `malloc`: a cached block, then more of the device, then the same after emptying the
-        # cache.
+        # The order of PyTorch's `malloc`: a cached block, a new segment, and that again after emptying the cache.
         block = self._best_fit(pool, size) or grow(pool, size)
         if block is None:
             self.num_retries += 1
-            self._hand_back()
+            self._release_free_segments()
             block = grow(pool, size)
         if block is None:
             return False
-        # A large block keeps a small rest to itself: splitting it off would only make small holes.
+        # A large block keeps a small remainder, which would only fragment memory.
         rest = block.size - size
         if rest >= ROUNDING_BYTES if pool.is_small or self._expandable else rest > LARGEST_SMALL_BYTES:
             self._put(self._split(block, size))
@@ -214,18 +212,18 @@ class _Allocator:
         if pool is None:
             pool = self._pools[stream, is_small] = _Pool(is_small)
             if self._expandable:
-                # An expandable segment starts as a range of addresses of which nothing is mapped.
+                # An expandable segment starts as a range of unmapped addresses.
                 self._put(_Block(pool, 0, _ENDLESS, is_mapped=False))
         return pool
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """Remove the smallest free block that is large enough from the pool, at the lowest address of several."""
+        """Remove from the pool the smallest free block that is large enough, at the lowest address."""
         # Addresses are never negative, so -1 finds the first block of at least this size.
         at = bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
         if self._expandable:
-            # A block that can still grow counts with the size it can grow to, so that it is used last.
+            # An expandable block counts with the size it can grow to, so that it is used last.
             while at + 1 < len(pool.free) and self._room(pool, at + 1) < self._room(pool, at):
                 at += 1
         return pool.blocks.pop(pool.free.pop(at)[1])
@@ -237,7 +235,7 @@ class _Allocator:
         return size + (after.size if after is not None and not after.is_mapped else 0)
 
     def _add_segment(self, pool: _Pool, size: int) -> _Block | None:
-        """Reserve a new segment on the device; None if it has not that much left."""
+        """Reserve a new segment on the device; None if its memory is full."""
         num_bytes = segment_bytes(size)
         if not self._reserve(num_bytes):
             return None
@@ -246,8 +244,8 @@ class _Allocator:
         return block
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
-        """Map pages from the lowest address on where there is room; None if the device has not that many left."""
-        # The reserved address range is endless here, so some unmapped block always has room.
+        """Map pages at the lowest address with room; None if the device's memory is full."""
+        # The address range is unlimited in this model, so some unmapped block always has room.
         block = next(start for address in pool.unmapped if (start := _room_around(pool.blocks[address], size)))
         if not block.is_mapped:
             mapped = self._map(block, min(block.size, size))
@@ -275,22 +273,22 @@ class _Allocator:
         self._put(block)
         return block
 
-    def _hand_back(self) -> None:
-        """Return all free segments to the device; of an expandable one, all whole pages that are free."""
+    def _release_free_segments(self) -> None:
+        """Return all free segments, and all free whole pages of expandable segments, to the device."""
         for pool in self._pools.values():
-            # A copy, since returning a block takes it out of the list.
+            # Iterate over a copy, since returning a block removes it from the list.
             for _, address in list(pool.free):
                 block = pool.blocks[address]
                 if self._expandable:
                     self._unmap(block)
-                # Only a segment that is one free block can be returned: the device knows segments, not blocks.
+                # Only a segment that is one free block can be returned.
                 elif block.before is None and block.after is None:
                     self._remove(block)
                     self._reserved -= block.size
 
     def _unmap(self, block: _Block) -> None:
         page = block.pool.page_bytes
-        # Pages are returned whole; the ends of the block that share a page with a neighbour stay mapped.
+        # Only whole pages are returned; pages shared with a neighbouring block stay mapped.
         start, stop = ceil_div(block.address, page) * page, (block.address + block.size) // page * page
         if start >= stop:
             return
@@ -314,7 +312,7 @@ class _Allocator:
 
     @staticmethod
     def _split(block: _Block, size: int) -> _Block:
-        """Cut a block that is in no list down to `size`; return the rest, which lies above it."""
+        """Shrink a block that is in no list to `size`; return the remainder, at a higher address."""
         rest = _Block(block.pool, block.address + size, block.size - size, is_mapped=block.is_mapped)
         rest.before, rest.after = block, block.after
         if block.after is not None:
@@ -323,7 +321,7 @@ class _Allocator:
         return rest
 
     def _joined(self, block: _Block) -> _Block:
-        """Join a block that is in no list with its neighbours in the same state."""
+        """Merge a block that is in no list with its neighbours in the same state."""
         for lower, upper in ((block.before, block), (block, block.after)):
             if lower is None or upper is None:
                 continue

@@ -1,6 +1,6 @@
-"""Measures how fast the device at hand is: small programs, operation by operation, in a few seconds.
+"""Measure the speed of a device in a few seconds, by timing each operation of small programs.
 
-The programs are layers as every network has them, at sizes of their own. Nothing of the user's is run.
+The programs are common layers in various sizes. No user code runs.
 """
 
 import statistics
@@ -18,24 +18,24 @@ from anybatch.planner.cost.operations import operation_of
 from anybatch.planner.cost.step_time import Operation, Rates, calibrated
 
 Clock = Callable[[], float]
-"""Seconds since whenever. For an accelerator it has to wait until the device is done."""
+"""Seconds since any fixed time. On an accelerator, it must synchronize first."""
 
 _NUM_SMALL_STEPS = 15
 _MANY_BYTES = 1 << 18
 _LEAST_SECONDS = 1e-7
 _TIMES_AS_LARGE = 4  # on an accelerator: 30 GFLOP for the largest product
-_LONG_SECONDS = 0.05  # what takes so long is measured once: it is less disturbed
+_LONG_SECONDS = 0.05  # longer programs vary less and are measured once
 _COMPUTING: tuple[Phase, ...] = ("forward", "backward")
 
 
 def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: int = 3) -> Rates:
-    """Return the rates of a device, corrected by what its operations were measured to take.
+    """Return the rates of a device, corrected by measured operations.
 
     Args:
-        name: of the device.
-        clock: what to read; `time.thread_time` for one thread of a CPU that others use too.
-        device: where to run, as torch calls it.
-        num_rounds: how often each program is measured, after one round that is not; medians are taken.
+        name: name of the device.
+        clock: the clock to read; `time.thread_time` for one thread of a busy CPU.
+        device: torch device to run on.
+        num_rounds: number of measurements of each program, of which the median is used.
     """
     kind = torch.device(device).type
     on_cpu = kind == "cpu"
@@ -52,7 +52,7 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
 
 
 def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
-    """Return rates that only the best operations reach; what others fall short by is in the corrections."""
+    """Return rates that only the fastest operations reach; corrections account for slower ones."""
     types = {one.dtype for one, _ in measured if one.flops}
     peaks = {
         dtype: _high(one.flops / seconds for one, seconds in measured if one.flops and one.dtype == dtype)
@@ -63,15 +63,15 @@ def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
         name=name,
         flops_per_second=peaks,
         bytes_per_second=_high(one.num_bytes / seconds for one, seconds in moving if one.num_bytes > _MANY_BYTES),
-        # The shortest of these does next to no work, so its time is that of starting an operation.
+        # The shortest operation does almost no work, so its time is the launch overhead.
         launch_seconds=min(seconds for _, seconds in moving),
         band=(1.0, 1.0),
     )
 
 
 def _high(values: Iterable[float]) -> float:
-    """Return the value that nine of ten do not reach."""
-    # Not the maximum: a single measurement that was too short would set the peak of all predictions.
+    """Return the 90th percentile."""
+    # Not the maximum, since one bad measurement would set the peak of all predictions.
     return statistics.quantiles(values, n=10)[-1]
 
 
@@ -92,8 +92,8 @@ class _Timing(TorchDispatchMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Run an operation between two looks at the clock."""
+    ) -> Any:  # noqa: ANN401 (any result)
+        """Run and time an operation."""
         del types
         kwargs = kwargs or {}
         begin = self._clock()
@@ -106,21 +106,21 @@ class _Timing(TorchDispatchMode):
 
 
 def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -> list[tuple[Operation, float]]:
-    """Return the operations of a program and the median seconds of each; those that are alike count once."""
+    """Return the distinct operations of a program with their median seconds."""
     operations = _noted(program)
     rounds = [_timed(program, clock)]
     if sum(rounds[0]) < _LONG_SECONDS:
-        # Long programs vary little, and repeating them would take most of the calibration.
+        # Repeating long programs would take most of the calibration, and they vary little.
         rounds += [_timed(program, clock) for _ in range(num_rounds - 1)]
     alike: dict[tuple[object, ...], tuple[Operation, list[float]]] = {}
     for one, found in zip(operations, zip(*rounds, strict=True), strict=True):
         alike.setdefault((one.name, one.features, one.dtype), (one, []))[1].append(statistics.median(found))
-    # Noise can make a short operation seem shorter than the timing of it.
+    # Noise can make an operation seem shorter than the overhead of timing it.
     return [(one, max(_LEAST_SECONDS, statistics.median(found) - watching)) for one, found in alike.values()]
 
 
 def _seconds_of_watching(program: Program, clock: Clock) -> float:
-    """Return the seconds that timing adds to an operation: a small program takes longer when each is timed alone."""
+    """Return the overhead of timing an operation: the extra time of a small program if each operation is timed."""
     num_computing = sum(one.phase in _COMPUTING for one in _noted(program))
     rounds = [_timed(program, clock)[:num_computing] for _ in range(_NUM_SMALL_STEPS)]
     watched = statistics.median(map(sum, rounds))
@@ -128,7 +128,7 @@ def _seconds_of_watching(program: Program, clock: Clock) -> float:
 
 
 def _unwatched(program: Program, clock: Clock) -> tuple[list[float], list[float]]:
-    """Return how long forward and backward take, and the update, some times over."""
+    """Return repeated timings of forward and backward, and of the update."""
     computing, updating = [], []
     for _ in range(_NUM_SMALL_STEPS):
         begin = clock()
@@ -142,26 +142,26 @@ def _unwatched(program: Program, clock: Clock) -> tuple[list[float], list[float]
 
 
 def _with_host_seconds(rates: Rates, program: Program, clock: Clock, watching: float) -> Rates:
-    """Return the rates with what a small program takes beyond its operations, spread over them by phase."""
+    """Return the rates with host overhead per operation: the time of a small program minus its operations, by phase."""
     rows = list(zip(_noted(program), _timed(program, clock), strict=True))
     phases: dict[Phase, float] = {}
     update: tuple[Phase, ...] = ("update",)
     for names, taken in zip((_COMPUTING, update), _unwatched(program, clock), strict=True):
         part = [max(_LEAST_SECONDS, seconds - watching) for one, seconds in rows if one.phase in names]
         phases |= dict.fromkeys(names, max(0.0, statistics.median(taken) - sum(part)) / max(1, len(part)))
-    # The small program neither clips nor reduces; both are loops over parameters, as the update is.
+    # The small program neither clips nor reduces; like the update, both loop over parameters.
     phases["clip"] = phases["reduce"] = phases["update"]
     return replace(rates, host_seconds=phases)
 
 
 def _noted(program: Program) -> list[Operation]:
-    """Run a program twice, and return the operations of the second step: the first makes what optimizers keep."""
+    """Run a program twice and return the operations of the second step; the first creates optimizer state."""
     _run(program, _Timing(lambda: 0.0, notes=False))
     return _run(program, _Timing(lambda: 0.0, notes=True)).operations
 
 
 def _timed(program: Program, clock: Clock) -> list[float]:
-    """Run a program once, and return the seconds of each operation."""
+    """Run a program once and return the seconds of each operation."""
     return _run(program, _Timing(clock, notes=False)).seconds
 
 

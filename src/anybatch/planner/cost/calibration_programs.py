@@ -1,4 +1,4 @@
-"""Small programs to measure a device with: layers as networks have them, at sizes of their own."""
+"""Small programs to calibrate a device: common layers in various sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,14 +32,14 @@ _COLUMNS = 1000
 _POINTWISE_ROWS = (4, 64, 1000, 3000)
 """Sizes of the elementwise programs, in thousands of elements."""
 _LARGE_ROWS = 10_000
-"""So many that an allocator does not keep them: every new tensor of 40 MB is new memory."""
+"""Too large for the allocator's cache: every new tensor of 40 MB is new memory."""
 _PARAMETERS = ((2, 64), (2, 3000), (16, 100_000), (3, 1_200_000))
-"""(tensors, numbers in each) that are updated; so many that they do not stay in a cache, as those of a network."""
+"""(tensors, numbers in each) to update; too many for a CPU cache, as in a real network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A step of something: forward, backward, update."""
+    """A step of a small program: forward, backward, update."""
 
     loss: Callable[[], Tensor]
     parameters: tuple[Tensor, ...] = ()
@@ -61,11 +61,10 @@ class Program:
 
 
 def programs(times: int = 1) -> list[Callable[[], Program]]:
-    """Return functions that make the programs, each on torch's default device at the time of the call.
+    """Return functions that create the programs on torch's default device.
 
     Args:
-        times: factor on rows, widths, images and channels. An accelerator reaches its peaks only with larger programs
-            than those that suit a thread of a CPU.
+        times: factor for rows, widths, images and channels; an accelerator needs larger programs than a CPU thread.
     """
     linears = [(rows * times**2, inputs * times, outputs * times) for rows, inputs, outputs in _LINEARS]
     convolutions = [_enlarged(sizes, times) for sizes in _CONVOLUTIONS]
@@ -98,7 +97,7 @@ def _enlarged(sizes: tuple[int, ...], times: int) -> tuple[int, ...]:
 
 
 def small_program() -> Program:
-    """Return a program whose operations are so small that what takes time is starting them."""
+    """Return a program of tiny operations, dominated by launch overhead."""
     layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
@@ -161,7 +160,7 @@ def _pointwise(rows: int, dtype: torch.dtype = torch.float32) -> Program:
 
 
 def _autocast(make: Callable[[], Program]) -> Program:
-    """Return a program whose forward is rounded to bf16, as the engine's is."""
+    """Return a program with its forward under bf16 autocast, like the engine's."""
     program, device = make(), torch.get_default_device().type
 
     def loss() -> Tensor:

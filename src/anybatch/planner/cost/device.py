@@ -1,4 +1,4 @@
-"""A device, as plans know it: how much memory it has, and how fast it is at most."""
+"""A device in a plan: its memory and peak rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Device:
     Attributes:
         name: as in `anybatch plan --device`.
         memory_bytes: memory that a program can use (`total_memory` in torch), which is less than advertised.
-        flops_per_second: peak of matrix products, by number format; "fp32" is that of everything else, too.
+        flops_per_second: peak of matrix products by number format; "fp32" also applies to all other operations.
         bytes_per_second: bandwidth of its memory.
         link_bytes_per_second: bandwidth to another device of the same machine, in one direction.
-        source: where the rates are from.
-        also_called: other names, as drivers and vendors write them.
-        note: what plans say of it; empty for nothing.
+        source: source of the rates.
+        also_called: other names used by drivers and vendors.
+        note: a note for plans; may be empty.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Device:
     note: str = ""
 
     def peak(self, arithmetic: Arithmetic) -> float:
-        """Return the peak in floating-point operations per second; where a device lacks one, that of 32 bits."""
+        """Return the peak in floating-point operations per second; the fp32 peak if a format is missing."""
         return self.flops_per_second.get(arithmetic, self.flops_per_second["fp32"])
 
     @property
     def autocast(self) -> Autocast:
-        """The format of 16 bits to multiply in: fp16 where the device has units for that, and none for bf16."""
+        """The 16-bit format for products: bf16, or fp16 if the device has units for fp16 only."""
         return "fp16" if "fp16" in self.flops_per_second and "bf16" not in self.flops_per_second else "bf16"

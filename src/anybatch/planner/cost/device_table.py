@@ -1,7 +1,7 @@
-"""The devices that are known by name: memory and peak rates, each row with its source.
+"""Table of devices by name, with memory, peak rates and sources.
 
-Memory is "total capacity" in torch's out-of-memory messages, which vary by some 0.1 GiB between boards and drivers.
-Rates of GeForce cards are those with sums in 32 bits, half of what is advertised for sums in 16.
+Memory is the "total capacity" in torch's out-of-memory messages, which varies by about 0.1 GiB between boards and
+drivers. Rates of GeForce cards are for 32-bit sums, half of the advertised rates for 16-bit sums.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _OF_APPLE = (
 
 
 def _rates(fp32: float, tf32: float | None, bf16: float | None, fp16: float) -> Mapping[Arithmetic, float]:
-    # Devices before Ampere have neither TF32 nor bf16; they are left out, and `peak` returns that of fp32.
+    # Devices before Ampere have neither TF32 nor bf16; these rates are missing, and `peak` returns the fp32 rate.
     given: dict[Arithmetic, float | None] = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
     return {name: rate * _TERA for name, rate in given.items() if rate is not None}
 
@@ -40,7 +40,7 @@ def _device(  # noqa: PLR0917 (a row of a table)
     also_called: tuple[str, ...] = (),
     note: str = "",
 ) -> Device:
-    """Return a device: GiB of memory, tera-operations a second, gigabytes a second of its memory and to its like."""
+    """Return a device from GiB, teraflops, and GB/s of its memory and its link."""
     return Device(
         name=name,
         memory_bytes=int(gib * _GIB),
@@ -56,7 +56,7 @@ def _device(  # noqa: PLR0917 (a row of a table)
 def _geforce(  # noqa: PLR0917 (a row of a table)
     name: str, gib: float, fp32: float, gigabytes: float, link: float, source: str
 ) -> Device:
-    """Return a GeForce RTX from Ampere on: tensor cores do twice the products of 32-bit units, TF32 as many."""
+    """Return a GeForce RTX of Ampere or later: tensor cores have twice the fp32 rate, TF32 has the fp32 rate."""
     also = (f"GeForce {name}", name.removeprefix("RTX "))
     return _device(name, gib, (fp32, fp32, 2 * fp32, 2 * fp32), gigabytes, link, source, also)
 
@@ -235,4 +235,4 @@ DEVICES: Final = (
     *(_apple(f"M3 Ultra {size}", size, 28.2, 819) for size in (96, 256, 512)),
     *(_apple(f"M4 Max {size}", size, 18.4, 546) for size in (48, 64, 128)),
 )
-"""All of them, by line of products and age."""
+"""All devices, by product line and age."""

@@ -1,6 +1,6 @@
-"""Devices by the names that people and drivers write, and budgets; one's own devices from a file.
+"""Find devices by their common names, parse budgets, and read user-defined devices from a file.
 
-Rates are peaks of data sheets, dense, with sums in 32 bits; a program reaches 30 to 80% of them.
+Rates are dense peaks from data sheets, with 32-bit sums; programs reach 30 to 80% of them.
 """
 
 import difflib
@@ -22,11 +22,10 @@ _WANTED = '{"name": "My card", "memory": "24GiB", "teraflops": {"fp32": 30, "bf1
 def devices_of(file: Path) -> tuple[Device, ...]:
     """Return the devices of a file: a JSON list of objects with name, memory, teraflops, gigabytes_per_second.
 
-    `teraflops` has "fp32", and "tf32", "bf16", "fp16" where the device has them; `link_gigabytes_per_second` to another
-    of its kind may be there.
+    `teraflops` must have "fp32" and may have "tf32", "bf16" and "fp16"; `link_gigabytes_per_second` is optional.
 
     Raises:
-        UserError: it cannot be read, or an object lacks something.
+        UserError: the file cannot be read, or an object lacks a field.
     """
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
@@ -36,7 +35,7 @@ def devices_of(file: Path) -> tuple[Device, ...]:
         raise UserError(message) from error
 
 
-def _of_row(row: Any, file: Path) -> Device:  # noqa: ANN401 (whatever stands in the file)
+def _of_row(row: Any, file: Path) -> Device:  # noqa: ANN401 (any JSON value)
     rates = {name: float(row["teraflops"][name]) * 1e12 for name in _ARITHMETIC if name in row["teraflops"]}
     return Device(
         name=str(row["name"]),
@@ -49,21 +48,21 @@ def _of_row(row: Any, file: Path) -> Device:  # noqa: ANN401 (whatever stands in
 
 
 def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
-    """Return the device of that name; case, spaces, hyphens and the maker's name do not matter.
+    """Return a device by name, ignoring case, spaces, hyphens and the vendor's name.
 
     Args:
         name: such as "RTX 4090" or "NVIDIA H100 80GB HBM3".
-        devices: to choose from.
+        devices: devices to search.
 
     Raises:
-        UserError: none has it, or several do; says which are near.
+        UserError: no device matches, or several do; the message lists similar names.
     """
     wanted = _plain(name)
     for device in devices:
         if wanted in {_plain(one) for one in (device.name, *device.also_called)}:
             return device
     names = [device.name for device in devices]
-    # "A100" comes in two memory sizes, so it is refused rather than guessed.
+    # "A100" has two memory sizes, so the name is ambiguous.
     longer = [
         device.name
         for device in devices
@@ -89,15 +88,15 @@ def _plain(name: str) -> str:
 
 
 def parse_budget(text: str) -> tuple[int, Device | None]:
-    """Return the bytes of a budget given as a size or as a device's name, and the device if it was one.
+    """Return the bytes of a budget given as a size or as a device's name, and the device, if any.
 
     Args:
         text: a size such as "24GiB", or a device's name.
 
     Raises:
-        UserError: it is neither.
+        UserError: the text is neither.
     """
-    # "3090" reads as a number of bytes, and is a device.
+    # "3090" looks like a number of bytes, but is a device.
     if re.fullmatch(r"[\d.]+\s*[kmgt]?i?b?", text.strip().lower()) and not any(
         _plain(text) == _plain(one) for device in DEVICES for one in device.also_called
     ):

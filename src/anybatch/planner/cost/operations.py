@@ -1,6 +1,6 @@
 """Costs of each operation of a step: floating-point operations, and bytes read and written.
 
-Works on tensors without data as well: only shapes are looked at.
+Uses only shapes, so it works on fake tensors too.
 """
 
 import math
@@ -24,27 +24,27 @@ _PRODUCTS = {
     "addmv": (1, 2),
     "_grouped_mm": (0, 1),
 }
-"""Which arguments are multiplied."""
+"""The arguments that are multiplied."""
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
 _TRANSPOSED, _GROUPS = 6, 8
-"""Places of these among the arguments of `aten.convolution`, and of its backward after the first."""
+"""Positions of these arguments of `aten.convolution`; in its backward, they follow the output's gradient."""
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
-"""These read as much of their first tensor as they write, not all of it."""
+"""Operations that read only as much of their first tensor as they write."""
 _TAKE_MEMORY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-"""These take memory and leave what is in it."""
+"""Operations that allocate memory without writing to it."""
 _DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
-"""Matrix products of attention: scores and output; in backward the scores again, and four gradients."""
+"""Matrix products of attention: scores and output; in backward, the recomputed scores and four gradients."""
 
 
 class OperationRecorder:
     """Records the cost of every operation; an `OperationObserver` for the ledger.
 
-    Micro-batches are told apart by their backward: what comes after one belongs to the next.
+    A forward after a backward starts the next micro-batch.
 
     Attributes:
-        cached_result: returns an object that stands for the operation and all its arguments, the same one each time,
-            so that its costs are worked out once; None where there is none.
+        cached_result: returns an object that identifies the operation and its arguments, to compute its cost only once;
+            None for an uncached result.
     """
 
     def __init__(self) -> None:
@@ -59,16 +59,16 @@ class OperationRecorder:
         func: Any,  # noqa: ANN401 (torch's type has no name in public)
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        result: Any,  # noqa: ANN401 (whatever the operation returned)
+        result: Any,  # noqa: ANN401 (any result)
         phase: Phase,
     ) -> None:
         """Record an operation."""
-        # These ask for a device or a layout, and only tensors without data are asked.
+        # Queries of a device or layout, which only fake tensors dispatch.
         if func.namespace == "prim":
             return
         if phase == "backward":
             self._after_backward = True
-        # A forward after a backward opens the next micro-batch; recomputation runs inside of a backward.
+        # Recomputed forwards run inside a backward, and do not start a micro-batch.
         elif phase == "forward" and self._after_backward:
             self._micro_batch += 1
             self._after_backward = False
@@ -76,7 +76,7 @@ class OperationRecorder:
         one = self._known.get(key)
         if one is None:
             one = operation_of(func, args, kwargs, result, phase=phase, micro_batch=self._micro_batch)
-            # Without a cached result, equal keys do not mean equal arguments.
+            # A key without a cached result does not identify the arguments.
             if key[0] is not None:
                 self._known[key] = one
         self._operations.append(one)
@@ -90,7 +90,7 @@ def operation_of(
     func: Any,  # noqa: ANN401 (torch's type has no name in public)
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    result: Any,  # noqa: ANN401 (whatever the operation returned)
+    result: Any,  # noqa: ANN401 (any result)
     *,
     phase: Phase,
     micro_batch: int = 0,
@@ -98,11 +98,11 @@ def operation_of(
     """Return the cost of an operation, from its arguments and its result.
 
     Args:
-        func: the operation, as a dispatch mode gets it.
-        args: its arguments; tensors may be without data.
-        kwargs: the same, by name.
+        func: the operation, as in `__torch_dispatch__`.
+        args: positional arguments; tensors may be fake.
+        kwargs: keyword arguments.
         result: its result.
-        phase: in which it ran.
+        phase: phase in which it ran.
         micro_batch: number of the micro-batch in the step, from 0.
     """
     given = _tensors((args, kwargs))
@@ -115,7 +115,7 @@ def operation_of(
     fresh = [tensor for tensor in made if _home(tensor) not in homes]
     if kind == "other" and (name in _TAKE_MEMORY or (not fresh and not changed)):
         kind = "view"
-    # What an operation is given to write its result to is not read.
+    # `out=` arguments are written, not read.
     overwritten = set(map(id, _tensors(kwargs.get("out"))))
     sources = [tensor for tensor in given if id(tensor) not in overwritten]
     read, written = _bytes_moved(name, sources, [*fresh, *changed])
@@ -146,12 +146,12 @@ def _kind(name: str) -> OperationKind:
 
 
 def _num_tensors(args: tuple[Any, ...]) -> int:
-    """Return how many tensors a foreach operation works on: the length of its first list."""
+    """Return the number of tensors of a foreach operation: the length of its first list."""
     return max(1, len(args[0])) if args and isinstance(args[0], list | tuple) else 1
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, which hold lists of them at most."""
+    """Return the tensors in arguments or results, including those in lists and mappings."""
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, list | tuple):
@@ -162,7 +162,7 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
-    """Return the arguments that the operation writes to, as its schema says."""
+    """Return the arguments that the operation writes to, according to its schema."""
     schema = schema_of(func)
     if not schema.is_mutable:
         return []
@@ -176,12 +176,12 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 def _home(tensor: torch.Tensor) -> int | None:
     try:
         return storage_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
         return None
 
 
 def _bytes_moved(name: str, given: list[torch.Tensor], written_to: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes read and written; an expanded tensor counts as the memory it really has."""
+    """Return the bytes read and written; an expanded tensor counts with its actual memory."""
     written = sum(_num_bytes(tensor) for tensor in written_to)
     reads = [_num_bytes(tensor) for tensor in given]
     if name in _LOOK_UPS and reads:
@@ -191,24 +191,24 @@ def _bytes_moved(name: str, given: list[torch.Tensor], written_to: list[torch.Te
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    # An expanded axis has stride 0: its elements are in memory once.
+    # An expanded axis has stride 0, and its elements are in memory only once.
     there = math.prod(length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return there * tensor.element_size()
 
 
 def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
-    """Return floating-point operations, a multiplication and an addition counting as two.
+    """Return floating-point operations; a multiplication and an addition count as two.
 
-    Of attention under a causal mask half: kernels skip what is masked. Convolutions by their weights: torch's counter
-    takes the gradient of weights in groups for that of dense ones, which is as many times too many as there are groups.
-    Others as torch's own counter has them.
+    Causal attention counts half, since kernels skip masked products. Convolutions are counted by their weights, since
+    torch's counter treats the weight gradient of a grouped convolution as dense, too large by the number of groups.
+    Other operations use torch's counter.
     """
     if kind in {"convolution", "convolution backward"}:
         return _convolution_flops(kind, args, result)
     if kind in {"attention", "attention backward"}:
         batch, queries, keys, width = _attention_dims(kind, args)
         num_products = _FORWARD_PRODUCTS if kind == "attention" else _BACKWARD_PRODUCTS
-        # Kernels take it at different places, by position or by name.
+        # Some kernels take `is_causal` by position, others by name.
         is_causal = any(one is True for one in (*args, kwargs.get("is_causal")))
         return 2 * num_products * batch * queries * keys * width // (2 if is_causal else 1)
     formula = flop_registry.get(func.overloadpacket)
@@ -217,21 +217,21 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
     if func.overloadpacket.__name__ in {"mv", "addmv"}:
         return 2 * math.prod(_dims(func.overloadpacket.__name__, kind, args))
     if func.overloadpacket.__name__ == "_grouped_mm":
-        # Each row meets the matrix of its own group, so that groups do not multiply the work.
+        # Each row is multiplied by the matrix of its group only, so the number of groups does not matter.
         rows, inner = args[0].shape[-2:]
         return int(2 * rows * inner * args[1].shape[-1])
     return 0
 
 
 def _convolution_flops(kind: OperationKind, args: tuple[Any, ...], result: object) -> int:
-    """Return the operations of a convolution, or of the gradients that are asked for: each takes as many.
+    """Return the operations of a convolution, or of its requested gradients, each of which costs the same.
 
-    Each position of the output, of the input where it is transposed, meets all weights of its groups once.
+    Each position of the output (or of the input, if transposed) is multiplied once by all weights of its groups.
     """
     is_backward = kind == "convolution backward"
     output = args[0] if is_backward else result
     image, weight = args[is_backward], args[is_backward + 1]
-    # The kernels of libraries know no transposed ones.
+    # Library kernels have no argument for transposed convolutions.
     positions = image if args[is_backward:][_TRANSPOSED] is True else output
     assert isinstance(positions, torch.Tensor), "a convolution returns a tensor"
     num_products = sum(args[-1][:2]) if is_backward else 1
@@ -239,7 +239,7 @@ def _convolution_flops(kind: OperationKind, args: tuple[Any, ...], result: objec
 
 
 def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the lengths that decide how well the arithmetic units are used."""
+    """Return the lengths that determine the utilisation of arithmetic units; see `Operation.dims`."""
     if kind == "matmul":
         left, right = (args[at].shape for at in _PRODUCTS[name])
         batch = math.prod(left[:-2])
@@ -247,7 +247,7 @@ def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, .
     if kind == "convolution":
         return _convolution_dims(args)
     if kind == "convolution backward":
-        # A backward takes the gradient of the output first.
+        # The first argument of a backward is the gradient of the output.
         return _convolution_dims(args[1:])
     return _attention_dims(kind, args) if kind in {"attention", "attention backward"} else ()
 
@@ -255,13 +255,13 @@ def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, .
 def _convolution_dims(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return (images, channels in of a group, channels out, kernel, positions, groups)."""
     image, weight = args[0].shape, args[1].shape
-    # Groups count, since one channel in each of many takes other kernels than an image of one channel.
+    # The number of groups matters: a depthwise convolution uses other kernels than an image with one channel.
     num_groups = args[_GROUPS] if len(args) > _GROUPS else max(1, image[1] // weight[1])
     return image[0], weight[1], weight[0], math.prod(weight[2:]), math.prod(image[2:]), num_groups
 
 
 def _attention_dims(kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
     """Return (batch and heads, queries, keys, width of a head)."""
-    # A backward takes the gradient of the output before these.
+    # The first argument of a backward is the gradient of the output.
     query, key = args[:2] if kind == "attention" else args[1:3]
     return math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]

@@ -1,13 +1,12 @@
-"""How long a step takes, predicted from its operations.
+"""Predict the time of a step from its operations.
 
-An operation takes as long as its arithmetic or its memory traffic, whichever is longer (a roofline), and something to
-start it:
+An operation takes the time to launch it, plus the longer of its arithmetic and its memory traffic (a roofline):
 
     seconds = launch + max(flops / peak, bytes / bandwidth)
 
-No device reaches its peaks, and how far it falls short depends on the operation and on its shape. Where a device has
-been measured, each operation is corrected by what operations like it, at shapes like its own, took there. Where it has
-not, an efficiency per kind of operation stands in, and the band around the prediction is wide.
+No device reaches its peaks, and the gap depends on the operation and its shape. On a measured device, each operation is
+corrected by the measured times of similar operations at similar shapes. Otherwise, an efficiency per kind of operation
+is used, and the band around the prediction is wide.
 
 Source of the roofline: Williams, Waterman and Patterson 2009.
 """
@@ -25,7 +24,7 @@ from anybatch.planner.cost.device import Arithmetic, Device
 OperationKind = Literal[
     "view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
 ]
-"""Sort of work that an operation does. A view touches no data; "other" moves bytes and computes little."""
+"""Kind of work. A view touches no data; "other" moves bytes and computes little."""
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Number formats of tensors in memory."""
@@ -36,16 +35,16 @@ class Operation:
     """One operation of a step.
 
     Attributes:
-        name: such as `addmm`.
-        kind: what sort of work it is.
-        phase: when it runs.
-        micro_batch: which micro-batch of the traced step it belongs to, counted by backwards.
+        name: name of the operation, such as `addmm`.
+        kind: kind of work.
+        phase: phase of the step in which it runs.
+        micro_batch: number of its micro-batch in the traced step; each backward ends one.
         dtype: number format of its first tensor.
-        flops: floating-point operations; 0 where the kind does not count them.
-        bytes_read: of its arguments.
-        bytes_written: of its results and of arguments that it changes in place.
-        num_tensors: how many tensors it works on one after the other, of a foreach operation.
-        dims: the lengths that decide how well arithmetic units are used: (batch, rows, columns, inner) of a matmul,
+        flops: floating-point operations; 0 if not counted for this kind.
+        bytes_read: bytes of its arguments.
+        bytes_written: bytes of its results and of arguments changed in place.
+        num_tensors: number of tensors that a foreach operation processes; otherwise 1.
+        dims: the lengths that determine the utilisation of arithmetic units: (batch, rows, columns, inner) of a matmul,
             (images, channels in of a group, channels out, kernel, positions, groups) of a convolution, (batch and
             heads, queries, keys, width) of attention; empty for others.
     """
@@ -63,26 +62,26 @@ class Operation:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes it moves."""
+        """Bytes read and written."""
         return self.bytes_read + self.bytes_written
 
     @property
     def features(self) -> tuple[float, ...]:
-        """Return where it lies among operations of its name, in powers of two."""
+        """Logarithms (base 2) of its lengths, to compare it with operations of the same name."""
         lengths = self.dims or (max(1, self.num_bytes // self.num_tensors),)
         return tuple(math.log2(max(1, length)) for length in lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRatio:
-    """How much longer than its roofline an operation took on a device.
+    """Measured time of an operation on a device, relative to its roofline.
 
     Attributes:
         name: the operation's name.
-        kind: its kind.
+        kind: the operation's kind.
         dtype: number format of its first tensor.
-        features: where it lies among operations of its name.
-        ratio: measured seconds by those of the roofline.
+        features: see `Operation.features`.
+        ratio: measured seconds divided by roofline seconds.
     """
 
     name: str
@@ -94,20 +93,20 @@ class MeasuredRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast a device is.
+    """Speed of a device.
 
     Attributes:
-        name: of the device.
+        name: name of the device.
         flops_per_second: peak, by number format.
         convolution_flops_per_second: peak of convolutions of fp32 tensors, which cuDNN computes in TF32 unless
-            `torch.backends.cudnn.allow_tf32` is False; None where it is that of "fp32".
-        bytes_per_second: bandwidth of its memory.
-        launch_seconds: for any operation, at the least.
-        host_seconds: what the host takes on top of an operation, by phase: Python, autograd, the optimizer's loops.
-        overlaps: the host runs ahead of the device, so that a step takes the longer of the two, not the sum.
-        efficiency: what share of the roofline a kind of operation reaches where nothing has been measured.
-        measured: operations that were timed, by their rooflines.
-        band: the least and the greatest that measured / predicted is expected to be.
+            `torch.backends.cudnn.allow_tf32` is False; None for the "fp32" peak.
+        bytes_per_second: memory bandwidth.
+        launch_seconds: minimum time of any operation.
+        host_seconds: host time per operation by phase: Python, autograd, the optimizer's loops.
+        overlaps: the host runs ahead of the device, so that a step takes the maximum of both times, not the sum.
+        efficiency: share of the roofline reached by each kind of operation, used without measurements.
+        measured: timed operations, relative to their rooflines.
+        band: expected range of measured / predicted.
     """
 
     name: str
@@ -123,11 +122,11 @@ class Rates:
 
     @property
     def is_calibrated(self) -> bool:
-        """Return whether anything has been measured."""
+        """Whether there are measurements."""
         return bool(self.measured)
 
     def roofline_seconds(self, operation: Operation) -> float:
-        """Return the time of an operation at the device's peaks, and to start it.
+        """Return the time to launch an operation and run it at the device's peaks.
 
         Args:
             operation: with its floating-point operations and bytes.
@@ -135,7 +134,6 @@ class Rates:
         peak = self.flops_per_second.get(operation.dtype, self.flops_per_second["fp32"])
         if operation.dtype == "fp32" and operation.kind in ("convolution", "convolution backward"):
             peak = self.convolution_flops_per_second or peak
-        # The roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         work = max(operation.flops / peak, operation.num_bytes / self.bytes_per_second)
         return self.launch_seconds * operation.num_tensors + work
 
@@ -149,31 +147,31 @@ UNMEASURED_EFFICIENCY: Mapping[OperationKind, float] = {
     "foreach": 0.8,
     "other": 0.75,
 }
-"""Shares of the roofline that kernels of vendors' libraries reach at sizes that fill a device. Rules of thumb."""
+"""Shares of the roofline that vendors' kernels reach at sizes that fill a device. Rules of thumb."""
 UNMEASURED_BAND = (0.6, 2.0)
-"""A device that was never measured: between 40% faster than predicted and twice as long. A rule of thumb, too."""
+"""For a device without measurements: from 40% faster than predicted to twice as long. A rule of thumb, too."""
 UNSEEN_SPREAD = 3.0
-"""The least factor of the band, either way, around the time of a model that calibration has not seen.
+"""The minimum factor of the band, in either direction, for a model that calibration has not seen.
 
-The programs that calibration times are alike, and say of themselves that they are off by less than other models are. Of
-19 models that a seed has drawn (benchmarks/plan_unseen.py --times --seed 21) the 18th is off by 2.94, so that nine in
-ten of further ones are off by less (Vovk, Gammerman and Shafer 2005, conformal prediction); none of these is among the
-models that the band is judged on.
+The calibration programs resemble each other, so their mutual errors are smaller than those of other models. Of 19
+randomly drawn models (benchmarks/plan_unseen.py --times --seed 21), the 18th largest error is a factor of 2.94, so nine
+in ten further models have a smaller one (Vovk, Gammerman and Shafer 2005, conformal prediction). None of the 19 is used
+to evaluate the band.
 """
 UNMEASURED_LAUNCH_SECONDS = 2e-6
 UNMEASURED_HOST_SECONDS = 8e-6
-"""Python, dispatcher and autograd take that long per operation on the host of an accelerator."""
+"""Time per operation of Python, dispatcher and autograd on the host of an accelerator."""
 _NUM_NEIGHBOURS = 4
-# Added to squared distances: a sample of exactly the same shape would have infinite weight otherwise.
+# Added to squared distances, so that a sample of exactly the same shape has a finite weight.
 _SAME_SHAPE = 0.05
 
 
 def rates_of(device: Device, *, tf32: bool = False) -> Rates:
-    """Return the rates of a device that is known from the table only.
+    """Return the rates of a device from its data sheet.
 
     Args:
-        device: which.
-        tf32: products of numbers in 32 bits are computed in TF32 (`torch.set_float32_matmul_precision("high")`).
+        device: the device.
+        tf32: fp32 products are computed in TF32 (`torch.set_float32_matmul_precision("high")`).
     """
     single: Arithmetic = "tf32" if tf32 else "fp32"
     return Rates(
@@ -190,10 +188,10 @@ def rates_of(device: Device, *, tf32: bool = False) -> Rates:
 
 
 def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]]]) -> Rates:
-    """Return rates that are corrected by measured operations, each given with its seconds, program by program.
+    """Return rates corrected by measured operations, given with their seconds for each program.
 
-    The band is what the programs say of it themselves, and at least that of models of other kinds (`UNSEEN_SPREAD`):
-    each is left out in turn and predicted from the others, and four of five are off by less.
+    The band is from leave-one-out errors: each program is predicted from the others, and the 80th percentile of the
+    errors, at least `UNSEEN_SPREAD`, is used.
     """
     samples = [
         [
@@ -206,9 +204,9 @@ def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]
     for number, program in enumerate(measured):
         others = tuple(sample for part in (*samples[:number], *samples[number + 1 :]) for sample in part)
         if others and program:
-            # Programs are measured operation by operation, so the host's part is not in their times.
+            # Operations are timed one by one, so their times do not include host overhead.
             predicted = operation_seconds([one for one, _ in program], replace(rates, measured=others, host_seconds={}))
-            # In logarithms twice as long and half as long are errors of the same size.
+            # In logarithms, twice and half the time are errors of the same size.
             errors.append(abs(math.log(predicted / sum(taken for _, taken in program))))
     spread = math.exp(sorted(errors)[4 * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
     spread = max(spread, UNSEEN_SPREAD)
@@ -216,7 +214,7 @@ def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]
 
 
 def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
-    """Return how long operations take one after the other, the host's part included."""
+    """Return the total time of operations, including host overhead."""
     corrections: dict[tuple[object, ...], float] = {}
     device = host = 0.0
     for one in operations:
@@ -228,21 +226,20 @@ def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
         correction = corrections.get(key)
         if correction is None:
             found = _correction(rates.measured, one)
-            # Without measurements the share of the roofline by kind stands in for them.
+            # Without measurements, use the efficiency of the kind.
             correction = 1 / rates.efficiency.get(one.kind, 1.0) if found is None else found
             corrections[key] = correction
         device += rates.roofline_seconds(one) * correction
-    # An accelerator computes while the host prepares the next operations; a CPU does both in turn.
+    # An accelerator computes while the host prepares the next operations; a CPU alternates between both.
     return max(device, host) if rates.overlaps else device + host
 
 
 def _correction(measured: Sequence[MeasuredRatio], one: Operation | MeasuredRatio) -> float | None:
-    """Return the ratio of the nearest measured operations, of the same name or else of the same kind; None without any.
+    """Return the mean ratio of the nearest measured operations of the same name, or else kind; None without any.
 
-    The mean of their logarithms, each weighted by the inverse square of its distance in powers of two.
+    This is a geometric mean, weighted by the inverse square of the distance in `features`.
     """
     of_kind = [sample for sample in measured if sample.kind == one.kind and sample.dtype == one.dtype]
-    # Another operation of the same kind is a better guess than none.
     like = [sample for sample in of_kind if sample.name == one.name] or of_kind
     distances = sorted((math.dist(sample.features, one.features), sample.ratio) for sample in like)
     nearest = [(1 / (_SAME_SHAPE + distance * distance), ratio) for distance, ratio in distances[:_NUM_NEIGHBOURS]]
@@ -259,7 +256,7 @@ class CostTrace:
 
     @property
     def num_micro_batches(self) -> int:
-        """Return how many micro-batches were run: as many as had a backward."""
+        """Number of micro-batches that had a backward."""
         return len({one.micro_batch for one in self.operations if one.phase == "backward"})
 
     def micro_batch(self, number: int) -> tuple[Operation, ...]:
@@ -269,7 +266,7 @@ class CostTrace:
 
     @property
     def per_step(self) -> tuple[Operation, ...]:
-        """Operations that run once per step: reducing, clipping, updating, and all that follows the last backward."""
+        """Operations that run once per step: reduction, clipping, update, and everything after the last backward."""
         last = self.num_micro_batches
         return tuple(
             one for one in self.operations if one.phase not in {"forward", "backward"} or one.micro_batch >= last
@@ -278,7 +275,7 @@ class CostTrace:
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """The operations of a step at any micro-batch size: everything about each is affine in it. Made by `fit_costs`."""
+    """The operations of a step at any micro-batch size: all costs are affine in the size. Created by `fit_costs`."""
 
     traces: tuple[CostTrace, CostTrace]
     traced: tuple[int, int]
@@ -290,46 +287,45 @@ class CostLine:
             micro_batch_size: in samples.
         """
         smaller, larger = self.traced
-        # Beyond the traced sizes this extrapolates: everything counted here is affine in the micro-batch size.
         part = (micro_batch_size - smaller) / (larger - smaller)
         pairs = zip(*(trace.operations for trace in self.traces), strict=True)
         return CostTrace(tuple(_interpolated(one, other, part) for one, other in pairs))
 
 
 def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) -> CostLine:
-    """Return the costs through two traces of the same program, at micro-batch sizes `size_a` and `size_b`.
+    """Fit costs to two traces of the same program at different micro-batch sizes.
 
     Limits: the traffic of a loss over all pairs of samples is quadratic; trace at the size of interest instead.
 
     Args:
         trace_a: a step at micro-batch size `size_a`.
-        size_a: samples of a micro-batch in it.
+        size_a: samples of a micro-batch.
         trace_b: the same step at `size_b`.
         size_b: another number of samples.
 
     Raises:
-        PlanError: the two did not do the same.
+        PlanError: the two traces have different operations.
     """
-    # Not strict: the first operation that differs says more than a difference in length, which is refused below.
+    # Not strict: the first different operation is a better message than different lengths, which are checked below.
     for number, (one, other) in enumerate(zip(trace_a.operations, trace_b.operations, strict=False)):
         if (one.name, one.phase, len(one.dims)) != (other.name, other.phase, len(other.dims)):
             message = (
-                f"operation {number} is {one.name} in {one.phase} at micro-batch size {size_a}, and {other.name} in "
-                f"{other.phase} at {size_b}: times at other sizes do not follow. Let the sizes be tried instead."
+                f"operation {number} is {one.name} in {one.phase} at micro-batch size {size_a}, but {other.name} in "
+                f"{other.phase} at {size_b}, so times cannot be extrapolated. Try sizes on the device instead."
             )
             raise PlanError(message)
     lengths = len(trace_a.operations), len(trace_b.operations)
     if lengths[0] != lengths[1] or size_a == size_b:
         message = (
-            f"costs need two micro-batch sizes and the same operations at both: {lengths[0]} operations at {size_a}, "
-            f"{lengths[1]} at {size_b}. Let the sizes be tried instead."
+            f"costs need two micro-batch sizes with the same operations: {lengths[0]} operations at {size_a}, "
+            f"{lengths[1]} at {size_b}. Try sizes on the device instead."
         )
         raise PlanError(message)
     return CostLine((trace_a, trace_b), (size_a, size_b))
 
 
 def _interpolated(one: Operation, other: Operation, part: float) -> Operation:
-    # Operations on parameters, and views, are the same at every size and need no copy.
+    # Operations on parameters, and views, are the same at every size.
     if one is other or (one.num_bytes == other.num_bytes and one.dims == other.dims and one.flops == other.flops):
         return one
 
@@ -350,10 +346,10 @@ class Reduction:
     """The all-reduce of gradients, once per step.
 
     Attributes:
-        num_bytes: of all gradients.
+        num_bytes: bytes of all gradients.
         world_size: number of ranks.
-        link_bytes_per_second: of the slowest link between two of them, in one direction.
-        bucket_bytes: how much travels at a time, while backward goes on.
+        link_bytes_per_second: bandwidth of the slowest link between two ranks, in one direction.
+        bucket_bytes: size of a bucket, which is reduced while backward continues.
     """
 
     num_bytes: int
@@ -371,10 +367,10 @@ class Reduction:
         return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.link_bytes_per_second
 
     def exposed_seconds(self, last_backward_seconds: float) -> float:
-        """Return the seconds that the reduction adds to a step: the last backward hides it, except the last bucket.
+        """Return the seconds that the reduction adds to a step: the last backward hides all but the last bucket.
 
         Args:
-            last_backward_seconds: time of the backward that runs meanwhile.
+            last_backward_seconds: time of the backward that overlaps with the reduction.
         """
         num_buckets = max(1, ceil_div(self.num_bytes, self.bucket_bytes))
         return max(self.seconds - last_backward_seconds, self.seconds / num_buckets)
@@ -382,14 +378,14 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """How long a step takes on one rank.
+    """Time of a step on one rank.
 
     Attributes:
         micro_batches: forward and backward of all micro-batches.
-        per_step: what runs once in it: clipping, updating.
-        reduction: what of the exchange between ranks is not hidden.
-        band: the least and the greatest that measured / predicted is expected to be.
-        is_calibrated: whether the device has been measured.
+        per_step: clipping and update, which run once.
+        reduction: the part of the reduction not hidden by the backward.
+        band: expected range of measured / predicted.
+        is_calibrated: whether the device was measured.
     """
 
     micro_batches: float
@@ -400,37 +396,37 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Return all of it."""
+        """Total predicted seconds."""
         return self.micro_batches + self.per_step + self.reduction
 
     @property
     def least(self) -> float:
-        """Return the lower end of the band."""
+        """Lower end of the band."""
         return self.total * self.band[0]
 
     @property
     def greatest(self) -> float:
-        """Return the upper end of the band."""
+        """Upper end of the band."""
         return self.total * self.band[1]
 
 
 def step_seconds(
     costs: CostLine, rates: Rates, sizes: Sequence[int], *, reduction: Reduction | None = None
 ) -> StepSeconds:
-    """Return how long a step takes on a rank that runs micro-batches of the given sizes, ragged as they may be.
+    """Return the time of a step on a rank that runs micro-batches of the given sizes.
 
-    The first micro-batch makes the gradients, later ones add to them. Where the first of a trace computes more than
-    later ones (a loss across samples runs all forwards first), each counts as the mean of all that were traced.
+    The first micro-batch creates the gradients, later ones add to them. If the first traced micro-batch computes more
+    than later ones (a loss across samples runs all forwards first), every one counts as the mean of the traced ones.
 
     Args:
-        costs: what was traced, of at least one micro-batch; two show what adding costs.
-        rates: of the device.
-        sizes: samples of each micro-batch, as a plan has them: `[unit.num_samples for unit in plan.shares[rank]]`.
-        reduction: what ranks exchange; None for one rank.
+        costs: a trace of at least one micro-batch; two also show the cost of accumulation.
+        rates: rates of the device.
+        sizes: samples of each micro-batch, as in a plan: `[unit.num_samples for unit in plan.shares[rank]]`.
+        reduction: the all-reduce of gradients; None for one rank.
     """
     seconds = {size: _micro_batch_seconds(costs.at(size), rates) for size in set(sizes)}
     all_of_them = sum(seconds[size][0 if number == 0 else 1] for number, size in enumerate(sizes))
-    # Clipping and the update work on parameters, so any traced size gives the same.
+    # Clipping and update do not depend on the micro-batch size.
     per_step = operation_seconds(costs.traces[0].per_step, rates)
     exposed = 0.0
     if reduction is not None and reduction.world_size > 1:
@@ -448,13 +444,13 @@ def step_seconds(
 
 
 def _micro_batch_seconds(trace: CostTrace, rates: Rates) -> tuple[float, float]:
-    """Return how long the first micro-batch takes, and each later one."""
+    """Return the time of the first micro-batch and of each later one."""
     parts = [trace.micro_batch(number) for number in range(trace.num_micro_batches)]
     if not parts:
         return 0.0, 0.0
     first, later = (sum(one.flops for one in part) for part in (parts[0], parts[-1]))
     seconds = [operation_seconds(part, rates) for part in parts]
-    # Adding to gradients makes later micro-batches a little dearer; a first one that is much dearer ran all forwards.
+    # Accumulation makes later micro-batches slightly slower; a much slower first one ran all forwards.
     if first > 1.05 * later:
         mean = sum(seconds) / len(seconds)
         return mean, mean

@@ -1,4 +1,4 @@
-"""Predicts step time, efficiency and the largest useful number of ranks, from the times of one rank and a network."""
+"""Predict step time, efficiency and the largest useful number of ranks, from the times of one rank and a network."""
 
 import dataclasses
 import itertools
@@ -22,11 +22,11 @@ from anybatch.planner.forecast.forecast_report import USEFUL_GAIN, Effect, Forec
 from anybatch.planner.forecast.workload import Algorithm, Cluster, FsdpReduction, StrategyName, Workload
 
 LARGEST_WORLD = 16_384
-"""How far the largest useful number of ranks is looked for."""
+"""Upper limit of the search for the largest useful number of ranks."""
 GLOO_THREADS = 2
-"""Collectives that torch's gloo backend runs at once (`options.threads` of ProcessGroupGloo)."""
+"""Collectives that torch's gloo backend runs concurrently (`options.threads` of ProcessGroupGloo)."""
 MEASURED_RANKS = 3
-"""The most ranks whose steps forecasts were compared with (benchmarks/forecast_error.py)."""
+"""Maximum ranks in the comparison of forecasts with measurements (benchmarks/forecast_error.py)."""
 _MEBIBYTE = 2**20
 _STEPS, _BUCKETS = (1, 2, 4, 8, 16, 32), tuple(size * _MEBIBYTE for size in (1, 5, 25, 100, 400))
 _OVER_HOSTS = {
@@ -39,12 +39,12 @@ _OVER_HOSTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Communication:
-    """When the parts of a step that wait for the network are over, counted from its begin.
+    """End times of the parts of a step, in seconds from its start.
 
     Attributes:
-        computed: the last backward, with all that it has waited for.
-        reduced: the last reduction of gradients.
-        gathered_seconds: of weights after the update.
+        computed: end of the last backward, including waits.
+        reduced: end of the last reduction of gradients.
+        gathered_seconds: duration of gathering weights after the update.
     """
 
     computed: float
@@ -62,19 +62,19 @@ def forecast(
 ) -> ForecastReport:
     """Predict steps on 1, 2, 4, ... up to `world_size` ranks.
 
-    A step is: counts where they need the data; forwards and backwards of the slowest rank, with reductions of buckets
-    as its last backward completes them; the agreement of the control plane; the update. Each row says what of it is
-    computing, waiting for the slowest rank, for the network and for the control plane.
+    A step consists of: exchanging counts if they need the data; forwards and backwards of the slowest rank, with
+    buckets reduced as its last backward completes them; the agreement of the control plane; the update. Each row
+    splits it into computing and waiting for the slowest rank, the network and the control plane.
 
     Args:
-        workload: what is trained, and the times of one rank.
+        workload: sizes of the model and batch, and the times of one rank.
         cluster: the network.
-        world_size: the most ranks to show.
-        strategy: how ranks sum gradients; `ddp` is taken to send what `all_reduce` does.
-        reduction: of `fsdp`, when gradients are reduced.
+        world_size: maximum number of ranks to show.
+        strategy: how ranks sum gradients; `ddp` is assumed to send the same as `all_reduce`.
+        reduction: when `fsdp` reduces gradients.
 
     Raises:
-        UserError: the number of ranks or the strategy is not known.
+        UserError: the number of ranks or the strategy is invalid.
     """
     checked_int("world_size", world_size, least=2)
     if strategy not in ("all_reduce", "ddp", "zero1", "fsdp"):
@@ -107,13 +107,13 @@ def forecast(
 
 
 def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int | None, str]:
-    """Return the largest number of ranks to which doubling has always brought enough, and why there are no more.
+    """Return the largest number of ranks up to which each doubling is useful, and the reason for the limit.
 
-    Enough is `USEFUL_GAIN` times the samples per second. None if all rows are useful.
+    A doubling is useful if it gives `USEFUL_GAIN` times the samples per second. None if all rows are useful.
 
     Args:
-        rows: of numbers of ranks that double.
-        workload: for the number of samples.
+        rows: rows whose numbers of ranks double.
+        workload: provides the number of samples.
     """
     for fewer, more in itertools.pairwise(rows):
         gain = more.samples_per_second / fewer.samples_per_second
@@ -141,7 +141,7 @@ def _row(
     micro_batches = workload.micro_batch_seconds(num_ranks)
     computing = sum(micro_batches)
     late = computing * workload.variation * expected_maximum(num_ranks)
-    # The slowest rank decides when a reduction can begin, and all of its micro-batches are slow.
+    # Reductions start when the slowest rank is ready, whose micro-batches are all slow.
     slowed = [seconds * (1.0 + late / computing) for seconds in micro_batches]
     parts = _sharded if strategy == "fsdp" else _replicated
     found = parts(workload, cluster, num_ranks, slowed, reduction)
@@ -151,7 +151,7 @@ def _row(
     if strategy in ("zero1", "fsdp"):
         update /= num_ranks
     control = ControlMessages.of(workload.num_parameters, counts_need_data=workload.counts_need_data)
-    # The agreement is sent when the last backward is over, beside the last buckets.
+    # The agreement starts after the last backward, in parallel with the last buckets.
     agreed = found.computed + control.agreement_seconds(num_ranks, cluster.control)
     end = max(found.reduced, agreed)
     counting = control.count_seconds(num_ranks, cluster.control)
@@ -176,10 +176,11 @@ def _row(
 def _replicated(
     workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float], _reduction: FsdpReduction
 ) -> _Communication:
-    """Return when replicas have computed and reduced: buckets are sent within the last backward.
+    """Return the end times of replicas, which send buckets during the last backward.
 
-    Buckets are complete at an even rate, and reduced one after the other. If the network is slower than the backward,
-    all of them follow the first without a pause; else only the last one, or two if the last is smaller, is exposed.
+    Buckets are completed at an even rate and reduced one after the other. If the network is slower than the backward,
+    they follow each other without a pause; otherwise only the last one is exposed, or the last two if the last is
+    smaller.
     """
     computed = sum(micro_batches)
     if num_ranks == 1:
@@ -190,7 +191,7 @@ def _replicated(
     full = all_reduce_seconds(cluster, workload.bucket_bytes, num_ranks)
     last = all_reduce_seconds(cluster, rest, num_ranks) if rest else 0.0
     total = num_full * full + last
-    if cluster.algorithm == "gloo":  # two at a time share the wire
+    if cluster.algorithm == "gloo":  # two concurrent collectives share the bandwidth
         wire = 2 * (num_ranks - 1) / num_ranks * workload.gradient_bytes / cluster.link.bytes_per_second
         total = max(wire, ceil_div(num_full, GLOO_THREADS) * full, num_full // GLOO_THREADS * full + last)
     ends = [full_ready + total, backward + (last if rest else full)]
@@ -202,7 +203,7 @@ def _replicated(
 def _sharded(
     workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float], reduction: FsdpReduction
 ) -> _Communication:
-    """Return when sharded ranks have computed and reduced: blocks gather weights in every micro-batch."""
+    """Return the end times of sharded ranks, which gather each block's weights in every micro-batch."""
     if num_ranks == 1:
         return _Communication(computed=sum(micro_batches), reduced=sum(micro_batches))
     gathers = [_gather(cluster, size, num_ranks) for size in workload.buckets]
@@ -219,16 +220,16 @@ def _sharded(
 def _sharded_micro_batch(
     forward: float, backward: float, gathers: Sequence[float], scatters: Sequence[float]
 ) -> tuple[float, float]:
-    """Return when a micro-batch under FSDP2 has computed, and when its last reduce-scatter has ended.
+    """Return the end of a micro-batch's computation under FSDP2, and of its last reduce-scatter.
 
-    Weights of the next block are gathered while one computes, in the forward and again in the backward; gradients are
-    scattered after each block's backward. Blocks compute equally long, and collectives share one link, in order.
+    While a block computes, the weights of the next one are gathered, in forward and backward; gradients are scattered
+    after each block's backward. All blocks take the same time, and collectives share one link, in order.
 
     Args:
         forward: seconds of all blocks.
         backward: seconds of all blocks.
         gathers: seconds to gather each block's weights, in forward order.
-        scatters: seconds to reduce-scatter each block's gradients, in backward order; empty where none are.
+        scatters: seconds to reduce-scatter each block's gradients, in backward order; empty for no reduction.
     """
     num_blocks = len(gathers)
     link = computed = 0.0
@@ -252,7 +253,7 @@ def expected_maximum(num_ranks: int) -> float:
 
 
 def all_reduce_seconds(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
-    """Return the seconds of an all-reduce by the cluster's algorithm, by hosts where these have several devices."""
+    """Return the seconds of an all-reduce, hierarchical if hosts have several devices."""
     over_hosts = _OVER_HOSTS[cluster.algorithm]
     if cluster.inner_link is None:
         return over_hosts(num_bytes, num_ranks, cluster.link)
@@ -267,7 +268,7 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float, num_ranks: int) -> fl
 
 
 def _gather(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
-    """Return the seconds of an all-gather, which are those of a reduce-scatter."""
+    """Return the seconds of an all-gather, the same as for a reduce-scatter."""
     inner = cluster.inner_link or cluster.link
     devices = 1 if cluster.inner_link is None else cluster.devices_per_host
     return hierarchical_all_gather(num_bytes, num_ranks, devices, inner=inner, outer=cluster.link)
@@ -276,7 +277,7 @@ def _gather(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
 def _accumulated(
     workload: Workload, steps: int, world_size: int, row: Callable[[int, Workload], ForecastRow]
 ) -> Effect:
-    """Return the effect of accumulating: each rank runs so many whole micro-batches, whatever the effective batch."""
+    """Return the effect of accumulation if each rank runs `steps` full micro-batches."""
     changed = dataclasses.replace(workload, effective_batch_size=None, accumulation_steps=steps)
     found, alone = row(world_size, changed), row(1, changed)
     efficiency = found.samples_per_second / (world_size * alone.samples_per_second)
@@ -292,7 +293,7 @@ def _doublings(largest: int) -> list[int]:
 
 
 def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> tuple[str, ...]:
-    """Return what of a forecast has not been compared with measurements of anybatch."""
+    """Return the parts of a forecast that were not compared with measurements of anybatch."""
     algorithms: dict[Algorithm, str] = {
         "best": "a ring or a double binary tree, whichever is faster",
         "ring": "the textbook's ring",
@@ -304,7 +305,7 @@ def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> t
     if world_size > MEASURED_RANKS:
         found.append(f"more than {MEASURED_RANKS} ranks")
     if strategy == "ddp":
-        found.append("ddp, taken to send what all_reduce does")
+        found.append("ddp, assumed to send the same as all_reduce")
     if strategy == "zero1":
         found.append("zero1's broadcasts, counted as one all-gather")
     if strategy == "fsdp":

@@ -1,4 +1,4 @@
-"""A forecast as a picture: samples per second by ranks, and what a step is made of."""
+"""Draw a forecast: samples per second by ranks, and the parts of a step."""
 
 from pathlib import Path
 
@@ -17,22 +17,22 @@ _FAINT = "#8C8C8C"
 
 
 def draw_forecast(report: ForecastReport, path: Path) -> None:
-    """Draw samples per second, beside those of a perfect world, above the parts of a step; both by ranks.
+    """Draw predicted and ideal samples per second, and the parts of a step below; both by ranks.
 
     Args:
-        report: of `forecast`.
+        report: result of `forecast`.
         path: the file, which ends in .png, .svg or .pdf.
 
     Raises:
-        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-        OSError: it cannot be written.
+        UserError: matplotlib is not installed, or the file name does not end in .png, .svg or .pdf.
+        OSError: the file cannot be written.
     """
     figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(8, 6), layout="constrained")
     speed, parts = figure.subplots(2, 1, sharex=True)
     sizes = [row.world_size for row in report.rows]
     alone = report.rows[0].samples_per_second
     perfect = [alone * size for size in sizes]
-    speed.plot(sizes, perfect, color=_FAINT, linestyle="--", linewidth=1, label="one rank's, times ranks")
+    speed.plot(sizes, perfect, color=_FAINT, linestyle="--", linewidth=1, label="ideal (one rank times ranks)")
     speed.plot(sizes, [row.samples_per_second for row in report.rows], color=COLOURS[0], marker="o", label="forecast")
     if report.largest_useful is not None and report.largest_useful <= sizes[-1]:
         for axes in (speed, parts):
@@ -58,7 +58,7 @@ def draw_forecast(report: ForecastReport, path: Path) -> None:
         axes.grid(visible=True, color="#E6E6E6", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     speed.legend(frameon=False, fontsize=8, loc="upper left")
-    # On a white ground, since areas are behind it.
+    # An opaque background, since the legend overlaps the areas.
     parts.legend(framealpha=0.9, edgecolor="none", fontsize=8, loc="lower left")
     note = f"not validated: {'; '.join(report.unvalidated)}" if report.unvalidated else "gloo's ring, validated"
     speed.set_title(f"{report.strategy} over {report.cluster.link}\n{note}", loc="left", fontsize=9)

@@ -8,7 +8,7 @@ from anybatch.core.units import in_bytes, per_second, three_digits
 from anybatch.planner.forecast.workload import Cluster, FsdpReduction, StrategyName, Workload
 
 USEFUL_GAIN = 1.5
-"""A doubling that brings so many times the samples per second is useful: the added ranks do half of what they could."""
+"""A doubling is useful if it gives at least this factor in samples per second, half of the ideal gain."""
 _HEAD = ("ranks", "samples", "cut", "step", "samples/s", "efficiency", "slowest", "network", "control")
 
 
@@ -17,18 +17,18 @@ class ForecastRow:
     """A step on one number of ranks.
 
     Attributes:
-        world_size: ranks.
-        num_samples: of the step, over all ranks.
+        world_size: number of ranks.
+        num_samples: samples of the step, over all ranks.
         micro_batch_size: samples of a micro-batch.
         accumulation_steps: micro-batches of the largest share.
-        step_seconds: of the whole step; the five parts at the end add up to it.
-        samples_per_second: over all ranks.
-        efficiency: samples per second by those of one rank, times ranks.
-        compute_seconds: forwards and backwards of the mean rank.
-        straggler_seconds: by which the slowest rank comes later.
-        exposed_seconds: of gradients, and of weights, that ranks wait for with nothing left to compute.
-        control_seconds: of counts before, and of the agreement behind, for which nothing else is waited.
-        update_seconds: of the optimizer.
+        step_seconds: time of the step, the sum of the last five fields.
+        samples_per_second: throughput of all ranks.
+        efficiency: throughput relative to ranks times the throughput of one rank.
+        compute_seconds: forwards and backwards of an average rank.
+        straggler_seconds: delay of the slowest rank.
+        exposed_seconds: communication of gradients and weights not hidden by computation.
+        control_seconds: exposed time of the control plane: counts and agreement.
+        update_seconds: the optimizer's update.
     """
 
     world_size: int
@@ -47,12 +47,12 @@ class ForecastRow:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a step would be with another number of accumulation steps, or another bucket size.
+    """Forecast for another number of accumulation steps or another bucket size.
 
     Attributes:
-        value: the number of steps, or MiB.
-        step_seconds: of a step.
-        efficiency: against one rank.
+        value: the number of accumulation steps, or the bucket size in MiB.
+        step_seconds: time of a step.
+        efficiency: relative to one rank.
     """
 
     value: float
@@ -62,20 +62,20 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastReport:
-    """What more ranks would bring. `print(report)` shows it.
+    """Predicted steps on growing numbers of ranks; `print(report)` shows it.
 
     Attributes:
-        workload: what it was made from.
+        workload: input of the forecast.
         cluster: the network.
         strategy: how ranks sum gradients.
-        reduction: of fsdp; None for others.
-        rows: one for each number of ranks, rising.
-        largest_useful: ranks up to which each doubling brings `USEFUL_GAIN` times the samples per second; None where
-            that did not end.
-        why: it ends there, in a clause.
-        accumulation: of the most ranks, for numbers of micro-batches of full size on each.
-        bucket: of the most ranks, for bucket sizes in MiB.
-        unvalidated: what of it was not compared with measurements.
+        reduction: when fsdp reduces; None for other strategies.
+        rows: one row for each number of ranks, ascending.
+        largest_useful: ranks up to which each doubling gives `USEFUL_GAIN` times the samples per second; None if no
+            limit was found.
+        why: the reason for this limit, as a clause.
+        accumulation: effects of accumulation on the largest number of ranks.
+        bucket: effects of the bucket size on the largest number of ranks.
+        unvalidated: parts of the forecast that were not compared with measurements.
     """
 
     workload: Workload
@@ -90,11 +90,11 @@ class ForecastReport:
     unvalidated: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values that `json.dumps` takes."""
+        """Return the report as plain values for `json.dumps`."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """Return tables, the largest useful number of ranks, and what was assumed."""
+        """Return tables, the largest useful number of ranks, and the assumptions."""
         most = self.rows[-1].world_size
         last = self.largest_useful
         useful = "no end found" if last is None else f"{last:,} rank{'s' * (last != 1)}"
@@ -155,10 +155,10 @@ class ForecastReport:
     def _assumptions(self) -> list[str]:
         work = self.workload
         lines = [
-            "assumed: no contention between ranks; gradients come at an even rate over the last backward,",
+            "assumed: no contention between ranks; gradients are ready at an even rate during the last backward,",
             f"  which is {work.backward_share:.0%} of a micro-batch;",
-            f"  ranks' times are normal with {work.variation:.1%} of variation, and the slowest is waited for;",
-            "  ranks agree in about log2 N rounds, each as long as --control-link says (100 us).",
+            f"  ranks' times are normally distributed (variation {work.variation:.1%}), and all wait for the slowest;",
+            "  ranks agree in about log2 N rounds, each with the latency of --control-link (100 us).",
         ]
         if self.unvalidated:
             lines.append(f"not validated against measurements: {'; '.join(self.unvalidated)}.")

@@ -1,4 +1,4 @@
-"""Up to how many ranks is it useful to go in each way of using devices? From a comparison, and a network."""
+"""Compute the largest useful number of ranks for each strategy, from a comparison and a network."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ _STRATEGIES: Mapping[str, StrategyName] = {"ddp": "ddp", "all_reduce": "all_redu
 
 
 def largest_worlds(report: ComparisonReport, cluster: Cluster) -> dict[str, int]:
-    """Return the largest useful number of ranks by way, at the effective batch size that was compared.
+    """Return the largest useful number of ranks by way, at the compared effective batch size.
 
-    A micro-batch takes `a + b m` seconds for m samples: a and b are those of the small and the native batch, update
-    included.
+    A micro-batch of m samples takes `a + b m` seconds: a and b are fitted to the small and the native batch, including
+    the update.
 
     Args:
-        report: of `compare`; ways that were not measured, or use one process, are left out.
+        report: result of `compare`; ways that were not measured, or use one process, are skipped.
         cluster: the network between ranks.
     """
     by_name = {one.way.name: one for one in report.results}
@@ -32,7 +32,7 @@ def largest_worlds(report: ComparisonReport, cluster: Cluster) -> dict[str, int]
         if strategy is None or one.way.num_ranks == 1:
             continue
         workload = Workload(
-            # A line through two noisy times may begin below 0, or fall.
+            # A line through two noisy times may start below 0 or have a negative slope.
             micro_batch=SecondsFit(max(0.0, fixed), max(slope, 1e-3 * native.seconds_per_sample)),
             micro_batch_size=one.way.micro_batch_size,
             gradient_bytes=one.gradient_bytes,

@@ -1,4 +1,4 @@
-"""Times one rank on this machine: what a forecast needs to know of computing."""
+"""Time one rank on this machine, as input for a forecast."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +18,14 @@ from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 
 SizedJob = Callable[[int], tuple[TrainSpec, Callable[[int], Iterable[EffectiveBatch]]]]
-"""Function of an effective batch size to what is trained, made anew, and to its data, as `tune` takes them."""
+"""Function of an effective batch size that returns a new `TrainSpec` and its data, as for `tune`."""
 _LEAST_ROUNDS, _LEAST_SECONDS = 5, 2.0
-"""Rounds are made until there are so many and so much time has gone by."""
+"""Minimum number of rounds and total time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneRank:
-    """What was measured of one rank; fields as in `Workload`."""
+    """Measurements of one rank; fields as in `Workload`."""
 
     micro_batch: SecondsFit
     micro_batch_size: int
@@ -42,9 +42,9 @@ def time_one_rank(
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
 ) -> OneRank:
-    """Time steps of one micro-batch, of two, and of one of half the size, in turns.
+    """Time steps with one micro-batch, with two, and with one of half the size, interleaved.
 
-    With `a + b m` seconds for a micro-batch of m samples, and u for the update and all else that a step does once:
+    With `a + b m` seconds for a micro-batch of m samples, and u for the update and other work once per step:
 
     ```text
     two of m  - one of m            = a + b m
@@ -52,19 +52,19 @@ def time_one_rank(
     one of m  - (a + b m)           = u
     ```
 
-    Each difference is the median over rounds of one step of each: what else the machine does meets all three alike,
-    and a step that was held up decides nothing.
+    Each difference is the median over rounds with one step of each, so that other load on the machine affects all three
+    equally and single delays do not matter.
 
     Args:
-        job: what is trained, and its data.
+        job: creates the `TrainSpec` and its data.
         micro_batch_size: m.
-        most_seconds: no further round is begun after so long.
+        most_seconds: start no round after this time.
         clock: monotonic time in seconds.
-        world: the one rank that is measured; None asks the environment.
+        world: the rank to measure; None reads the environment.
 
     Raises:
-        BatchSizeError: it does not fit, or the data set is smaller.
-        PlanError: times do not rise with the samples, so that they tell nothing.
+        BatchSizeError: a micro-batch does not fit, or the data set is too small.
+        PlanError: two micro-batches were not slower than one, so the times are too noisy.
     """
     checked_int("micro_batch_size", micro_batch_size)
     train, data = job(2 * micro_batch_size)
@@ -79,14 +79,14 @@ def time_one_rank(
     if whole <= 0.0:
         two, one, _ = (median(times) for times in zip(*rounds, strict=True))
         message = (
-            f"a step of two micro-batches took {two:.3g} s, and one of one {one:.3g} s: times that do not rise tell "
-            "nothing. Try again while the machine does nothing else, or larger micro-batches."
+            f"a step took {two:.3g} s with two micro-batches and {one:.3g} s with one: the times are too noisy. "
+            "Try again on an idle machine, or with larger micro-batches."
         )
         raise PlanError(message)
     slope = 0.0
     if half < micro_batch_size:
         slope = median(one - less for _, one, less in rounds) / (micro_batch_size - half)
-    # Noise can make either part negative; times are not.
+    # Noise can make either part negative.
     slope = min(max(slope, 0.0), whole / micro_batch_size)
     modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
     trained = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
@@ -109,7 +109,7 @@ def _rounds(
     """Return the seconds of a step of each of the three batches, two micro-batches first, round by round."""
 
     def now() -> float:
-        # Kernels run behind the host: without waiting, a step would seem to end when it has only been launched.
+        # Kernels run asynchronously: wait, or a step would seem to end when it has only been launched.
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return clock()
@@ -121,7 +121,7 @@ def _rounds(
             raise BatchSizeError(message, micro_batch_size=sizes[0])
         return now() - begun
 
-    for batch in batches:  # makes the optimizer's state, loads the samples, and warms the caches
+    for batch in batches:  # creates the optimizer's state, loads the samples, and warms the caches
         seconds(batch)
     found: list[tuple[float, float, float]] = []
     begun = now()

@@ -1,4 +1,4 @@
-"""What a forecast starts from: the times of one rank, and the network between ranks."""
+"""Inputs of a forecast: the times of one rank, and the network between ranks."""
 
 import math
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ FsdpReduction = Literal["every_micro_batch", "last_micro_batch"]
 Algorithm = Literal["best", "ring", "tree", "gloo"]
 
 BACKWARD_SHARE = 2 / 3
-"""A backward has two products for each of the forward's, one for inputs and one for weights."""
+"""A backward has two products for each product of the forward, one for inputs and one for weights."""
 CONTROL_LATENCY_SECONDS = 100e-6
-"""The least latency of a round of the control plane: one of many between two namespaces of one machine, whose cores
-others used (benchmarks/control_plane.py). Of that TCP takes 30 us (benchmarks/results/several_hosts_cpu_2026-11-24.md),
-threads that wake each other and Python the rest."""
+"""Minimum latency of a control-plane round, measured between two network namespaces of a busy machine
+(benchmarks/control_plane.py). TCP accounts for 30 us (benchmarks/results/several_hosts_cpu_2026-11-24.md), waking
+threads and Python for the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained, and how long one rank takes for it.
+    """Sizes of a training step, and the times of one rank.
 
     Attributes:
-        micro_batch: seconds of forward and backward by the samples of a micro-batch.
-        micro_batch_size: the most samples of a micro-batch.
-        gradient_bytes: of one copy of all gradients, as they travel.
-        effective_batch_size: samples of a step over all ranks; None where each rank has a share of its own size.
-        accumulation_steps: micro-batches of a rank's share; None, with an effective batch size, for as few as go.
-        update_seconds: of the optimizer, on a rank that updates all parameters.
-        bucket_bytes: gradient bytes that are reduced together; FSDP gathers as many bytes of weights together.
-        backward_share: the backward's part of a micro-batch's seconds.
-        variation: standard deviation of the seconds that ranks need for their shares, by their mean.
-        num_parameters: tensors that have a gradient; the last message of a step has a flag for each.
-        counts_need_data: the loss counts tokens, or others that only data tells, so that ranks agree before a step.
+        micro_batch: seconds of forward and backward as a function of the samples of a micro-batch.
+        micro_batch_size: maximum samples of a micro-batch.
+        gradient_bytes: bytes of one copy of all gradients, as communicated.
+        effective_batch_size: samples of a step over all ranks; None for shares that do not depend on the ranks.
+        accumulation_steps: micro-batches of a rank share; None for as few as possible.
+        update_seconds: time of the optimizer on a rank that updates all parameters.
+        bucket_bytes: size of a bucket of gradients, and of the weights that FSDP gathers together.
+        backward_share: share of the backward in a micro-batch's time.
+        variation: standard deviation of the ranks' times for their shares, relative to the mean.
+        num_parameters: number of tensors with a gradient; the last message of a step has a flag for each.
+        counts_need_data: the loss counts tokens or other items in the data, so ranks exchange counts before a step.
 
     Raises:
-        UserError: a number is out of its range, or neither size nor steps say how large a share is.
+        UserError: a number is out of range.
     """
 
     micro_batch: SecondsFit
@@ -68,22 +68,22 @@ class Workload:
                 message = f"{name}={value} must be a number from 0 to {most}."
                 raise UserError(message)
         if not 0.0 < self.micro_batch.seconds(self.micro_batch_size) < math.inf:
-            message = f"a micro-batch of {self.micro_batch_size} samples must take some time, and {self.micro_batch}."
+            message = f"a micro-batch of {self.micro_batch_size} samples must take a positive time: {self.micro_batch}."
             raise UserError(message)
 
     @property
     def scaling(self) -> Scaling:
-        """Strong: the effective batch stays. Weak: the share of a rank stays, and the effective batch grows."""
+        """Strong: the effective batch is fixed. Weak: the rank share is fixed, and the effective batch grows."""
         return "weak" if self.effective_batch_size is None else "strong"
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Return the bytes of each bucket, in backward order: full ones, and what is left in the last."""
+        """Bytes of each bucket, in backward order: full ones, then the rest."""
         full, rest = divmod(self.gradient_bytes, self.bucket_bytes)
         return (self.bucket_bytes,) * full + ((rest,) if rest else ())
 
     def share(self, num_ranks: int) -> tuple[int, int, int]:
-        """Return samples of the largest rank share, micro-batches of it, and samples of a micro-batch.
+        """Return the samples of the largest rank share, its number of micro-batches, and their size.
 
         In strong scaling the share is cut into `accumulation_steps` parts, or into as few as fit.
         """
@@ -110,15 +110,15 @@ class Cluster:
     """The network between ranks, and how collectives use it.
 
     Attributes:
-        link: of a host.
-        inner_link: between the devices of a host; None where it has one.
+        link: link of a host.
+        inner_link: link between the devices of a host; None for one device per host.
         devices_per_host: devices that share the host's link.
-        algorithm: how gradients are all-reduced over hosts: a "ring", a "tree", the "best" of these for each size, or
-            "gloo", the ring as gloo runs it, which alone was compared with measurements.
-        control_link: between processes of the control plane; None for `link`, with at least TCP's latency.
+        algorithm: all-reduce algorithm over hosts: "ring", "tree", "best" (of these for each size), or "gloo" (gloo's
+            ring, the only one compared with measurements).
+        control_link: link of the control plane; None for `link` with at least `CONTROL_LATENCY_SECONDS`.
 
     Raises:
-        UserError: a host has several devices, and there is no inner link; or gloo is to know of hosts.
+        UserError: hosts have several devices but no inner link, or use gloo.
     """
 
     link: Link
@@ -131,14 +131,14 @@ class Cluster:
         checked_int("devices_per_host", self.devices_per_host)
         if self.devices_per_host > 1 and self.inner_link is None:
             message = (
-                f"{self.devices_per_host} devices of a host talk over a link that is not known. Name it: "
-                "inner_link=Link(...), or --inner-link 300GB/s,2us."
+                f"the link between the {self.devices_per_host} devices of a host is missing. Set inner_link=Link(...), "
+                "or --inner-link 300GB/s,2us."
             )
             raise UserError(message)
         if self.devices_per_host > 1 and self.algorithm == "gloo":
             message = (
-                f"gloo's ring knows of no hosts, and {self.devices_per_host} devices per host were named. Use "
-                "devices_per_host=1, or another algorithm."
+                f"algorithm='gloo' does not support devices_per_host={self.devices_per_host}. Use devices_per_host=1 "
+                "or another algorithm."
             )
             raise UserError(message)
 

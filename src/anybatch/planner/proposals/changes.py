@@ -1,4 +1,4 @@
-"""Changes of a training step that let more fit, or run faster: functions of the step, which compose."""
+"""Changes of a training step that save memory or time, as functions of the step that compose."""
 
 import copy
 import dataclasses
@@ -71,15 +71,15 @@ class Change:
     """A change of a training step.
 
     Attributes:
-        name: a few words for the table of a plan; also the name to ask for it by.
-        how: the lines to write for it before the engine is made; empty for none.
-        engine: the arguments that the engine gets for it, as code; empty for none.
-        costs: what it costs, as a clause.
-        timed: how long a step takes with it can be predicted.
-        same_step: the step computes the same gradient and update, up to rounding as the step has it already.
-        apply: function step -> the step with it; None where it is computed from the traces of the step without it.
-        reshape: maps the step's memory to that with the change, where the change itself is not traced.
-        recost: the same for its costs; None if they stay.
+        name: name in the table of a plan and in requests.
+        how: code to write before the engine is created; may be empty.
+        engine: arguments of the engine, as code; may be empty.
+        costs: drawback of the change, as a clause.
+        timed: whether the time of a step with the change can be predicted.
+        same_step: whether gradient and update stay the same, up to rounding.
+        apply: function step -> changed step; None if the change is derived from traces of the unchanged step.
+        reshape: maps the step's memory to its memory with the change, if the change is not traced.
+        recost: the same for the step's costs; None if they do not change.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Change:
 
     @property
     def code(self) -> str:
-        """The lines to write for this change alone."""
+        """The code for this change alone."""
         return "\n".join(filter(None, (self.how, engine_line(self.engine))))
 
 
@@ -105,7 +105,7 @@ def engine_line(arguments: str) -> str:
 
 def sharded_in_bfloat16() -> Strategy:
     """Return FSDP2 that gathers weights in bf16 and reduces gradients in float32."""
-    # Here, because what FSDP2 needs of torch takes two seconds to import.
+    # Imported here, because FSDP2 takes two seconds to import.
     from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
     from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
 
@@ -130,7 +130,7 @@ def strategy_lines(strategy: str | Callable[[], Strategy]) -> tuple[list[str], s
 
 
 def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
-    """Return the lines to write for changes together, each below its name; the engine is made last, once."""
+    """Return the code for several changes, each below its name, with one engine at the end."""
     parts = [f"# {one.name}\n{one.how}" for one in changes if one.how]
     of_engine = {one.name: one.engine for one in changes if one.engine}
     if named:
@@ -172,7 +172,7 @@ def all_changes(spec: StepSpec, rank: int = DEFAULT_RANK) -> dict[str, Change]:
 
 
 def named_change(spec: StepSpec, name: str) -> Change:
-    """Return the change of a name.
+    """Return a change by name.
 
     Raises:
         UserError: the step has no such change.
@@ -186,31 +186,31 @@ def named_change(spec: StepSpec, name: str) -> Change:
 
 
 def _makes(spec: StepSpec) -> bool:
-    """Whether the step's model can be made again."""
+    """Whether the step can create a new model."""
     return not isinstance(spec.train, TrainSpec)
 
 
 def optimizer_name(train: TrainSpec) -> str:
-    """Return the class name of an optimizer; a function is called with parameters without data."""
+    """Return the class name of an optimizer; a function is called with meta parameters."""
     made = _made(train)
     return getattr(train.optimizer, "__name__", "an optimizer") if made is None else type(made).__name__
 
 
 def _made(train: TrainSpec) -> Optimizer | None:
-    """Return the optimizer; None if its function does not work on parameters without data."""
+    """Return the optimizer; None if its function does not work on meta parameters."""
     if isinstance(train.optimizer, Optimizer):
         return train.optimizer
-    # With all parameters: a function may select some by name or shape.
+    # Pass all parameters, since a function may select some by name or shape.
     try:
         return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules_of(train)).items()])
     except UserError:
         raise
-    except Exception:  # noqa: BLE001 (whatever it is, the engine calls the function again, and raises it then)
+    except Exception:  # noqa: BLE001 (the engine calls the function again and raises its error)
         return None
 
 
 def modules_of(train: TrainSpec) -> nn.Module:
-    """Return everything that trains, with data or without."""
+    """Return all trained modules: the model, and modules in the loss."""
     learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
     return nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
 
@@ -221,8 +221,8 @@ def _without_data(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _of_update(ready: StepSpec) -> list[Change]:
-    """Return the update in one kernel, without temporaries, where the optimizer offers one."""
-    # An existing optimizer cannot be made again with another option.
+    """Return the fused update, which needs no temporaries, if the optimizer supports it."""
+    # An existing optimizer cannot be created again with another option.
     made = None if isinstance(ready.trained.optimizer, Optimizer) else _made(ready.trained)
     if made is None or any("fused" not in group or group["fused"] for group in made.param_groups):
         return []
@@ -238,7 +238,7 @@ def _fused(train: TrainSpec) -> TrainSpec:
     def fused(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer = make(named)
         for group in optimizer.param_groups:
-            # torch refuses an optimizer with both.
+            # torch rejects an optimizer with both.
             group["fused"], group["foreach"] = True, False
         return optimizer
 
@@ -246,7 +246,7 @@ def _fused(train: TrainSpec) -> TrainSpec:
 
 
 def _of_precision(ready: StepSpec, *formats: Autocast) -> list[Change]:
-    """Return products in 16 bits, where the step is in float32 and on an accelerator."""
+    """Return autocast in the given formats, if the step is in float32 and on an accelerator."""
     if ready.trained.precision != "fp32" or ready.profile == "cpu":
         return []
     return [
@@ -266,7 +266,7 @@ def _rounded(autocast: Autocast, train: TrainSpec) -> TrainSpec:
 
 
 def _of_blocks(ready: StepSpec) -> list[Change]:
-    """Return the ways to checkpoint activations of repeated blocks."""
+    """Return the variants of activation checkpointing for repeated blocks."""
     model = as_module(ready.trained.model)
     rows = repeated_blocks(model)
     if not rows or _checkpoints_itself(model):
@@ -292,7 +292,7 @@ def _of_blocks(ready: StepSpec) -> list[Change]:
 
 
 def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int, called: Mapping[str, str]) -> list[str]:
-    """Return the lines that let blocks run again in the backward."""
+    """Return the code for activation checkpointing of blocks."""
     lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
     lines += _KEEP_PRODUCTS if keeping == "products" else ["again = partial(checkpoint, use_reentrant=False)"]
     for loop in _loops(rows, every, called):
@@ -301,7 +301,7 @@ def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int, c
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
-    """Whether blocks are checkpointed already, by transformers' own switch or by torch's wrapper around a block."""
+    """Whether blocks are already checkpointed, by transformers' `gradient_checkpointing` or by torch's wrapper."""
     switched = any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules())
     return switched or any(map(is_checkpointed, module.modules()))
 
@@ -312,19 +312,19 @@ def _checkpointed(keeping: Keeping, every: int, train: TrainSpec) -> TrainSpec:
 
 
 def _without_cache(module: nn.Module) -> None:
-    """Switch off the cache of keys and values (transformers), which a block that runs twice would fill twice."""
+    """Disable the key-value cache of transformers, which recomputed blocks would fill twice."""
     known: dict[int, Any] = {}
     for one in module.modules():
         config: Any = getattr(one, "config", None)
         if getattr(config, "use_cache", False) is True:
-            # The configuration may be the user's, so a copy is changed.
+            # Change a copy, since the configuration may belong to the user.
             other = known.setdefault(id(config), copy.copy(config))
             other.use_cache = False
             one.config = other
 
 
 def _of_weights(ready: StepSpec) -> list[Change]:
-    """Return weights in bf16, in three ways to update them, where the optimizer is a function."""
+    """Return bf16 weights with three ways to update them, if the optimizer is a function."""
     if isinstance(ready.trained.optimizer, Optimizer):
         return []
     how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
@@ -354,7 +354,7 @@ def _in_bfloat16(way: Bf16Weights, train: TrainSpec) -> TrainSpec:
 
 
 def _of_host(ready: StepSpec) -> list[Change]:
-    """Return activations in the host's memory; on a CPU they are there already."""
+    """Return offloading of activations to host memory, except on a CPU."""
     rows = repeated_blocks(as_module(ready.trained.model))
     if ready.profile == "cpu" or not rows:
         return []
@@ -373,7 +373,7 @@ def _of_host(ready: StepSpec) -> list[Change]:
 
 
 def _of_state(ready: StepSpec) -> list[Change]:
-    """Return optimizer state in 8 bits, for Adam on an accelerator."""
+    """Return 8-bit optimizer state, for Adam on an accelerator."""
     if ready.profile == "cpu" or optimizer_name(ready.trained) not in {"Adam", "AdamW"}:
         return []
     how = "import bitsandbytes as bnb\noptimizer = lambda named: bnb.optim.AdamW8bit([p for _, p in named], lr=...)"
@@ -393,7 +393,7 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
-    """Return adapters on a base in bf16, and in 4 bits where a library loads the model so."""
+    """Return adapters on a base in bf16, and on a 4-bit base if a library can load the model in 4 bits."""
     module, called = as_module(ready.trained.model), ready.called
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if has_adapters or not linear_layers(module):
@@ -401,7 +401,7 @@ def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
     # Layers in bf16 accept no float32 inputs, such as images.
     takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(ready.sample))
     autocasts = takes_numbers and ready.trained.precision == "fp32"
-    costs = "other parameters are trained: a product of two narrow matrices beside each linear layer, on a base in bf16"
+    costs = "trains other parameters: a product of two narrow matrices added to each linear layer, on a base in bf16"
     lora = Change(
         name=f"LoRA of rank {rank}",
         how="\n".join(("model.to(torch.bfloat16)", *adapter_lines(linear_names(module), rank, called))),
@@ -429,16 +429,16 @@ def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec
 
 
 def _of_head(ready: StepSpec) -> list[Change]:
-    """Return a loss over a large vocabulary in chunks."""
+    """Return a chunked loss, for a large vocabulary."""
     heads = [one.out_features for one in as_module(ready.trained.model).modules() if isinstance(one, nn.Linear)]
     # The widest linear layer is the head: vocabularies are larger than any hidden size in use.
     vocabulary = max(heads, default=0)
     labels = [tensor for tensor in tensors_of(ready.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
     if vocabulary < _MIN_VOCABULARY or not labels:
         return []
-    # Labels have one entry per token; floating-point inputs, such as images, are left out.
+    # Labels have one entry per token; skip floating-point inputs, such as images.
     num_tokens = max(tensor[0].numel() for tensor in labels)
-    # For short samples a chunk would hold about as many logits as the whole loss.
+    # For short samples a chunk would hold nearly all logits.
     if num_tokens <= CHUNK_TOKENS // 2:
         return []
     return [
@@ -453,14 +453,14 @@ def _of_head(ready: StepSpec) -> list[Change]:
 
 
 def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str]) -> list[list[str]]:
-    """Return the heads of loops over repeated blocks, by class, so that they also find blocks that adapters wrap."""
+    """Return code that starts loops over repeated blocks; it finds them by class, also inside adapters."""
     kinds = [called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows]
     if every == 1 or len(set(kinds)) == len(kinds):
         step = "" if every == 1 else f"[::{every}]"
         found = "[one for one in model.modules() if type(one).__name__ == {!r}]"
         return [[f"blocks = {found.format(kind)}", f"for block in blocks{step}:"] for kind in dict.fromkeys(kinds)]
     loops = []
-    # Every second block of each row, where several rows are of one class.
+    # If several rows have the same class, take every n-th block of each row.
     for blocks, kind in zip(rows, kinds, strict=True):
         where = called.get(blocks.path, blocks.path)
         path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where.split(".") if part)

@@ -1,4 +1,4 @@
-"""A loss whose logits are there for one chunk of tokens at a time, worked out from the trace of one with all."""
+"""A loss that computes logits for one chunk of tokens at a time, derived from a trace with all logits."""
 
 import torch
 
@@ -6,14 +6,14 @@ from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.planner.cost.step_time import CostLine, CostTrace
 
 CHUNK_TOKENS = 1024
-"""Tokens whose logits are there at once."""
+"""Tokens per chunk."""
 
 
 def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> MemoryEnvelope:
-    """Return the envelope of a step whose logits are there for one chunk of tokens at a time.
+    """Return the envelope of a step that keeps the logits of one chunk of tokens at a time.
 
-    Everything that grows by `num_tokens` x `vocabulary` values per sample (one token less, where labels are shifted)
-    is taken to be logits, their logarithms or their gradient, and holds a chunk instead. The rest stays.
+    Every allocation that grows by `num_tokens` x `vocabulary` values per sample (one token less if labels are shifted)
+    counts as logits, their logarithms or their gradient, and is reduced to one chunk.
     """
     # Logits are recognised by their growth per sample, in 16 or in 32 bits.
     widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
@@ -31,7 +31,7 @@ def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> Memor
 
 
 def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
-    """Return the costs of a step that makes its logits a second time, in the backward."""
+    """Return the costs of a step that recomputes its logits in the backward."""
 
     def twice(trace: CostTrace) -> CostTrace:
         again = (

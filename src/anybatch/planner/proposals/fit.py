@@ -1,8 +1,9 @@
-"""What fits: of a step, of each single change of it, and of changes combined (`--fit`); each is planned.
+"""Find the largest micro-batch that fits, for a step, for each change of it, and for combinations (`--fit`).
 
-`--fit` goes through levels from the requested step to others: products in bf16; weights in bf16; optimizer state in 8
-bits; other parameters trained. Each level is combined with what keeps its gradient (a fused update, checkpointing, a
-loss in chunks), and the fastest combination that fits wins. A level is tried only if none of the one before fits.
+`--fit` tries levels in increasing distance from the requested step: products in bf16; weights in bf16; optimizer state
+in 8 bits; other trained parameters. Each level is combined with changes that keep the gradient (fused update,
+checkpointing, chunked loss), and the fastest combination that fits is chosen. A level is tried only if no combination
+of the previous one fits.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.cost.device import Autocast
 from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, rates_of, step_seconds
-from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, of_tensors, with_alone
+from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
 from anybatch.planner.proposals.changes import (
     Change,
     all_changes,
@@ -47,17 +48,15 @@ class Fit:
         how: the code to write for it.
         world_size: number of ranks.
         largest: the largest micro-batch size that keeps the headroom; 0 if not even one sample fits.
-        micro_batch_size: the size to take: the share in even parts no larger than that; that of one sample, if
-            nothing fits.
+        micro_batch_size: the proposed size: the share in even parts of at most `largest`; 1 if nothing fits.
         accumulation_steps: micro-batches per rank and step.
-        binds: the limit that a larger size would exceed; None where that is not known.
-        peak: the moment of the most memory, at that size.
+        binds: the limit that a larger size would exceed; None if unknown.
+        peak: the moment of peak memory, at that size.
         reserved_bytes: memory that the allocator reserves at that size under the budget.
-        envelope: memory at any other size, of the step (first or later) that needs most.
+        envelope: memory at any size, of the step (first or later) with the higher peak.
         asked: the requested micro-batch size; None for the largest that fits.
         seconds: time of a step; None where it cannot be predicted.
-        tensor_bytes: the most that tensors hold at that size; `peak` includes the workspaces of a CPU's kernels.
-        on_cpu: it is a CPU's memory, of which nothing is kept back.
+        on_cpu: whether it is a CPU's memory, without a caching allocator.
         freely_reserved_bytes: memory that the allocator reserves at that size without a limit; None if not computed.
     """
 
@@ -70,7 +69,6 @@ class Fit:
     peak: Peak
     reserved_bytes: int
     envelope: MemoryEnvelope
-    tensor_bytes: int
     on_cpu: bool
     binds: Binding | None = None
     seconds: StepSeconds | None = None
@@ -90,10 +88,10 @@ class PlanTarget:
     Attributes:
         budget: the device's memory.
         effective_batch_size: samples of one step, over all ranks.
-        rates: of the device; None if they are not known.
+        rates: rates of the device; None if unknown.
         gradient_bytes: payload of the gradient all-reduce.
-        micro_batch_size: samples of a micro-batch, where these are asked for; None for the largest that fits.
-        expandable_segments: the allocator's segments grow, as `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` says.
+        micro_batch_size: the requested micro-batch size; None for the largest that fits.
+        expandable_segments: whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set.
     """
 
     budget: Budget
@@ -105,7 +103,7 @@ class PlanTarget:
 
     @property
     def autocast(self) -> Autocast:
-        """The format of 16 bits that is proposed: bf16, where the device is not known to do without."""
+        """The proposed 16-bit format: the device's, or bf16 for an unknown device."""
         return "bf16" if self.budget.device is None else self.budget.device.autocast
 
     def share(self, world_size: int) -> int:
@@ -113,7 +111,7 @@ class PlanTarget:
         return ceil_div(self.effective_batch_size, world_size)
 
     def seconds(self, costs: CostLine, size: int, world_size: int) -> StepSeconds | None:
-        """Return how long a step takes on `world_size` ranks in micro-batches of `size` at most."""
+        """Return the time of a step on `world_size` ranks in micro-batches of at most `size`."""
         if self.rates is None:
             return None
         share, reduction, device = self.share(world_size), None, self.budget.device
@@ -127,19 +125,19 @@ class PlanTarget:
 def fit_of(
     spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: str = "", how: str = "", timed: bool = True
 ) -> Fit:
-    """Return the largest micro-batch that fits, and the cut of a rank share it gives."""
+    """Return the largest micro-batch that fits, and the resulting cut of a rank share."""
     usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
-    # A share that fits as one micro-batch has no gradients beneath it, and may fit for that alone.
+    # A share that is one micro-batch needs no accumulated gradients, and may fit only for that reason.
     alone, asked, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
     if alone is not None and (asked is None or asked >= share) and _largest(alone, target, share) == share:
         envelopes = alone
     largest = _largest(envelopes, target, share)
-    # Where nothing fits, one sample is shown, so that a plan can say by how much it does not.
+    # If nothing fits, plan one sample, to show how much memory is missing.
     size = even_size(share, max(1, largest)) if asked is None else min(asked, share)
     # The first step also allocates the optimizer's state, and may need more than all later ones.
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
     reserved = freely = envelopes.reserved_bytes(size, expandable=expandable)
-    if largest >= size:  # under the limit it returns cached segments instead of reserving more
+    if largest >= size:  # with a limit, the allocator frees cached segments instead of reserving more
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
         name=name,
@@ -151,10 +149,9 @@ def fit_of(
         peak=envelope.at_peak(size),
         reserved_bytes=reserved,
         envelope=envelope,
-        tensor_bytes=max(of_tensors(one).peak_bytes(size) for one in (envelopes.steady, envelopes.first)),
         on_cpu=envelopes.profile == "cpu",
         binds=envelopes.binding(largest, usable, share),
-        # How long weights travel within micro-batches is not known.
+        # The time to gather sharded weights is unknown.
         seconds=target.seconds(costs, size, spec.world_size) if timed and not envelopes.sharded else None,
         freely_reserved_bytes=freely,
         asked=None if asked is None else size,
@@ -164,38 +161,38 @@ def fit_of(
 def _largest(envelopes: Envelopes, target: PlanTarget, share: int) -> int:
     """Return the largest micro-batch size that fits, at most a rank's share; 0 if none does."""
     usable = target.budget.usable_bytes
-    # Overheads alone may exceed a small device, and a negative budget has no largest size.
+    # Overheads may exceed the memory of a small device, so the budget can be negative.
     found = envelopes.largest_allocated(usable, expandable=target.expandable_segments) if usable > 0 else 0
     return share if found is None else min(share, found)
 
 
 def envelopes_of(spec: StepSpec, target: PlanTarget) -> Envelopes:
-    """Return the memory of a step, and of one of a single micro-batch where a rank's share may be one."""
+    """Return the memory of a step, and of a step with a single micro-batch if a rank share may fit into one."""
     ready, _ = built(spec)
     usable, share = target.budget.usable_bytes, target.share(spec.world_size)
-    # Sizes beyond a rank's share are never run, so none of them is traced.
+    # Sizes beyond a rank share never run, so do not trace them.
     found = find_envelopes(ready, usable, most_samples=share)
     several = target.micro_batch_size is not None and target.micro_batch_size < share
     return found if several else with_alone(found, ready, usable, share)
 
 
 def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
-    """Plan each possible change; changes that cannot be planned are left out."""
+    """Plan each possible change; skip changes that cannot be planned."""
     found = []
     by_category, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
     stays = sum(by_category[name] for name in ("weights", "gradients", "optimizer"))
     for change in possible_changes(spec, target.autocast) if fits or stays < usable else []:
         try:
             after = reshaped(envelopes, change) if change.reshape else envelopes_of(changed(spec, [change]), target)
-        except UserError:  # such a change must not keep the others from the table
+        except UserError:
             continue
         found.append(fit_of(spec, after, target, name=change.name, how=change.code))
     return [*found, *_dealt(spec, envelopes, target, fits=fits)]
 
 
 def reshaped(envelopes: Envelopes, change: Change) -> Envelopes:
-    """Return the memory of a step with a change that is worked out from its traces."""
-    assert change.reshape is not None, "others are traced"
+    """Return the memory of a step with a change that is derived from its traces."""
+    assert change.reshape is not None, "other changes are traced"
     return dataclasses.replace(
         envelopes,
         steady=change.reshape(envelopes.steady),
@@ -211,19 +208,19 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
     try:
         if spec.world_size > 1 and not envelopes.sharded:
             found += [_under(spec, "zero1", target, "ZeRO-1"), _fsdp(spec, target)]
-        # More devices than planned are a proposal only where nothing on the planned number of them helps.
+        # Propose more devices only if nothing fits on the planned number.
         if not fits and not any(one.fits for one in found):
             found += _smallest_world(spec, target)
-    except UserError:  # a model, a loss or an optimizer that cannot be dealt
+    except UserError:  # the model, loss or optimizer cannot be sharded
         pass
     return found
 
 
 def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
-    """Plan FSDP over the fewest devices that suffice, its blocks checkpointed where it has blocks."""
+    """Plan FSDP, with checkpointing if possible, over the smallest sufficient number of devices."""
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
     spec, _ = built(changed(spec, [] if checkpointed is None else [checkpointed]))
-    # Negative where overheads exceed the device; no step fits into one byte, which is the answer then.
+    # The budget may be negative; nothing fits into one byte either.
     usable = max(1, target.budget.usable_bytes)
     smallest = smallest_world(dataclasses.replace(spec, strategy=shards(spec.trained)), usable)
     if smallest is None:
@@ -236,9 +233,9 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
 
 
 def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) -> int | None:
-    """Return the fewest ranks over which FSDP2 fits micro-batches of one sample; None if `max_ranks` are too few.
+    """Return the fewest ranks on which FSDP2 fits micro-batches of one sample; None if `max_ranks` are too few.
 
-    Candidates are 2, 4 and whole nodes of eight. The search begins where weights, gradients and Adam's state fit.
+    Candidates are 2, 4 and multiples of 8. The search starts where weights, gradients and Adam's state fit.
     """
     candidates = [size for size in (2, 4, *range(8, max_ranks + 1, 8)) if size <= max_ranks]
     ready, _ = built(dataclasses.replace(spec, world_size=2))  # once for all traces
@@ -253,7 +250,7 @@ def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) 
     high = min(high, len(candidates) - 1)
     while high < len(candidates) and not fits(candidates[high]):
         low, high, step = high + 1, high + step, 2 * step
-    at = bisect_left(candidates, True, low, min(high, len(candidates)), key=fits)  # noqa: FBT003 (what is looked for)
+    at = bisect_left(candidates, True, low, min(high, len(candidates)), key=fits)  # noqa: FBT003 (the searched value)
     return candidates[at] if at < len(candidates) else None
 
 
@@ -271,7 +268,7 @@ def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
-    """Return the fits by predicted time; where that is not known, those with fewer and larger micro-batches first."""
+    """Return the fits by predicted time; without times, by fewer and larger micro-batches."""
 
     def place(one: Fit) -> tuple[bool, float, int, int, int]:
         seconds = float("inf") if one.seconds is None else one.seconds.total
@@ -282,15 +279,15 @@ def best_first(fits: Iterable[Fit]) -> list[Fit]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Combination:
-    """Changes of a step together, and the memory with them.
+    """A combination of changes, and the memory of the step with them.
 
     Attributes:
-        changes: in the order in which they are made; empty for the requested step.
-        strategy: how ranks share the step, where `--fit` chose that; empty for the requested strategy.
-        spec: the step with the changes, except for a loss in chunks.
+        changes: the changes in order; empty for the requested step.
+        strategy: the strategy chosen by `--fit`; empty for the requested strategy.
+        spec: the step with the changes, except for a chunked loss.
         fit: the largest micro-batch that fits; None if it was not planned.
-        why: why it is not the answer; empty for the answer.
-        seconds: time by which it is ranked; None where it does not fit.
+        why: why it was not chosen; empty for the answer.
+        seconds: time used for ranking; None if it does not fit.
     """
 
     changes: tuple[Change, ...]
@@ -302,7 +299,7 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """The changes by their names."""
+        """The names of the changes and of the strategy."""
         names = [one.name for one in self.changes] + [self.strategy] * bool(self.strategy)
         return " + ".join(names) or "as it is"
 
@@ -319,11 +316,11 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """The fastest combination of the first level of which one fits.
+    """The fastest fitting combination of the first level with one.
 
     Attributes:
-        best: the answer; None if nothing that was tried fits.
-        tried: everything that was planned, in order, including the answer.
+        best: the answer; None if nothing fits.
+        tried: all planned combinations, in order, including the answer.
     """
 
     best: Combination | None
@@ -331,20 +328,20 @@ class Answer:
 
 
 def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: bool) -> Answer:
-    """Return the changes that let a step fit at the least cost to the numbers, and the fastest of these."""
+    """Return the fastest combination that fits, at the level closest to the requested step."""
     search, best, known = _Search(target), None, all_changes(spec)
     rounded = _named(known, f"{target.autocast} autocast") if precision_is_open else ()
     for level in _levels(spec, known, rounded):
         best = search.level(spec, level)
         if best is not None:
-            if not level and rounded:  # most ask for it next
+            if not level and rounded:  # show 16-bit products too, the most common next step
                 search.level(spec, rounded)
             break
     return Answer(best=best, tried=tuple(_explained(one, best) for one in search.tried))
 
 
 def _levels(spec: StepSpec, known: Mapping[str, Change], rounded: tuple[Change, ...]) -> Iterator[tuple[Change, ...]]:
-    """Yield the changes of each level, in the order of how far they lead from the requested step."""
+    """Yield the changes of each level, in increasing distance from the requested step."""
     yield ()
     if rounded:
         yield rounded
@@ -355,19 +352,19 @@ def _levels(spec: StepSpec, known: Mapping[str, Change], rounded: tuple[Change, 
         if all(name in known and (in_bf16 or name == eight_bit) for name in names):
             yield (*rounded, *_named(known, *names))
     for name in known:
-        if name.startswith("LoRA"):  # whose base is in bf16, whatever the device multiplies in
+        if name.startswith("LoRA"):  # its base is in bf16 on every device
             yield (*bf16, known[name])
 
 
 def _named(known: Mapping[str, Change], *names: str) -> tuple[Change, ...]:
-    """Return the changes of these names that the step can have."""
+    """Return the known changes with these names."""
     return tuple(known[name] for name in names if name in known)
 
 
 def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
-    """Return the combination of fewest changes, then lines, of all within 3% of the fastest.
+    """Return the combination with the fewest changes, then lines, among all within 3% of the fastest.
 
-    Predicted times cannot tell these apart.
+    Predicted times are not accurate enough to distinguish these.
     """
     limit = NEAR_BEST * min(one.seconds or 0.0 for one in fitting)
     near = [one for one in fitting if (one.seconds or 0.0) <= limit]
@@ -379,7 +376,7 @@ def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
 
 
 def _explained(one: Combination, best: Combination | None) -> Combination:
-    """Return a combination with the reason why it is not the answer."""
+    """Return a combination with the reason why it was not chosen."""
     if one is best or not one.fits or best is None:
         return one
     seconds, fastest = one.seconds or 0.0, best.seconds or 0.0
@@ -387,24 +384,24 @@ def _explained(one: Combination, best: Combination | None) -> Combination:
         why = "not needed: it computes another step" + (", faster" if seconds < 0.97 * fastest else "")
     elif seconds <= fastest:
         why = f"within {NEAR_BEST - 1:.0%}, and more to change"
-    else:  # under FSDP no time is printed, since the cost of its gathers is not known
+    else:  # under FSDP no time is printed, since the time of its gathers is unknown
         gathers = best.strategy and best.fit is not None and best.fit.seconds is None
         why = f"slower{' in computing and gathering' if gathers else ''}"
     return dataclasses.replace(one, why=why)
 
 
 class _Search:
-    """Plans combinations, and keeps them all in `tried`."""
+    """Plans combinations and stores them in `tried`."""
 
     def __init__(self, target: PlanTarget) -> None:
         self._target = target
-        # To rank by, where the rates of the device are not known.
+        # For ranking, use the rates of a similar device if the device's are unknown.
         nearest = min(DEVICES, key=lambda one: abs(one.memory_bytes - target.budget.total_bytes))
         self._ranked = dataclasses.replace(target, rates=target.rates or rates_of(nearest))
         self.tried: list[Combination] = []
 
     def level(self, spec: StepSpec, level: tuple[Change, ...]) -> Combination | None:
-        """Return the fastest combination of a level that fits, under the first strategy with one; None if none does."""
+        """Return the fastest fitting combination of a level, under the first strategy with one; None if none fits."""
         first = len(self.tried)
         for name, strategy in _strategies(spec, level):
             self._of_strategy(dataclasses.replace(spec, strategy=strategy), level, name)
@@ -413,7 +410,7 @@ class _Search:
         return None
 
     def _of_strategy(self, spec: StepSpec, level: tuple[Change, ...], strategy: str) -> None:
-        """Plan a level under a strategy: plain, then with ever less recomputation, or with offloading."""
+        """Plan a level under a strategy: without recomputation, then with full and less recomputation or offloading."""
         start, usable = changed(spec, level), self._target.budget.usable_bytes
         least = _min_bytes(start)
         if strategy in {"", "all_reduce"} and spec.strategy in {"auto", "single", "all_reduce"} and least > usable:
@@ -437,7 +434,7 @@ class _Search:
     def _plan(
         self, spec: StepSpec, changes: tuple[Change, ...], strategy: str, chunks: Sequence[Change]
     ) -> list[Combination]:
-        """Plan changes together, without and with a loss in chunks; return the combinations that could be planned."""
+        """Plan a combination without and with a chunked loss; return the ones that could be planned."""
         step, target, found = changed(spec, changes), self._target, list[Combination]()
         try:
             envelopes = envelopes_of(step, target)
@@ -462,18 +459,18 @@ class _Search:
 
 
 def _recomputing_helps(plain: Combination, target: PlanTarget) -> bool:
-    """Whether less activations may let more fit: the rank share does not fit whole, and the state alone does."""
-    assert plain.fit is not None, "it has been planned"
+    """Whether saving activations may help: the whole rank share does not fit, but the state alone does."""
+    assert plain.fit is not None, "it is planned"
     held = plain.fit.peak.by_category
     state = sum(held[name] for name in ("weights", "buffers", "gradients", "optimizer"))
     return plain.fit.largest < target.share(plain.spec.world_size) and state < target.budget.usable_bytes
 
 
 def _gathering_seconds(step: StepSpec, fit: Fit, computing: StepSeconds, target: PlanTarget) -> float:
-    """Return the least that FSDP's messages add to a step: the part that no micro-batch hides.
+    """Return a lower bound of FSDP's communication time that computation does not hide.
 
-    Each micro-batch gathers the weights twice and reduces gradients in float32 once, and each rank receives all but
-    its own share. Latency and buckets are not known, so this ranks combinations and is not printed.
+    Each micro-batch gathers the weights twice and reduces float32 gradients once, and each rank receives all but its
+    share. Latency and buckets are unknown, so this is used for ranking but not printed.
     """
     device = target.budget.device
     if device is None:
@@ -485,14 +482,14 @@ def _gathering_seconds(step: StepSpec, fit: Fit, computing: StepSeconds, target:
 
 
 def _min_bytes(spec: StepSpec) -> int:
-    """Return the bytes that a replica needs from step to step, by arithmetic, without a trace."""
+    """Return the bytes of a replica's persistent state, computed without a trace."""
     train = built(spec)[0].trained
     needed = replica_bytes(train.optimizer, modules_of(train), train.bf16_weights, most=0)
     return needed.least + needed.update.state
 
 
 def _strategies(spec: StepSpec, level: tuple[Change, ...]) -> list[tuple[str, str | Callable[[], Strategy]]]:
-    """Return the strategies for several ranks, by increasing traffic; only the requested one, if any."""
+    """Return the strategies for several ranks by increasing traffic, or only the requested one."""
     if spec.world_size == 1 or spec.strategy != "auto":
         return [("", spec.strategy)]
     ready, _ = built(changed(spec, level))

@@ -1,7 +1,7 @@
-"""Stand-ins for layers and optimizers of bitsandbytes and peft, and the lines to write for the real ones.
+"""Stand-ins for layers and optimizers of bitsandbytes and peft, and the code for the real ones.
 
-A stand-in takes and keeps the memory of the library's tensors. Adapters compute their result; the others compute
-nothing, and are for tensors without data only.
+A stand-in allocates and keeps the same memory as the library. Adapters compute their result; the others compute
+nothing, and are for fake tensors only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _LOAD_IN_4_BITS = ("transformers", "diffusers")
 
 
 class AdamW8bit(Optimizer):
-    """Keeps the memory of bitsandbytes' AdamW8bit, and computes nothing."""
+    """Allocates the memory of bitsandbytes' AdamW8bit, but computes nothing."""
 
     updates_each_by_itself = True
 
@@ -43,7 +43,7 @@ class AdamW8bit(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make the state of each parameter that has a gradient, and touch what the kernel touches, in place."""
+        """Create the state of each parameter with a gradient, and change in place the same tensors as the kernel."""
         del closure
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -69,9 +69,9 @@ class AdamW8bit(Optimizer):
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus the product of two narrow matrices that are trained: LoRA, without dropout.
+    """A frozen linear layer plus a trained product of two narrow matrices: LoRA without dropout.
 
-    The product is computed in the adapter's type, and the sum has the layer's, as in peft.
+    Like in peft, the product has the adapter's dtype, and the sum has the layer's.
     Source: Hu et al. 2021, "LoRA", section 4.1, with alpha twice the rank.
     """
 
@@ -80,22 +80,22 @@ class LoraLinear(nn.Module):
         self.base = base
         self.down = nn.Linear(sizes[0], rank, bias=False)
         self.up = nn.Linear(rank, sizes[1], bias=False)
-        nn.init.zeros_(self.up.weight)  # so that training begins where the base is
+        nn.init.zeros_(self.up.weight)  # training starts at the base model
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output plus the product."""
         result: Tensor = self.base(x)
         kind = result.dtype
-        # Under peft's names, too, the input in the adapter's type is there until the end.
+        # Like in peft, the input in the adapter's dtype lives until the end of the forward.
         x = x.to(self.down.weight.dtype)
         result = result + self.up(self.down(x)) * 2.0
         return result.to(kind)
 
 
 class FourBitLinear(nn.Module):
-    """Keeps the memory of bitsandbytes' Linear4bit (NF4, double quantization), and computes nothing.
+    """Allocates the memory of bitsandbytes' Linear4bit (NF4, double quantization), but computes nothing.
 
-    The kernel makes the weight in bf16 in the forward, and again in the backward.
+    The kernel creates the weight in bf16 in the forward, and again in the backward.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -104,7 +104,7 @@ class FourBitLinear(nn.Module):
         self.shape = tuple(linear.weight.shape)
         self.bias = linear.bias
         scales = ceil_div(number, WEIGHT_BLOCK)
-        # Parameters, as there: of buffers the engine keeps a copy, since a forward might change them.
+        # Parameters, like in bitsandbytes: the engine would copy buffers, since a forward might change them.
         self.codes = nn.Parameter(torch.zeros(ceil_div(number, 2), dtype=torch.uint8), requires_grad=False)
         self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.uint8), requires_grad=False)
         blocks = torch.zeros(ceil_div(scales, STATE_BLOCK))
@@ -117,7 +117,7 @@ class FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Saves the codes only: the backward makes the weight again."""
+    """Saves the codes only: the backward dequantizes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, shape: tuple[int, int]) -> Tensor:  # noqa: ANN401 (torch's type)
@@ -132,7 +132,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
-    """Freeze a model in bf16, and add adapters to the linear layers of its repeated blocks; return the model."""
+    """Freeze a model in bf16 and add adapters to the linear layers of its repeated blocks; return the model."""
     in_bfloat16(as_module(model), trains=False)
     with torch.device("meta"):
         for parent, name, linear in linear_layers(as_module(model)):
@@ -142,7 +142,7 @@ def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
 
 
 def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
-    """Replace the parameters of a module by ones in bf16 and without data."""
+    """Replace the parameters of a module by bf16 parameters without data."""
     known: dict[int, nn.Parameter] = {}
     for one in module.modules():
         for name, old in one.named_parameters(recurse=False):
@@ -157,10 +157,10 @@ def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
 
 
 def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the linear layers inside of repeated blocks, each with its parent and its name there.
+    """Return the linear layers in repeated blocks, each with its parent and its name in it.
 
-    Subclasses of `nn.Linear` are left out: `nn.MultiheadAttention` reads the weight without calling the layer, so
-    an adapter there would never run.
+    Skip subclasses of `nn.Linear`: `nn.MultiheadAttention` reads the weight without calling the layer, so an adapter
+    would never run.
     """
     return [
         (parent, name, child)
@@ -173,9 +173,9 @@ def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def linear_names(modules: nn.Module) -> list[str]:
-    """Return the names of `linear_layers` within their blocks, each once.
+    """Return the distinct names of `linear_layers` within their blocks.
 
-    peft matches the end of a name, so a name that ends in another one is left out.
+    peft matches the end of a name, so skip a name that ends in another one.
     """
     found = {
         name: None
@@ -189,7 +189,7 @@ def linear_names(modules: nn.Module) -> list[str]:
 
 
 def adapter_lines(names: Sequence[str], rank: int, called: Mapping[str, str]) -> list[str]:
-    """Return the lines that add peft's adapters to layers."""
+    """Return the code that adds peft's adapters to layers."""
     shown = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
     # peft finds the linear layers of transformers models.
     targets, layers = "'all-linear'", []
@@ -204,7 +204,7 @@ def adapter_lines(names: Sequence[str], rank: int, called: Mapping[str, str]) ->
 
 
 def four_bit_lines(model: nn.Module, called: Mapping[str, str]) -> list[str]:
-    """Return the lines that load a model in 4 bits; empty where no library does."""
+    """Return the code that loads a model in 4 bits; empty if no library can."""
     library, _, _ = type(model).__module__.partition(".")
     loader = type(model).__name__
     if called:  # a stand-in for a model of transformers that predicts the next token
@@ -221,19 +221,19 @@ def four_bit_lines(model: nn.Module, called: Mapping[str, str]) -> list[str]:
 
 
 class Offloaded(nn.Module):
-    """Runs a block with the memory of `torch.autograd.graph.save_on_cpu`: nothing saved stays on the device."""
+    """Runs a block with the memory of `torch.autograd.graph.save_on_cpu`: no saved tensor stays on the device."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the block takes and returns)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (any arguments and result)
         """Return the block's output."""
-        with torch.autograd.graph.saved_tensors_hooks(_shape_of, _made_again):
+        with torch.autograd.graph.saved_tensors_hooks(_shape_of, _empty_tensor):
             return self.block(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the block has)
-        """Return the block's attribute of that name, if this has none."""
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute)
+        """Return the block's attribute if this module has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -241,7 +241,7 @@ class Offloaded(nn.Module):
 
 
 def offloaded(model: Model) -> Model:
-    """Let the repeated blocks of a model keep nothing on the device; return the model."""
+    """Offload the saved tensors of a model's repeated blocks; return the model."""
     for blocks in repeated_blocks(as_module(model)):
         for name in blocks.names:
             setattr(blocks.parent, name, Offloaded(blocks.parent.get_submodule(name)))
@@ -252,6 +252,6 @@ def _shape_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]
     return tensor.size(), tensor.stride(), tensor.dtype
 
 
-def _made_again(shape: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
+def _empty_tensor(shape: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
     size, stride, dtype = shape
     return torch.empty_strided(size, stride, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of the repeated blocks of a model, which run again in the backward then."""
+"""Activation checkpointing of a model's repeated blocks."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from anybatch.engine.inputs import Model
 from anybatch.planner.torch_internals import checkpointed, known_operations
 
 Keeping = Literal["inputs", "products"]
-"""Activations that a checkpointed block keeps: its inputs alone, or results of matrix products and attention, too."""
+"""Activations that a checkpointed block saves: its inputs, or also the results of matrix products and attention."""
 
 _PRODUCTS: Final = known_operations(
     [
@@ -26,16 +26,16 @@ _PRODUCTS: Final = known_operations(
 
 
 def as_module(model: Model) -> nn.Module:
-    """Return a model as one module, with data or without."""
+    """Return a model, or a mapping of models, as one module."""
     return nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
 
 
 def checkpoint_blocks(model: Model, keeping: Keeping = "inputs", *, every: int = 1) -> Model:
-    """Wrap the repeated blocks of a model so that they run again in the backward; return the model.
+    """Wrap the repeated blocks of a model in activation checkpointing; return the model.
 
     Args:
-        model: changed in place; if it is a block itself it stays as it is.
-        keeping: what a block keeps from forward to backward.
+        model: changed in place, except if the model itself is a block.
+        keeping: activations that a block saves for its backward.
         every: wrap every n-th block.
     """
     contexts: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Makes CPU tensors without data allocate as CUDA's would.
+"""Make fake CPU tensors allocate memory as CUDA tensors do.
 
-Four things differ between the two in what a step holds: which operations autocast runs in which type, the mask of a
-dropout, which kernel computes attention, and whether optimizers work on all parameters at once by default.
+Four things differ between CPU and CUDA: the dtypes that autocast chooses, the mask of dropout, the attention kernel,
+and whether optimizers use foreach by default.
 """
 
 import threading
@@ -18,14 +18,14 @@ from anybatch.parallel.local_parts import is_dtensor
 from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_autocast_kernels
 
 Profile = Literal["cuda", "cpu"]
-"""Whose allocations are imitated; "cpu" leaves them as they are."""
+"""Device type whose allocations are emulated; "cpu" changes nothing."""
 
 AutocastPolicy = Literal["lower", "float32", "set_dtype", "append_dtype", "widest", "none"]
-"""Policies of autocast for an operation: casts its arguments down, or to float32; has it compute in float32 unless a
-type is asked for; passes float32 as one more argument; casts to the widest type among the arguments; nothing."""
+"""Autocast policies of an operation: cast arguments to the lower dtype, or to float32; compute in float32 unless a
+dtype is given; pass float32 as an extra argument; cast to the widest dtype among the arguments; none."""
 
-# Source: ATen/autocast_mode.h of torch 2.13, the operations that AutocastCUDA knows and AutocastCPU does not, or treats
-# otherwise. What only AutocastCPU knows ("none" on CUDA) is read from the dispatcher. A test compares both with the
+# Source: ATen/autocast_mode.h of torch 2.13: AutocastCUDA's operations that AutocastCPU lacks or treats differently.
+# Operations that only AutocastCPU casts ("none" on CUDA) are read from the dispatcher. A test compares both with the
 # installed torch.
 POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
     "lower": (
@@ -65,18 +65,18 @@ POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
     ),
 }
 
-# Autocast policies belong to the process: one profile at a time.
+# Autocast policies are global to the process: one profile at a time.
 _LOCK = threading.RLock()
 
 
 @contextmanager
 def allocating_as(profile: Profile) -> Iterator[None]:
-    """Let CPU tensors without data allocate as tensors of another device would; everything is as before afterwards.
+    """Let fake CPU tensors allocate as on another device while entered.
 
-    Autocast on the CPU is another one meanwhile, in the whole process; a second profile waits for the first to end.
-    On any device a product of groups is described for all types that its kernel takes, not for bf16 alone.
+    This changes CPU autocast in the whole process, so a second profile waits for the first to end. On any device,
+    `_grouped_mm` gets a meta kernel for all dtypes that its real kernel accepts, not for bf16 alone.
     """
-    # The order matters when leaving: kernels are unregistered before another thread may register its own.
+    # The order matters on exit: kernels are unregistered before the lock is released.
     with _LOCK, _registered(_described(), "Meta"):
         if profile == "cpu":
             yield
@@ -87,33 +87,33 @@ def allocating_as(profile: Profile) -> Iterator[None]:
 
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
-    """Give autocast on the CPU the policies that it has on CUDA."""
+    """Give CPU autocast the policies of CUDA."""
     with _registered(_kernels(), "AutocastCPU"):
         yield
 
 
 @contextmanager
 def _kernels_as_on_cuda() -> Iterator[None]:
-    """Let functions that CUDA computes with a kernel of its own keep what that kernel keeps."""
+    """Let functions with a fused CUDA kernel save the same tensors as that kernel."""
     with _registered(_OF_CUDA.items(), "AutogradCPU"):
         yield
 
 
 @contextmanager
 def _registered(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> Iterator[None]:
-    """Register kernels under a dispatch key, and take them back afterwards."""
+    """Register kernels under a dispatch key while entered."""
     with kernel_library() as library:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is replaced is what this is for
+            warnings.simplefilter("ignore")  # kernels are replaced on purpose
             for name, kernel in kernels:
                 library.impl(name, kernel, key, allow_override=True)
         yield
 
 
 def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
-    """Make the choice that an optimizer leaves open as it would be made on the profile's device.
+    """Resolve an optimizer's `foreach=None` as torch would on the profile's device.
 
-    On CUDA torch's optimizers work on all parameters at once by default, which takes memory; but not on `DTensor`s.
+    On CUDA, torch's optimizers use foreach by default, which needs more memory, except for `DTensor`s.
     """
     if profile == "cpu":
         return
@@ -122,7 +122,7 @@ def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
             continue
         if any(map(is_dtensor, group["params"])):
             continue
-        # As torch decides: a learning rate in a tensor rules `foreach` out, unless the optimizer is capturable.
+        # Like torch: a tensor learning rate disables foreach, unless the optimizer is capturable.
         group["foreach"] = not isinstance(group["lr"], torch.Tensor) or bool(group.get("capturable"))
 
 
@@ -130,12 +130,12 @@ def _kernels() -> list[tuple[str, Callable[..., Any]]]:
     """Return the kernels to register under AutocastCPU, by operation."""
     on_cpu, on_cuda = registered_operations("AutocastCPU"), registered_operations("AutocastCUDA")
     made: list[tuple[str, Callable[..., Any]]] = [
-        # Operations that autocast knows on the CPU only must pass through unchanged, as on CUDA.
+        # Operations that autocast casts only on the CPU must pass through unchanged, as on CUDA.
         (name, torch.library.fallthrough_kernel)
         for name in sorted(on_cpu - on_cuda)
     ]
     for policy, names in POLICIES.items():
-        # The table is that of one version; what this torch does not cast on CUDA is left alone.
+        # The table is for one version of torch; skip operations that this version does not cast on CUDA.
         made += [(name, _kernel(_operation(name), policy)) for name in names if name in on_cuda]
     return made
 
@@ -146,10 +146,10 @@ def _operation(name: str) -> Any:  # noqa: ANN401 (torch's type has no name in p
 
 
 def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # noqa: ANN401 (torch's type)
-    """Return the kernel that autocast runs in the place of an operation."""
+    """Return the kernel that autocast runs instead of an operation."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the operation takes and returns)
-        # Calling the operation again would come back here, to the kernel that replaced it.
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (any arguments and results)
+        # Without this context, calling the operation would recurse into this kernel.
         with without_autocast_kernels():
             if policy == "set_dtype":
                 names = [argument.name for argument in schema_of(operation).arguments]
@@ -174,7 +174,7 @@ def _norm(values: torch.Tensor, p: float | None = 2, dim: Iterable[int] = (), ke
 
 
 def _eligible(leaf: object) -> bool:
-    """Whether autocast casts this at all."""
+    """Whether autocast may cast this value."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype is not torch.float64
 
 
@@ -185,12 +185,12 @@ def _widest(dtype: torch.dtype, arguments: object) -> torch.dtype:
     return dtype
 
 
-# Kernels, and not a mode that looks at Python's functions: torch takes such a mode out of its own way for a whole
-# backward, where a checkpointed block runs its forward again.
+# These are kernels and not a `TorchFunctionMode`, because torch disables such modes during backward, where
+# checkpointed blocks recompute their forward.
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001 (torch's signature)
-    """One byte of mask per element."""
+    """Save a mask of one byte per element."""
     if train and 0 < p < 1:
         return torch.native_dropout(values, p, True)[0]  # noqa: FBT003 (takes no keyword)
     unchanged: torch.Tensor = torch.ops.aten.dropout.default.decompose(values, p, train)
@@ -208,7 +208,7 @@ def _attention(  # noqa: PLR0917 (torch's signature)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Output and one number per row, with dropout too: its mask is drawn again in the backward."""
+    """Save the output and one number per row; a dropout mask is not saved but redrawn in backward."""
     del dropout_p
     options = {"scale": scale, "enable_gqa": enable_gqa}
     plain = torch.ops.aten.scaled_dot_product_attention.default.decompose
@@ -219,18 +219,18 @@ def _attention(  # noqa: PLR0917 (torch's signature)
 def _rms_norm(
     values: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """Input, weight and one number per row."""
+    """Save the input, the weight and one number per row."""
     del eps
     result: torch.Tensor = _RMSNorm.apply(values, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return result
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Takes and keeps the memory of a fused RMS norm, and computes nothing: tensors without data only."""
+    """Allocates and saves like a fused RMS norm but computes nothing: for fake tensors only."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor | None, num_axes: int) -> torch.Tensor:  # noqa: ANN401 (torch's type)
-        # The fused kernel keeps the reciprocal root mean square of each row, in float32.
+        # The fused kernel saves the reciprocal root mean square of each row, in float32.
         rows = values.new_empty((*values.shape[: values.dim() - num_axes], *[1] * num_axes), dtype=torch.float32)
         ctx.save_for_backward(values, weight, rows)
         return torch.empty_like(values)
@@ -246,7 +246,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _described() -> list[tuple[str, Callable[..., Any]]]:
-    """Return descriptions of operations whose own refuses types that the kernels take."""
+    """Return meta kernels for operations whose built-in one rejects dtypes that the real kernels accept."""
     return [(name, _grouped_product) for name in ("_grouped_mm",) if hasattr(torch.ops.aten, name)]
 
 
@@ -257,11 +257,11 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The shape and type of the product of groups of rows, of columns, or of what is summed over."""
+    """Return an empty result of a grouped product, with groups of rows, of columns, or of the contracted axis."""
     del bias
     shape = [*first.shape[:-1], second.shape[-1]]
-    if first.dim() == second.dim() == 2:  # noqa: PLR2004 (groups of what is summed over: a matrix for each)
-        assert offs is not None, "groups of a flat product end somewhere"
+    if first.dim() == second.dim() == 2:  # noqa: PLR2004 (groups of the contracted axis: a matrix for each)
+        assert offs is not None, "two matrices need the ends of their groups"
         shape = [len(offs), *shape]
     elif first.dim() > second.dim():  # groups of columns
         shape = shape[1:]
@@ -273,4 +273,4 @@ _OF_CUDA: Mapping[str, Callable[..., torch.Tensor]] = {
     "scaled_dot_product_attention": _attention,
     "rms_norm": _rms_norm,
 }
-"""Functions that CUDA computes with a kernel of its own, which keeps less: what keeps as much on the CPU."""
+"""Functions with a fused CUDA kernel, and CPU implementations that save the same memory."""

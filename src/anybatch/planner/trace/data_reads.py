@@ -1,4 +1,4 @@
-"""Numbers that a program reads from tensors without data: answered with a made-up value, and counted by phase."""
+"""Answer reads of numbers from fake tensors with made-up values, and count them by phase."""
 
 import operator
 import traceback
@@ -27,29 +27,29 @@ _COMPARES: Mapping[Any, Callable[[Any, Any], bool]] = {
 _FOLLOWING = "Following a number that is drawn"
 
 WATCHED = frozenset({_LOOKS_FOR_OVERFLOW, *_READS, *_DRAWS, *_COMPARES})
-"""The operations that have to be seen here each time."""
+"""Operations that must reach `HostReads` every time, so their results are not cached."""
 
 
 class HostReads(TorchDispatchMode):
-    """Answers `.item()`, `if tensor:` and `torch.equal` on tensors without data, which refuse that by themselves.
+    """Answers `.item()`, `if tensor:` and `torch.equal` on fake tensors, which would raise otherwise.
 
-    Whether fp16 gradients have overflowed is answered with no, since no update would follow otherwise.
+    The check of fp16 gradients for overflow returns no overflow, since the update would be skipped otherwise.
 
-    What follows from an answer may be another program than with data. To find out,
-    it is run a second time with the other answers, and compared.
+    With real data the program might branch differently. To detect this, it runs again with alternative answers, and the
+    two traces are compared.
 
-    A number that `torch.rand` has drawn, and a comparison of it, is answered as for a draw near 1, and as for one near
-    0: what is left out with probability 0 never is. (`torch.rand` draws 0 itself once in 16 million times.)
+    Reads of a number drawn by `torch.rand`, or of a comparison with it, are answered as for a draw near 1 (alternative:
+    near 0), so that a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
 
     Args:
         phase: returns the current phase of the step.
-        other: give the other answers: True instead of False, 2 instead of 1, -1.5 instead of 0.5, a draw near 0.
+        other: give the alternative answers: True instead of False, 2 instead of 1, -1.5 instead of 0.5, a draw near 0.
 
     Attributes:
         numbers: how many numbers were read, by phase.
         truths: how many truth values were read, by phase.
-        at: where the first was read in a forward or backward, as words that follow a sentence; empty if none was.
-        is_drawn: whether what was read first follows from a number that `torch.rand` has drawn.
+        at: location of the first read in a forward or backward, as text to append to a sentence; empty for no read.
+        is_drawn: whether the first read depends on a number drawn by `torch.rand`.
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:
@@ -61,7 +61,7 @@ class HostReads(TorchDispatchMode):
         self._phase = phase
         self._other = other
         self._overflows: list[torch.Tensor] = []
-        # By identity, and without keeping them: what lives on would be memory of the step.
+        # Weak references: keeping the tensors alive would change the memory of the step.
         self._drawn: dict[int, tuple[weakref.ref[torch.Tensor], int, float]] = {}
 
     def __torch_dispatch__(
@@ -70,11 +70,11 @@ class HostReads(TorchDispatchMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Run an operation; make up the result if it reads a number of a tensor without data."""
+    ) -> Any:  # noqa: ANN401 (any result)
+        """Run an operation; make up the result if it reads a number from a fake tensor."""
         del types
         if func is _LOOKS_FOR_OVERFLOW:
-            # The flag that this operation writes: a read of it later on is answered with no.
+            # The operation's flag; later reads of it return no overflow.
             self._overflows.append(args[1])
         if func not in _READS:
             result = func(*args, **(kwargs or {}))
@@ -84,13 +84,13 @@ class HostReads(TorchDispatchMode):
                 self._remember(result, _COMPARES[func](drawn, args[1]))
             return result
         try:
-            return func(*args, **(kwargs or {}))  # a number that the program itself has written is known
+            return func(*args, **(kwargs or {}))  # a number written by the program itself is known
         except DataDependentOutputException:
-            return self._made_up(func, args[0])
+            return self._substitute(func, args[0])
 
-    def _made_up(self, func: Any, read: torch.Tensor) -> float:  # noqa: ANN401 (as above)
-        """Return the answer to a read of a tensor without data, and count it."""
-        # By identity, since comparing values would itself be a read.
+    def _substitute(self, func: Any, read: torch.Tensor) -> float:  # noqa: ANN401 (as above)
+        """Return the answer to a read of a fake tensor, and count it."""
+        # Compare identities, since comparing values would be another read.
         if any(read is overflow for overflow in self._overflows):
             return 0.0
         drawn = None if func is torch.ops.aten.equal.default else self._draw_in(read)
@@ -108,11 +108,11 @@ class HostReads(TorchDispatchMode):
         return 2 if self._other else 1
 
     def _remember(self, tensor: torch.Tensor, drawn: float) -> None:
-        if not tensor.is_inference():  # whose changes torch does not count
+        if not tensor.is_inference():  # torch does not count changes of inference tensors
             self._drawn[id(tensor)] = weakref.ref(tensor), num_changes([tensor], _FOLLOWING)[0], drawn
 
     def _draw_in(self, tensor: torch.Tensor) -> float | None:
-        """Return the drawn number that a tensor holds, or what a comparison has made of it; None for anything else."""
+        """Return a tensor's drawn number, or the result of comparing one; None for other tensors."""
         reference, changes, drawn = self._drawn.get(id(tensor), (None, 0, None))
         is_it = reference is not None and reference() is tensor and [changes] == num_changes([tensor], _FOLLOWING)
         return drawn if is_it else None

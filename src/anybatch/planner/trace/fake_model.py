@@ -1,7 +1,7 @@
 """Fake twins: models, optimizers and batches whose tensors have shapes and types, but no data.
 
-A twin is a copy of a whole structure in which every tensor is replaced. Tensors that shared memory share it in the
-twin too, so tied weights stay tied. No data is copied and no code of the user's runs.
+A twin is a deep copy in which every tensor is fake. Tensors that share memory share it in the twin too, so tied weights
+stay tied. No data is copied and no user code runs.
 """
 
 import copy
@@ -24,37 +24,36 @@ Mode = AbstractContextManager[object]
 
 
 def build(factory: Callable[[], ValueT]) -> tuple[ValueT, str | None]:
-    """Call a factory so that its tensors take no memory; where that is not possible, call it as it is.
-
-    Random numbers are as before afterwards.
+    """Call a factory on the meta device, or normally if that fails; restore the random state.
 
     Args:
         factory: function () -> model.
 
     Returns:
-        What it made, and why it could not be made without memory; None if it could.
+        The model, and the error if it needed real memory; otherwise None.
     """
-    # Initialisation draws random numbers, and a plan must not move the user's generators.
+    # Initialisation draws random numbers, and a plan must not advance the user's generators.
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
                 return factory(), None
-        except Exception as error:  # noqa: BLE001 (whatever it is, the factory is asked again, and raises its own then)
+        except Exception as error:  # noqa: BLE001 (the factory is called again and may raise its own error then)
             reason = f"{type(error).__name__}: {error}"
         return factory(), reason
 
 
 def fake_twin(value: ValueT, mode: Mode) -> ValueT:
-    """Return a copy of modules, optimizers or containers of these with fake CPU tensors in the place of all tensors.
+    """Return a deep copy of modules, optimizers or containers in which all tensors are fake CPU tensors.
 
-    What is passed in one call keeps its ties: `fake_twin((model, optimizer), mode)` steps the twin's own parameters.
+    Objects passed in one call stay connected: the optimizer in `fake_twin((model, optimizer), mode)` updates the twin's
+    parameters.
 
     Args:
-        value: anything that can be deep-copied; its tensors may hold data, on any device, or be on the meta device.
-        mode: the fake mode the twin lives in.
+        value: any object that can be deep-copied, with tensors on any device, including meta.
+        mode: the fake mode of the twin.
 
     Raises:
-        CannotPlanError: a tensor that has no fake twin, or something that cannot be copied.
+        CannotPlanError: a tensor cannot be fake, or an object cannot be copied.
     """
     replacement = _Replacement(mode)
     try:
@@ -73,13 +72,13 @@ def fake_batch(sample: Batch, num_samples: int, mode: Mode) -> Batch:
     Args:
         sample: any nested batch of at least one sample.
         num_samples: samples in the new batch.
-        mode: the fake mode it lives in.
+        mode: the fake mode of the new batch.
     """
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         shape = (num_samples, *tensor.shape[1:]) if tensor.dim() else ()
         last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004 (NCHW)
-        # With one channel both layouts hold; such a batch counts as contiguous.
+        # With one channel a tensor has both layouts; treat it as contiguous.
         layout = torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu", memory_format=layout)
@@ -88,12 +87,12 @@ def fake_batch(sample: Batch, num_samples: int, mode: Mode) -> Batch:
 
 
 class _Replacement(TorchFunctionMode):
-    """While entered, a deep copy of a tensor is its fake twin."""
+    """While entered, deep copies of tensors are fake twins."""
 
     def __init__(self, mode: Mode) -> None:
         super().__init__()
         self._mode = mode
-        # Each storage is kept beside its twin, so that its key cannot pass to another storage.
+        # Keep each storage alive, so that its key is not reused.
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def __torch_function__(
@@ -102,8 +101,8 @@ class _Replacement(TorchFunctionMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the function returns)
-        """Answer what deep copies of tensors and parameters call."""
+    ) -> Any:  # noqa: ANN401 (any result)
+        """Replace the functions that copy tensors and parameters."""
         del types
         if func is torch.Tensor.__deepcopy__:
             return self.twin(args[0])
@@ -112,24 +111,24 @@ class _Replacement(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def known_parameters(self, value: object) -> dict[int, Any]:
-        """Return the twins of all parameters of the modules in a structure, with their attributes, by id."""
+        """Return the twins of all module parameters in a structure, with their attributes, by id."""
         memo: dict[int, Any] = {}
         for module in _modules_in(value):
             for parameter in module.parameters():
                 if id(parameter) not in memo:
                     twin = nn.Parameter(self.twin(parameter), requires_grad=parameter.requires_grad)
-                    # `nn.Parameter` does not copy attributes that the user has set on a parameter.
+                    # `nn.Parameter` does not copy attributes set by the user.
                     twin.__dict__.update(parameter.__dict__)
                     memo[id(parameter)] = twin
         return memo
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the twin of a tensor: in its own memory, or in the twin of the memory that it shares."""
+        """Return the twin of a tensor, in new memory or in the twin of shared memory."""
         plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized:
             message = (
-                f"cannot plan, will probe: a tensor of type {type(tensor).__name__} with layout {tensor.layout} has no "
-                "fake twin."
+                f"cannot plan, will probe: tensors of type {type(tensor).__name__} with layout {tensor.layout} are not "
+                "supported."
             )
             raise CannotPlanError(message)
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
@@ -138,7 +137,7 @@ class _Replacement(TorchFunctionMode):
             known = self._storages.get(storage_key(storage))
             if known is None:
                 made = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-                # The usual case, a tensor that is all of its memory. A part of a larger one needs the larger one first.
+                # The usual case: the tensor fills its storage. A view of a larger storage needs that storage first.
                 if made.untyped_storage().nbytes() == storage.nbytes() and not tensor.storage_offset():
                     self._storages[storage_key(storage)] = storage, made
                     return made
@@ -150,7 +149,7 @@ class _Replacement(TorchFunctionMode):
 
 
 def _modules_in(value: object) -> list[nn.Module]:
-    """Return the modules of a structure of tuples, mappings, modules and whatever has attributes that are modules."""
+    """Return the modules in nested tuples, lists and mappings, and in attributes of other objects."""
     if isinstance(value, nn.Module):
         return [value]
     if isinstance(value, Mapping):

@@ -1,12 +1,12 @@
-"""A cache for operations on tensors without data: their results depend on shapes and types, which repeat.
+"""Cache the results of operations on fake tensors.
 
-A model of equal blocks runs the same few dozen operations thousands of times, and `FakeTensorMode` takes longer to work
-out the result of one than a CPU takes to compute it. Here a result is worked out once, and made again from its
-metadata: shape, type, and the argument whose memory it shares.
+A model of equal blocks runs the same few dozen operations thousands of times, and `FakeTensorMode` needs longer for one
+than a CPU needs to compute it. This cache runs an operation once per set of shapes and types, and then recreates the
+result from its metadata: shape, type, and the argument whose memory it shares.
 
-That relies on how torch makes a `FakeTensor`, which it does not promise to keep. Where a name is missing, on a version
-of torch on which it was not seen to hold, and for each result that does not come out the same when it is made the first
-time, operations are run by `FakeTensorMode` itself: plans are the same, and take four times as long.
+The cache relies on private details of `FakeTensor`. Operations run in `FakeTensorMode` instead if a private name is
+missing, if the version of torch is untested, or if the first result cannot be recreated exactly. Plans are then the
+same, but take four times as long.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anybatch.core.torch_internals import SEEN, storage_key
-from anybatch.memory.ledger import DEVICE, KernelWorkspaces, MemoryLedger, OperationObserver, PoolSelector
+from anybatch.memory.ledger import DEVICE, MemoryLedger, OperationObserver, PoolSelector
 from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type, is_view
 from anybatch.planner.torch_internals import (
     fake_device_getter,
@@ -39,9 +39,9 @@ _PLAIN = frozenset(
 )
 _LISTS = frozenset({list, tuple, torch.Size})
 _NOT_BY_SHAPE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
-"""Tags of operations that look at numbers, or that change the shape of their arguments."""
+"""Tags of operations that read numbers or change the shape of their arguments."""
 _UNDESCRIBED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
-"""Operations that keep memory for their backward of which torch's description of them says nothing."""
+"""Operations that save memory for their backward that torch's meta kernel does not show."""
 _READ = operation("_local_scalar_dense.default")
 _MOVE_THE_BEGINNING = known_operations(
     (
@@ -51,37 +51,34 @@ _MOVE_THE_BEGINNING = known_operations(
         *("squeeze.dims", "detach.default", "alias.default"),
     )
 )
-"""Views that begin as far behind their argument's beginning wherever that is; others count bytes, or from the start."""
+"""Views whose offset relative to their argument does not depend on the argument's own offset."""
 _FROM_THE_START = known_operations(("as_strided_copy.default", "as_strided_scatter.default"))
-"""Operations that are no views, and whose results depend on where their arguments begin in memory."""
+"""Operations that are not views but whose results depend on the storage offset of their arguments."""
 _SELECT = operation("select.int")
 _PLACES: Mapping[Any, int] = {_SELECT: 2, operation("select_backward.default"): 3}
-"""The argument, by its number and the last, that says only which row of a tensor a result is of."""
+"""The position of the last argument, if it is only the index of a row."""
 _META = torch.device("meta")
 _device_of = fake_device_getter()
 
 
 def results_can_be_remade(version: str = torch.__version__, parts: Sequence[Any] = ()) -> bool:
-    """Return whether results made from their metadata are those of `FakeTensorMode` on this version of torch.
+    """Return whether the cache is tested on this version of torch and finds the private names it needs.
 
     Args:
-        version: of torch, as "2.13.0+cpu".
-        parts: what such results are made with; empty for what this torch has.
+        version: version of torch, such as "2.13.0+cpu".
+        parts: the private functions needed; empty to use those of this torch.
     """
     return ".".join(version.split(".")[:2]) in SEEN and makes_fake_tensors(parts)
 
 
 class FakeLedger(MemoryLedger):
-    """A ledger for tensors without data that takes results from a cache.
-
-    It records the same as a `MemoryLedger`, in a quarter of the time.
+    """A `MemoryLedger` for fake tensors that caches results and needs a quarter of the time.
 
     Args:
-        mode: the mode the tensors live in, entered below this ledger.
+        mode: the fake mode of the tensors, entered before this ledger.
         on_operation: called after each operation.
-        pool: returns the number of the allocator's pool that memory comes from; None: all from pool 0.
-        kernels: returns the workspaces of an operation's kernel.
-        cache: results of other traces too; None for an empty one.
+        pool: returns the number of the allocator pool to use; None for pool 0 only.
+        cache: cache shared with other traces; None for a new one.
     """
 
     def __init__(
@@ -90,19 +87,18 @@ class FakeLedger(MemoryLedger):
         *,
         on_operation: OperationObserver | None = None,
         pool: PoolSelector | None = None,
-        kernels: KernelWorkspaces | None = None,
         cache: "ResultCache | None" = None,
     ) -> None:
-        super().__init__(on_operation=on_operation, pool=pool, kernels=kernels)
+        super().__init__(on_operation=on_operation, pool=pool)
         self._run = CachedOperations(mode, cache)
 
     def cached_result(self) -> object | None:
-        """Return the entry that the last result was made from, one for each set of arguments; None if it was run."""
+        """Return the cache entry of the last result; None if the operation was run."""
         return self._run.entry
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to switch its compiler off and on around each operation: nothing is compiled here."""
+        """Return False: nothing is compiled, so torch need not disable its compiler around each operation."""
         return False
 
     def __torch_dispatch__(
@@ -111,18 +107,18 @@ class FakeLedger(MemoryLedger):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Return the result of an operation, and record it.
+    ) -> Any:  # noqa: ANN401 (any result)
+        """Run an operation, record it and return its result.
 
         Raises:
-            NotImplementedError: the memory that the operation holds cannot be known without running it.
+            NotImplementedError: the memory that the operation saves is unknown without running it.
         """
-        # Two thirds of all calls while planning ask for a device, so this comes before everything else.
+        # Two thirds of all calls during planning query a device, so check for this first.
         if func is DEVICE and type(args[0]) is FakeTensor:
             return _device_of(args[0])
         for kind in types:
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
-                return NotImplemented  # its parts come next
+                return NotImplemented  # torch calls again with its inner tensors
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
         self._see(func, args, kwargs, result)
@@ -130,9 +126,9 @@ class FakeLedger(MemoryLedger):
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode for tensors without data that may meet others.
+    """Return a `FakeTensorMode` that accepts real tensors too.
 
-    Its own cache is off: it would see new operations only, and hashing their arguments takes as long as running them.
+    Its built-in cache is off: it would only see operations missed by ours, and hashing costs as much as running them.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
@@ -141,19 +137,19 @@ def fake_mode() -> FakeTensorMode:
 
 @dataclass(frozen=True, slots=True)
 class _TensorMetadata:
-    """A result, but for its mode and its memory.
+    """Metadata to recreate one result.
 
     Attributes:
-        base: the number of the argument whose memory it shares; None if it has its own.
-        size: its lengths.
-        stride: its strides.
-        offset: where it begins in its memory; of a view, in elements behind the beginning of that argument.
-        dtype: its type.
-        device: that it says it is on.
-        is_conjugate: whether it is a conjugate view of its memory.
-        is_negative: the same of negation.
-        attributes: the Python attributes that torch has set on it.
-        is_strided_view: whether it is a view of the same numbers, with other strides at most.
+        base: the number of the argument whose storage it shares; None for new storage.
+        size: shape.
+        stride: strides.
+        offset: storage offset; for a view, relative to the offset of its base.
+        dtype: element type.
+        device: emulated device.
+        is_conjugate: whether the conjugate bit is set.
+        is_negative: whether the negative bit is set.
+        attributes: the Python attributes set by torch.
+        is_strided_view: whether it can be created with `as_strided` from its base.
     """
 
     base: int | None
@@ -170,10 +166,10 @@ class _TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """One of the arguments, returned as it is.
+    """An argument that the operation returns unchanged.
 
     Attributes:
-        number: its place among the tensors.
+        number: its position among the tensor arguments.
     """
 
     number: int
@@ -185,7 +181,7 @@ class _CachedResult:
 
     Attributes:
         kind: `tuple` or `list`; None for a single result.
-        parts: the results, one by one; a number or None stands for itself.
+        parts: the results; integers and None are stored directly.
     """
 
     kind: type | None
@@ -197,11 +193,11 @@ class _CachedOperation:
     """An operation and its results.
 
     Attributes:
-        func: the operation, which is not freed as long as it is known by its identity.
-        is_cacheable: whether its results depend on shapes, types and numbers alone.
-        by_offset: whether they depend on where in memory its arguments begin.
-        place: the number of the argument that says only which row is taken; None for no such argument.
-        results: by everything they depend on; None where the first result cannot be made again.
+        func: the operation; the reference keeps its id valid.
+        is_cacheable: whether its results depend only on shapes, types and plain arguments.
+        by_offset: whether its results depend on the storage offsets of its arguments.
+        place: the position of the argument that is only the index of a row; None if there is none.
+        results: results by key; None for a result that cannot be recreated.
     """
 
     func: Any
@@ -212,23 +208,23 @@ class _CachedOperation:
 
 
 class ResultCache:
-    """Results of operations on tensors without data. Keys hold all that a result depends on, so it serves many traces.
+    """Results of operations on fake tensors, shared by many traces.
 
     Args:
-        enabled: False runs each operation, which takes four times as long and gives the same. None: it is used where
-            `results_can_be_remade`.
+        enabled: False runs every operation, with the same results in four times the time; None for
+            `results_can_be_remade()`.
     """
 
     def __init__(self, *, enabled: bool | None = None) -> None:
         self.enabled = results_can_be_remade() if enabled is None else enabled
-        # By identity: torch's operations hash themselves in Python, which takes as long as the rest of a look-up.
+        # By id: hashing an operation runs in Python and would double the time of a look-up.
         self._operations: dict[int, _CachedOperation] = {}
 
     def of(self, func: Any) -> _CachedOperation:  # noqa: ANN401 (torch's type has no name in public)
-        """Return the results of an operation so far.
+        """Return the cached results of an operation.
 
         Raises:
-            NotImplementedError: the memory that it holds cannot be known without running it.
+            NotImplementedError: the memory that the operation saves is unknown without running it.
         """
         found = self._operations.get(id(func))
         if found is None:
@@ -242,17 +238,17 @@ class ResultCache:
 
 
 class CachedOperations:
-    """Runs an operation on tensors without data once for each set of shapes, types and numbers among its arguments.
+    """Runs an operation on fake tensors once per set of shapes, types and plain arguments.
 
-    Always run are operations that look at numbers or that are watched for, those of other libraries, and those whose
-    first result does not come out the same when it is made from its metadata.
+    Not cached: operations that read numbers, operations in `WATCHED`, operations of other libraries, and operations
+    whose first result cannot be recreated from its metadata.
 
     Args:
-        mode: the mode the tensors live in.
-        cache: the results so far; None for none.
+        mode: the fake mode of the tensors.
+        cache: existing results; None for a new cache.
 
     Attributes:
-        entry: the cached result that the last one was made from; None if the operation was run.
+        entry: the cache entry of the last result; None if the operation was run.
     """
 
     def __init__(self, mode: FakeTensorMode, cache: ResultCache | None = None) -> None:
@@ -264,17 +260,17 @@ class CachedOperations:
         """Return the result of `func(*args, **kwargs)`.
 
         Raises:
-            NotImplementedError: the memory that the operation holds cannot be known without running it.
+            NotImplementedError: the memory that the operation saves is unknown without running it.
         """
         known = self._cache.of(func)
         self.entry = None
         if not self._cache.enabled:
             return func(*args, **kwargs)
         if func is _READ and self._is_constant(args[0]):
-            # A number that the program has written itself: reading it is no read of data, and needs no dispatch.
+            # The program wrote this number itself, so it is known without dispatch.
             with undispatched():
                 return func(args[0].constant)
-        # The default type and inference mode change the result of the same operation on the same arguments.
+        # The same arguments give other results under another default dtype or in inference mode.
         key: list[object] = [torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         tensors: list[FakeTensor] = []
         shift, of_key = (0, args) if known.place is None else _row(func, args, known.place)
@@ -292,31 +288,31 @@ class CachedOperations:
                 return self._remade(entry.parts[0], tensors, shift)
             return entry.kind([self._remade(part, tensors, shift) for part in entry.parts])
         result = func(*args, **kwargs)
-        # An entry may be None: a result that could not be made again once is computed each time.
+        # An entry may be None: a result that cannot be recreated is computed each time.
         if whole not in known.results:
             known.results[whole] = self._entry_of(result, tensors, shift)
         return result
 
     def _is_constant(self, tensor: Any) -> bool:  # noqa: ANN401 (any argument)
-        """Return whether the program itself has written the numbers of a tensor of this mode."""
+        """Return whether the program wrote the numbers of a tensor of this mode itself."""
         return type(tensor) is FakeTensor and tensor.constant is not None and tensor.fake_mode is self._mode
 
     def _add_to_key(
         self, values: Iterable[Any], key: list[object], tensors: list[FakeTensor], *, by_offset: bool
     ) -> bool:
-        """Append all that results depend on, and the tensors; return whether that is possible."""
+        """Extend the key and the list of tensors; return whether the arguments are cacheable."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
                 if value.constant is not None or value.fake_mode is not self._mode:
-                    return False  # its numbers are known, and torch computes with them
+                    return False  # torch computes with known numbers
                 tensors.append(value)
                 key += (value.shape, value.stride(), value.dtype, _device_of(value))
                 key += (value.layout, value.requires_grad, value.is_conj(), value.is_neg())
                 if by_offset:
                     key.append(value.storage_offset())
             elif kind in _PLAIN:
-                key += (kind, value)  # 1 and 1.0 are equal, and give other types
+                key += (kind, value)  # 1 and 1.0 are equal but give different dtypes
             elif kind in _LISTS:
                 key += (kind, len(value))
                 if not self._add_to_key(value, key, tensors, by_offset=by_offset):
@@ -333,9 +329,9 @@ class CachedOperations:
         return tensors[part.number] if isinstance(part, _Argument) else part
 
     def _made(self, part: _TensorMetadata, tensors: Sequence[FakeTensor], shift: int) -> FakeTensor:
-        """Make a tensor in the way of `FakeTensor.__new__`, without the questions whose answers are known.
+        """Create a tensor like `FakeTensor.__new__`, but without its checks.
 
-        A view begins `shift` elements further than the row 0 that it is described for.
+        The metadata describes row 0; `shift` is the offset of the row in elements.
         """
         with undispatched():
             if part.base is None:
@@ -359,7 +355,7 @@ class CachedOperations:
         return tensor
 
     def _entry_of(self, result: object, tensors: Sequence[FakeTensor], shift: int) -> _CachedResult | None:
-        """Return what such a result is made from; None if it cannot be made."""
+        """Return a cache entry for a result; None if it cannot be recreated."""
         kind = type(result) if isinstance(result, list | tuple) else None
         if kind not in {None, list, tuple}:
             return None
@@ -393,7 +389,7 @@ class CachedOperations:
                 return _Argument(number)
         bases = [number for number, one in enumerate(tensors) if storage_of(one) == storage_of(tensor)]
         attributes = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
-        # Arguments that share memory leave open which of them the result is a view of.
+        # If arguments share memory, the base of the view is ambiguous.
         if len(bases) > 1 or any(
             value is not None and type(value) is not torch.device for value in attributes.values()
         ):
@@ -413,33 +409,33 @@ class CachedOperations:
             is_strided_view=any(tensors[at].dtype is tensor.dtype for at in bases) and not any(turned),
         )
         try:
-            # The first result is made a second time and compared: a change in torch must not change plans unnoticed.
+            # Recreate the first result and compare, so that a change in torch cannot silently change plans.
             again = metadata_of(self._made(part, tensors, shift))
-        except (TypeError, RuntimeError, AttributeError):  # torch makes such tensors in another way by now
+        except (TypeError, RuntimeError, AttributeError):  # this torch creates such tensors differently
             return None
         return part if again == metadata_of(tensor) else None
 
 
 def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
-    """Return whether an operation gives the same for the same shapes and types, and leaves those of its arguments."""
+    """Return whether an operation's result depends only on shapes and types, and its arguments keep theirs."""
     if getattr(func, "namespace", "") != "aten" or func in WATCHED or not _NOT_BY_SHAPE.isdisjoint(func.tags):
         return False
     name = func.overloadpacket.__name__
-    if name.startswith("lift"):  # makes tensors without data of others
+    if name.startswith("lift"):  # converts real tensors to fake ones
         return False
-    # An operation in place returns its argument as it is; one with `out=` may give it another shape.
+    # In-place operations keep the shape of their argument; `out=` may change it.
     return not schema_of(func).is_mutable or name.endswith("_")
 
 
 def _depends_on_offsets(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
-    """Return whether results depend on where in memory the arguments begin, other than by beginning as far behind."""
+    """Return whether results depend on the storage offsets of the arguments, beyond a constant shift."""
     return func in _FROM_THE_START or (is_view(func) and func not in _MOVE_THE_BEGINNING)
 
 
 def _row(func: Any, args: tuple[Any, ...], place: int) -> tuple[int, tuple[Any, ...]]:  # noqa: ANN401 (as torch)
-    """Return by how many elements a row begins behind the first one, and the arguments without its number.
+    """Return the offset of a row in elements, and the arguments without its index.
 
-    What is no number of a row is left among the arguments, so that the operation itself refuses it.
+    Keep an invalid index, so that the operation raises its own error.
     """
     of, dim, index = args[place - 2], args[place - 1], args[place] if len(args) > place else None
     sizes = of.shape if func is _SELECT else of
@@ -452,12 +448,12 @@ def _row(func: Any, args: tuple[Any, ...], place: int) -> tuple[int, tuple[Any, 
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that a tensor's storage has for as long as it lives."""
+    """Return the key of a tensor's storage, unique while the storage exists."""
     return storage_key(tensor.untyped_storage())
 
 
 def metadata_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return everything that a tensor without data has."""
+    """Return all metadata of a fake tensor."""
     return (
         type(tensor),
         tensor.shape,

@@ -1,4 +1,4 @@
-"""Memory that FSDP2 takes and lets go in ways of its own: in streams beside the model's, and without any operation."""
+"""Record memory that FSDP2 allocates in separate streams, or frees by resizing storages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from anybatch.memory.trace import MemoryTrace
 
 
 class StreamPools:
-    """Numbers the streams in which memory is taken, in the order in which they are first seen.
+    """Numbers the streams that allocate memory, in order of first use.
 
-    FSDP2 takes its buffers for gathering and reducing in streams of their own, and CPU streams, which do nothing else,
-    say which one is current.
+    FSDP2 allocates its buffers for gathering and reducing in separate streams. CPU streams do nothing, but report which
+    one is current.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StreamPools:
 
 @contextmanager
 def resizes_booked(ledger: MemoryLedger) -> Iterator[None]:
-    """Record resized storages, too: that is how FSDP2 frees gathered weights, and it is no operation."""
+    """Record resized storages too: FSDP2 frees gathered weights by a resize, which is not an operation."""
     storage_class: Any = torch.UntypedStorage
     resize = storage_class.resize_
 
@@ -48,14 +48,14 @@ def resizes_booked(ledger: MemoryLedger) -> Iterator[None]:
 
 
 def with_gradients(trace: MemoryTrace) -> MemoryTrace:
-    """Return the trace in which what a backward has made and left is gradients: whole ones are in no `.grad`."""
+    """Return the trace with temporaries that outlive their backward as gradients: FSDP2 keeps these outside `.grad`."""
     gone_at = {-event - 1: position for position, event in enumerate(trace.events) if event < 0}
     ends = [position for position, name in trace.marks if name.startswith("micro-batch") and name.endswith("ends")]
     kept = set()
     for position, event in enumerate(trace.events):
         one = trace.allocations[abs(event) - 1]
         if event > 0 and one.phase == "backward" and one.category == "temporaries":
-            # A backward's result that is still there when its micro-batch ends is a gradient; the rest was temporary.
+            # An allocation of the backward that outlives its micro-batch is a gradient.
             end = next((end for end in ends if end > position), None)
             if end is not None and gone_at.get(event - 1, end) >= end:
                 kept.add(event - 1)

@@ -1,4 +1,4 @@
-"""A loss across samples, shown as many samples as an effective batch has, though two micro-batches are traced."""
+"""Trace a loss across samples with the rows of a whole effective batch, although only two micro-batches run."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from torch import nn
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import AcrossSamples
-from anybatch.core.tree import Batch, map_tensors, take_apart
+from anybatch.core.tree import Batch, flatten_batch, map_tensors
 from anybatch.errors import PlanError
 from anybatch.planner.trace.step_spec import StepSpec
 
 
 def joint_limit(spec: StepSpec) -> int | None:
-    """Return the largest micro-batch of which there are more than two in a step, for a loss across samples.
+    """Return the largest micro-batch size with more than two micro-batches per step, for a loss across samples.
 
     Args:
-        spec: the step, whose model is made.
+        spec: a built step.
     """
     loss, num_samples = spec.trained.loss, spec.trained.effective_batch_size
     if not isinstance(loss, Loss) or loss.kind.encode is None or num_samples is None:
@@ -26,11 +26,10 @@ def joint_limit(spec: StepSpec) -> int | None:
 
 
 class AllRows(nn.Module):
-    """Stands in for the function of `ab.joint`: repeats its rows until there are those of a whole effective batch.
+    """Replaces the function of `ab.joint`: repeats the traced rows to fill a whole effective batch.
 
-    What the engine keeps of micro-batches that are not traced, their outputs and the gradients of these, is taken too,
-    and freed when the step ends. Plans a few rows too much, never too little: outputs of the traced micro-batches are
-    there beside their repetition.
+    Also allocates the outputs, and their gradients, that the engine keeps for micro-batches that are not traced, until
+    the step ends. Plans a few rows too many, never too few, since traced outputs coexist with their repetition.
 
     Args:
         loss: a loss across samples.
@@ -38,15 +37,15 @@ class AllRows(nn.Module):
         world_size: number of ranks.
 
     Raises:
-        PlanError: the effective batch size is not known.
+        PlanError: the effective batch size is unknown.
     """
 
     def __init__(self, loss: Loss, effective_batch_size: int | None, world_size: int) -> None:
         super().__init__()
         if effective_batch_size is None:
             message = (
-                "what a loss across samples (ab.joint) holds depends on how many samples it sees: name the "
-                "effective_batch_size."
+                "effective_batch_size is missing: the memory of a loss across samples (ab.joint) depends on it. "
+                "Give the number of samples of a step."
             )
             raise PlanError(message)
         self._num_rows = effective_batch_size
@@ -59,35 +58,34 @@ class AllRows(nn.Module):
         self._num_missing = 0
 
     def as_loss(self) -> Loss:
-        """Return a loss with this in the place of its functions."""
+        """Return a loss that uses this module as its function."""
         return Loss(self, AcrossSamples(self.encode))
 
     def encode(self, model: Any, batch: Batch) -> Batch:  # noqa: ANN401 (the user's model)
-        """Return the outputs of a micro-batch; with the first, take what the outputs of the others hold."""
+        """Return the outputs of a micro-batch; for the first, allocate the outputs of untraced ones too."""
         assert self._encode is not None
         outputs = self._encode(model, batch)
-        # Once per step: what is kept stands for the outputs of all micro-batches that are not traced.
         if not self._num_encoded:
-            own, _ = take_apart(outputs)
-            # The outputs of the two traced micro-batches are in memory themselves.
+            own, _ = flatten_batch(outputs)
+            # The outputs of the two traced micro-batches are allocated anyway.
             self._keep(own, self._own_rows - 2 * len(own[0]) if own else 0)
         self._num_encoded += 1
         return outputs
 
     def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
         """Return the function's result for the rows of a whole effective batch."""
-        own, _ = take_apart(outputs)
-        # One row has the shape and type that are needed, and detached it keeps no graph alive.
+        own, _ = flatten_batch(outputs)
+        # Keep one detached row for its shape and type, without keeping the graph alive.
         self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
         self._num_missing = self._num_rows - len(own[0])
         if self._num_missing <= 0:
             return self._function(model, outputs)
-        # Indexing takes memory as concatenating the outputs of all micro-batches would.
+        # Indexing allocates as much as concatenating the outputs of all micro-batches.
         rows = torch.arange(self._num_rows) % len(own[0])
         return self._function(model, map_tensors(outputs, lambda tensor: tensor[rows]))
 
     def begin_second_pass(self) -> None:
-        """Take what the gradients of the outputs of the others hold, which are there from now on."""
+        """Allocate the gradients of the outputs of micro-batches that are not traced."""
         if self._differentiable:
             self._keep(self._differentiable, self._num_missing)
             self._differentiable = []

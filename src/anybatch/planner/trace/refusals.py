@@ -1,4 +1,4 @@
-"""What a trace would not see, refused before it is made; and what ends a trace, with the place in the user's code."""
+"""Reject steps that a trace cannot follow, and report errors of a trace with the line of the user's code."""
 
 import linecache
 import logging
@@ -19,70 +19,70 @@ from anybatch.planner.trace.cuda_emulation import Profile
 
 
 def refuse_strategy(strategy: str | Callable[[], Strategy]) -> None:
-    """Refuse strategies whose other devices a trace of one rank's engine does not see.
+    """Reject strategies that use several devices in one process, since a trace sees only one.
 
     Raises:
-        CannotPlanError: it is one of these.
+        CannotPlanError: the strategy is not supported.
     """
     if strategy == "data_parallel" or (callable(strategy) and strategy().capabilities.splits_micro_batches):
         message = (
-            "cannot plan, will probe: replicas in threads of one process are not planned. Plan strategy='ddp', whose "
-            "ranks hold less than the first of such replicas."
+            "cannot plan, will probe: replicas in threads of one process are not supported. Plan strategy='ddp', whose "
+            "ranks need less memory than the first replica."
         )
         raise CannotPlanError(message)
 
 
 def refuse_undescribed(modules: nn.Module, profile: Profile) -> None:
-    """Refuse layers whose kernels on the device differ from a CPU's and keep memory that no description mentions.
+    """Reject layers whose CUDA kernels save memory that a trace on the CPU does not show.
 
     Raises:
-        CannotPlanError: there is one.
+        CannotPlanError: the model has such a layer.
     """
     for name, module in modules.named_modules():
         if profile == "cuda" and isinstance(module, nn.RNNBase):
             layer = f"{type(module).__name__} {name or 'model'!r}"
             message = (
-                f"cannot plan, will probe: on a GPU, {layer} runs in a kernel of cuDNN, which keeps memory for its "
-                "backward of which no description tells."
+                f"cannot plan, will probe: on a GPU, {layer} runs in a cuDNN kernel, and how much memory it saves for "
+                "its backward is not documented."
             )
             raise CannotPlanError(message)
 
 
 MAX_OPERATIONS = 200_000
-"""Operations of a traced step: above these a plan takes many minutes. GPT-2 XL has 13,500."""
+"""Maximum operations of a traced step: more would take many minutes. GPT-2 XL has 13,500."""
 
 
 def refuse_long_loop(num_operations: int) -> None:
-    """Refuse a step of very many operations, as of a model that loops over its tokens in Python.
+    """Reject a step with too many operations, such as a model that loops over tokens in Python.
 
     Raises:
-        CannotPlanError: it has more than `MAX_OPERATIONS`.
+        CannotPlanError: there are more than `MAX_OPERATIONS`.
     """
     if num_operations > MAX_OPERATIONS:
         message = (
             f"cannot plan, will probe: the step has more than {MAX_OPERATIONS:,} operations, too many to trace. Models "
-            "that take their tokens one by one in Python, such as Mamba without its own kernels, have some for each "
-            "token: plan a shorter sequence_length, or let micro_batch_size='auto' try sizes on the device."
+            "that loop over tokens in Python, such as Mamba without its CUDA kernels, run several for each token: plan "
+            "a shorter sequence_length, or let micro_batch_size='auto' try sizes on the device."
         )
         raise CannotPlanError(message)
 
 
 def not_followed(modules: nn.Module, *, offloads: bool) -> tuple[str, ...]:
-    """Return notes on what a trace does not follow, and what that does to the plan.
+    """Return notes on features that a trace does not follow, and how they affect the plan.
 
     Args:
-        modules: what is trained.
-        offloads: what is saved for the backward was seen to go to the host.
+        modules: the trained modules.
+        offloads: saved activations are offloaded to the host.
     """
     notes = []
     if any(map(is_compiled, modules.modules())):
         notes.append(
-            "the model is compiled, and planned as it is without: compiled it takes less, 2 to 8% as published"
+            "the plan is for the model without torch.compile; compiled it needs less memory, 2 to 8% in publications"
         )
     if offloads:
         notes.append(
-            "torch.autograd.graph.save_on_cpu has no effect on this plan: what it moves to the host is counted here. "
-            "Plan without it and with offload instead, which is planned as it is"
+            "the plan ignores torch.autograd.graph.save_on_cpu and counts offloaded tensors on the device. "
+            "Remove it and plan with offload instead, which the plan takes into account"
         )
     return tuple(notes)
 
@@ -94,16 +94,16 @@ _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 
 @contextmanager
 def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> Iterator[None]:
-    """Say of a step that does not run without data that it cannot be planned, and where it stopped.
+    """Convert errors of a step on fake tensors to `CannotPlanError`, with the place where it stopped.
 
-    torch logs at length what it is about to raise; it is said here, in a sentence.
+    torch's own long log message about the error is suppressed.
 
     Args:
-        modules: what is trained, for the name of the module that was running.
-        read_at: returns where the step had read a number or truth value from a tensor, empty if it had not.
+        modules: the trained modules, to name the one that was running.
+        read_at: returns where the step read a number or truth value from a tensor; empty if it did not.
 
     Raises:
-        CannotPlanError: with why.
+        CannotPlanError: the step failed, with the reason.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
@@ -112,34 +112,34 @@ def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # A branch on data may be why the loss has no graph. Every other UserError passes unchanged.
+        # A branch on data may be why the loss has no graph. Other UserErrors pass unchanged.
         if isinstance(error, UserError) and not (isinstance(error, LossError) and read_at()):
             raise
         first = next(iter(str(error).splitlines()), "")
         names = {id(module): name for name, module in modules.named_modules() if name}
         is_slip = isinstance(error, (AttributeError, ImportError, LookupError, NameError, TypeError))
         why = (
-            "An error of this kind mostly comes with data too: run the loss on one batch."
+            "Real data probably raises this error too: run the loss on one batch."
             if is_slip
-            else "What depends on the data, or on a kernel that torch has no description of, has to be run."
+            else "Steps that depend on data values, or use kernels without a meta implementation, cannot be planned."
         )
         message = (
             "cannot plan, will probe: the step does not run on tensors without data "
             f"({type(error).__name__}: {first}){place(traceback.walk_tb(error.__traceback__), names)}. {why}"
         )
         if read_at():
-            message += f" It had read a number or truth value that no tensor has here{read_at()}."
+            message += f" Before that, it read a number or truth value, which fake tensors do not have{read_at()}."
         raise CannotPlanError(message) from error
     finally:
         log.disabled = was_disabled
 
 
 def place(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str] | None = None) -> str:
-    """Return the innermost module and line that is neither torch's nor ours: ", in head (Head) at file.py:3".
+    """Return the innermost user module and line, such as ", in head (Head) at file.py:3".
 
     Args:
-        frames: with the numbers of their lines, the innermost last.
-        names: of modules by `id`, others are not looked at; None names any module of the user's by its class.
+        frames: frames with line numbers, the innermost last.
+        names: module names by `id`, to consider only these; None: any user module, named by its class.
     """
     inside = at = ""
     for frame, number in frames:
@@ -157,5 +157,5 @@ def place(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str] | No
 
 
 def _is_standard(file: Path) -> bool:
-    """Whether a file is one of Python's own; installed packages lie below these, and are not."""
+    """Whether a file belongs to Python's standard library, which contains site-packages as a folder."""
     return file.resolve().is_relative_to(_STANDARD) and "site-packages" not in file.parts

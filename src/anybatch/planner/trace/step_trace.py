@@ -1,4 +1,4 @@
-"""One step of the engine, run without data, and every byte it takes."""
+"""Trace one engine step on fake tensors and record every allocation."""
 
 import dataclasses
 import gc
@@ -52,15 +52,15 @@ class StepTrace:
     """Allocations of one rank in a step.
 
     Attributes:
-        steady: a step like all but the first: what the optimizer keeps is there from the beginning.
-        first: the first step, with everything the engine makes before it.
-        numbers_read: how many numbers the program has read from tensors while computing gradients, none of them known.
+        steady: any step after the first, with the optimizer's state already allocated.
+        first: the first step, including the engine's set-up.
+        numbers_read: how many unknown numbers the program read from tensors during forward and backward.
         truths_read: the same for truth values.
-        read_at: where the first of them was read, as words that follow a sentence.
-        is_drawn: whether that one follows from a number that `torch.rand` has drawn.
-        sharded: the strategy has sharded the weights, and gathers them in every micro-batch.
-        decisions: what the engine has decided while it was built, by what it is about.
-        notes: what of the program a trace does not follow.
+        read_at: location of the first read, as text to append to a sentence.
+        is_drawn: whether the first read depends on a number drawn by `torch.rand`.
+        sharded: the strategy shards the weights and gathers them in every micro-batch.
+        decisions: the engine's decisions while it was built, by topic.
+        notes: features of the program that the trace does not follow.
     """
 
     steady: MemoryTrace
@@ -81,30 +81,30 @@ def trace_step(
     other_answers: bool = False,
     recorder: OperationRecorder | None = None,
 ) -> StepTrace:
-    """Run `Engine.step` twice on a fake twin, and return its allocations.
+    """Run `Engine.step` twice on a fake twin and return the allocations.
 
-    Nothing of the spec is changed, no data is read, and next to no memory is taken.
+    The spec is not changed, no data is read, and almost no memory is allocated.
 
     Args:
-        spec: what to run.
+        spec: the step to run.
         micro_batch_size: samples of each micro-batch.
-        other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
-        recorder: notes the operations of the second step.
+        other_answers: return the alternative answers when the program reads numbers from tensors; see `HostReads`.
+        recorder: records the operations of the second step.
 
     Raises:
-        CannotPlanError: the step cannot run without data; says why.
-        UserError: the engine refuses what it is asked to run.
+        CannotPlanError: the step cannot run without data.
+        UserError: the engine rejects the spec.
     """
     with StepTracer(spec, other_answers=other_answers) as tracing:
         return tracing.begin(micro_batch_size, recorder)
 
 
 class StepTracer:
-    """A run of the engine on a fake twin, step by step. A context: ranks are imagined while it is entered.
+    """Context manager that runs the engine on a fake twin, step by step, with a fake process group.
 
     Args:
-        spec: what to run.
-        other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
+        spec: the step to run.
+        other_answers: return the alternative answers when the program reads numbers from tensors; see `HostReads`.
     """
 
     def __init__(self, spec: StepSpec, *, other_answers: bool = False) -> None:
@@ -117,14 +117,14 @@ class StepTracer:
         self._stays: list[bool] = []
 
     def __enter__(self) -> Self:
-        """Imagine the ranks, and make the twin."""
-        # If making the twin fails, everything entered so far is left again; `pop_all` keeps it entered otherwise.
+        """Start the fake process group and create the twin."""
+        # If creating the twin fails, the contexts entered so far are exited; otherwise `pop_all` keeps them open.
         with ExitStack() as stack:
             world = stack.enter_context(fake_ranks(self._spec.world_size, self._spec.device_bytes))
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(without_garbage_collection())
             warnings.simplefilter("ignore")  # the real run shows them
-            # The twin is a copy of the model and of callable objects; functions are not copied, and can ask.
+            # The user's functions are not copied; `trial_run` lets them detect that this is not a real run.
             stack.enter_context(trial_run())
             self._twin_run = _TwinRun(self._spec, self._mode, world)
             stack.callback(self._twin_run.ledger.forget)
@@ -132,19 +132,19 @@ class StepTracer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave all contexts that were entered."""
+        """Exit all contexts."""
         self._entered.close()
 
     def begin(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> StepTrace:
-        """Make the engine and run two steps; return their allocations.
+        """Create the engine, run two steps and return their allocations.
 
         Args:
             micro_batch_size: samples of each micro-batch.
-            recorder: notes the operations of the second step.
+            recorder: records the operations of the second step.
 
         Raises:
-            CannotPlanError: the step cannot run without data; says why.
-            UserError: the engine refuses what it is asked to run.
+            CannotPlanError: the step cannot run without data.
+            UserError: the engine rejects the spec.
         """
         assert self._twin_run is not None, "it is entered"
         ledger = self._twin_run.ledger
@@ -154,11 +154,11 @@ class StepTracer:
             self._twin_run.make_engine()
             self._twin_run.step(micro_batch_size)
             start = ledger.num_events
-            # The first step makes the optimizer's state, so the second one is the first that is like all later ones.
+            # The first step creates the optimizer's state; the second is like all later ones.
             self._twin_run.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
         steady = self._twin_run.trace(start)
-        # `next_step` needs to know which pieces of a steady step stay, in order to renumber those of later steps.
+        # `next_step` uses this to renumber the pieces of later steps.
         self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
         return StepTrace(
             steady=steady,
@@ -169,22 +169,22 @@ class StepTracer:
             is_drawn=self._reads.is_drawn,
             sharded=self._twin_run.sharded,
             decisions=self._twin_run.decisions,
-            # Of the model itself: that its call is compiled is no part of a copy.
+            # Inspect the original model, since the copy is not compiled.
             notes=not_followed(as_module(self._spec.trained.model), offloads=self._twin_run.offloads),
         )
 
     def next_step(self, micro_batch_size: int) -> MemoryTrace:
-        """Run one more step, at another micro-batch size; return the allocations of a run of steps of that size.
+        """Run one more step at another micro-batch size and return the allocations of a steady step of that size.
 
-        The step before was of another size, and so are the pieces it has left, such as its last inputs. The pieces that
-        this step leaves stand in their place.
+        Pieces left by the previous step, such as its last inputs, have the previous size. The returned trace replaces
+        them with the pieces that this step leaves.
 
         Args:
             micro_batch_size: samples of each micro-batch.
 
         Raises:
-            CannotPlanError: the step cannot run without data; says why.
-            PlanError: it leaves other pieces than it has found.
+            CannotPlanError: the step cannot run without data.
+            PlanError: the pieces after the step do not match the pieces before it.
         """
         assert self._twin_run is not None, "it is entered"
         ledger = self._twin_run.ledger
@@ -195,16 +195,16 @@ class StepTracer:
         left = ledger.trace(ledger.num_events).allocations
         step = self._twin_run.trace(start)
         own = _which_stay(step, len(found))
-        # Pieces are matched by their order alone, which is sound only where both steps leave equally many.
+        # Pieces are matched by order, so both steps must leave the same number.
         if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
-            message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
+            message = f"the step starts with {len(found)} allocations and ends with {len(left)}, which do not match."
             raise PlanError(message)
         return _as_in_a_run(step, left, own, self._stays)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         assert self._twin_run is not None, "it is entered"
-        # Entered last, the ledger sees an operation first; the fake mode, entered first, makes the result.
+        # The mode entered last sees an operation first: the ledger records, then the fake mode creates the result.
         ledger = self._twin_run.ledger
         with (
             as_planning_errors(self._twin_run.modules, lambda: self._reads.at),
@@ -227,15 +227,10 @@ class StepTracer:
 
 
 class _TwinRun:
-    """The twin of a spec, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
+    """The twin of a spec, its engine and its ledger. It is the engine's observer."""
 
     def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World) -> None:
-        # Measured workspaces are those of this CPU's kernels; they say nothing about a GPU's.
-        kernels = spec.kernels if spec.profile == "cpu" else None
-        watch = None if kernels is None else kernels.moments
-        self.ledger = FakeLedger(
-            mode, on_operation=self._operation, pool=StreamPools(), kernels=watch, cache=spec.cache
-        )
+        self.ledger = FakeLedger(mode, on_operation=self._operation, pool=StreamPools(), cache=spec.cache)
         self._recorder: OperationRecorder | None = None
         self._num_operations = 0
         self.offloads = False
@@ -247,19 +242,19 @@ class _TwinRun:
         loss = declared(train.loss)
         instance = train.optimizer if isinstance(train.optimizer, Optimizer) else None
         model: Model = train.model
-        # Copied in one call, so that the twin of the optimizer updates the parameters of the twin of the model.
+        # One call, so that the optimizer's twin updates the parameters of the model's twin.
         self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
         self._optimizer = train.optimizer if optimizer is None else optimizer
         if self._loss.kind.brings_count:
-            # A bare loss is decided by numbers in the first step, of which a trace has none: a mean is the common case.
+            # The engine classifies a bare loss by its values, which a trace lacks; assume a mean, the common case.
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
         if self._loss.kind.encode is not None:
-            # Such a loss sees the rows of the whole effective batch, of which two micro-batches are traced.
+            # The loss needs the rows of the whole effective batch, but only two micro-batches are traced.
             self._rows = AllRows(self._loss, train.effective_batch_size, world.size)
             self._loss = self._rows.as_loss()
         self.modules = collect_modules(self._model, self._loss)
-        # A plan is for training whatever mode the user's model is in; the twin is a copy, so nothing of theirs changes.
+        # Plan for training even if the user's model is in eval mode; this changes only the copy.
         self.modules.train()
         refuse_undescribed(self.modules, spec.profile)
         self._engine: Engine | None = None
@@ -268,7 +263,7 @@ class _TwinRun:
 
     @property
     def decisions(self) -> Mapping[str, str]:
-        """What the engine has decided so far."""
+        """The engine's decisions so far."""
         return {} if self._engine is None else dict(self._engine.decisions)
 
     def trace(self, start: int, stop: int | None = None) -> MemoryTrace:
@@ -277,7 +272,7 @@ class _TwinRun:
         return with_gradients(found) if self.sharded else found
 
     def make_engine(self) -> None:
-        """Make the engine, and record the memory before its first step."""
+        """Create the engine and record the memory before its first step."""
         spec, ledger = self._spec, self.ledger
         ledger.phase = "setup"
         ledger.hold("weights", map(local_part, self.modules.parameters()))
@@ -285,13 +280,13 @@ class _TwinRun:
         engine = self._engine = self._made_engine()
         self.sharded = any(map(is_dtensor, self.modules.parameters()))
         if self.sharded and spec.profile != "cpu":
-            # The whole model was in the host's memory; a module that moves takes less than it does when it is gathered.
+            # The full model was in host memory; moving a module needs less device memory than gathering it later.
             self.first_event = ledger.num_events
         ledger.hold("weights", map(local_part, self.modules.parameters()))
-        # Left open, the choice would follow the device of the parameters, which are CPU tensors here.
+        # By default the optimizer would choose for the device of the fake parameters, the CPU.
         choose_foreach(engine.optimizer, spec.profile)
         self._hold_gradients()
-        ledger.hold_rest("gradients")  # what strategies make before a run is where gradients add up
+        ledger.hold_rest("gradients")  # strategies allocate only gradient buffers before a run
         ledger.phase = None
 
     def close(self) -> None:
@@ -302,7 +297,7 @@ class _TwinRun:
     def step(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> None:
         """Run a step."""
         engine = self._engine
-        assert engine is not None, "it is made"
+        assert engine is not None, "the engine exists"
         is_first = not engine.num_steps
         self._recorder, self._num_operations = recorder, 0
         if recorder is not None:
@@ -314,7 +309,7 @@ class _TwinRun:
             self.ledger.hold_rest("gradients" if self._world.size > 1 and not self.sharded else "buffers")
 
     def observe(self, record: Record, /) -> None:
-        """Follow the engine: which phase it is in, and which gradients there are after each micro-batch."""
+        """Track the engine's phase, and the gradients after each micro-batch."""
         ledger = self.ledger
         if isinstance(record, PhaseRecord):
             if self._rows is not None and record.name == "reduce":
@@ -333,21 +328,21 @@ class _TwinRun:
 
     @property
     def reading_phase(self) -> Phase:
-        """When a number is read: what the engine itself reads between micro-batches changes nothing in them."""
+        """The current phase; "setup" between micro-batches, where the engine's reads do not affect the computation."""
         return self.ledger.current_phase if self.computing else "setup"
 
     def loaded(self, batch: Batch) -> Batch:
-        """Book a micro-batch as input, and return it."""
+        """Record a micro-batch as input and return it."""
         self.ledger.hold("inputs", tensors_of(batch))
         return batch
 
     def sample(self, num_samples: int) -> Batch:
-        """Return a batch of that many samples without data."""
+        """Return a fake batch of `num_samples` samples."""
         return fake_batch(self._spec.sample, num_samples, self._mode)
 
     @property
-    def loads_as_it_goes(self) -> bool:
-        """Whether micro-batches come to the device one by one; on a CPU the whole batch is there."""
+    def loads_lazily(self) -> bool:
+        """Whether micro-batches are loaded one by one; on a CPU the whole batch is in memory."""
         return self._spec.profile != "cpu"
 
     def _made_engine(self) -> Engine:
@@ -357,21 +352,21 @@ class _TwinRun:
             model=self._model,
             optimizer=self._optimizer,
             loss=self._loss,
-            effective_batch_size=None,  # two micro-batches stand for all
-            scheduler=None,  # it would step an optimizer that is not the twin's
-            check_loss=False,  # it compares numbers, and there are none
+            effective_batch_size=None,  # two micro-batches represent all
+            scheduler=None,  # it would step the user's optimizer, not the twin's
+            check_loss=False,  # needs numbers
         )
         hardware = Hardware(
             accumulation_steps=spec.num_micro_batches,
             strategy=spec.strategy if isinstance(spec.strategy, str) else spec.strategy(),
             world=self._world,
         )
-        # A plan is no run, so that nothing is to be said of what a run will say.
+        # Leave warnings about norm layers to the real run.
         train = dataclasses.replace(train, norms=train.norms or "keep")
         return Engine.from_spec(train, hardware, observer=self)
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
-        if seen[-1] == "forward":  # what a backward needs is saved there, or again where a block is run again
+        if seen[-1] == "forward":  # activations are saved in the forward, or when a block is recomputed
             self.offloads = self.offloads or saves_on_host()
         self._num_operations += 1
         refuse_long_loop(self._num_operations)
@@ -380,17 +375,17 @@ class _TwinRun:
 
     def _hold_gradients(self) -> None:
         updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
-        # With master weights the optimizer updates other tensors than the modules have, with gradients of their own.
+        # Master weights are separate tensors with separate gradients.
         gradients = [parameter.grad for parameter in (*self.modules.parameters(), *updated)]
         self.ledger.hold("gradients", (local_part(gradient) for gradient in gradients if gradient is not None))
 
     def _hold_states(self) -> None:
-        """Book what lives as long as the engine: master weights, the optimizer's state, averaged weights."""
+        """Record long-lived tensors: master weights, optimizer state, averaged weights."""
         engine = self._engine
         assert engine is not None
         updated = (p for group in engine.optimizer.param_groups for p in group["params"])
         self.ledger.hold("weights", map(local_part, updated))
-        # The lower bits of weights, where the engine keeps such.
+        # int16 tensors are the lower halves of split bf16 weights.
         kept = engine.resident_tensors()["optimizer"]
         self.ledger.hold("weights", (one for one in kept if one.dtype is torch.int16))
         self.ledger.hold("optimizer", map(local_part, _tensors(list(engine.optimizer.state.values()))))
@@ -408,30 +403,30 @@ class _TracedBatch:
 
     @property
     def end(self) -> Position:
-        """Any position."""
+        """A default position."""
         return Position()
 
     @property
     def sample_ids(self) -> Sequence[int]:
-        """Any numbers."""
+        """Consecutive ids."""
         return range(self.num_samples)
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
-        """Yield this rank's micro-batches: each made on demand, or all of them cut from the whole batch."""
+        """Yield this rank's micro-batches: created on demand, or slices of the whole batch."""
         del later_units
-        if self.run.loads_as_it_goes:
+        if self.run.loads_lazily:
             for positions in units:
                 yield self.run.loaded(self.run.sample(len(positions)))
             return
         whole = self.run.loaded(self.run.sample(sum(map(len, units))))
-        # Positions count over the whole effective batch; the batch made here begins at this rank's first one.
+        # Positions are global; this batch starts at the rank's first position.
         first = units[0][0]
         for positions in units:
             yield slice_samples(whole, positions[0] - first, positions[-1] + 1 - first)
 
 
 def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
-    """Return of each piece that a step finds whether the step leaves it there."""
+    """Return for each existing piece whether it is still allocated after the step."""
     gone = {-event for event in step.events if event < 0}
     return [number not in gone for number in range(1, num_found + 1)]
 
@@ -439,15 +434,16 @@ def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
 def _as_in_a_run(
     step: MemoryTrace, left: Sequence[Allocation], own: Sequence[bool], stays: Sequence[bool]
 ) -> MemoryTrace:
-    """Return a step in which the pieces that it leaves replace those that it found, numbered as those of `stays`.
+    """Return the step with the pieces it leaves in place of the pieces it found, numbered as in `stays`.
 
-    Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones make.
+    Pieces are numbered in the order of allocation, and the first step allocates some, such as the momentum, before
+    pieces that later steps allocate again.
 
     Args:
         step: the trace of the step.
-        left: the pieces that are allocated after it.
-        own: of each piece that it has found whether it has left it.
-        stays: the same of another step, and its pieces: equally many, of which equally many stay.
+        left: the pieces allocated after the step.
+        own: for each piece found by the step, whether it stays.
+        stays: the same for another step, with equal numbers of pieces and of staying pieces.
     """
     num_found = len(stays)
     # Pieces that stay are older than new ones, so they come first in `left`.
@@ -468,10 +464,7 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch garbage collection off: cycles would be freed at another moment in each run.
-
-    Collections also take long here, since they visit all of torch's modules.
-    """
+    """Disable garbage collection, which frees cycles at unpredictable moments and is slow with torch's many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

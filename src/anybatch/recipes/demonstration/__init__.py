@@ -1,1 +1,1 @@
-"""The programs of `anybatch demo`: one training loop twice, as it is usually written and with three lines changed."""
+"""The programs of `anybatch demo`: a usual training loop, and the same loop with three changed lines."""

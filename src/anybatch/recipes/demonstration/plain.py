@@ -1,4 +1,4 @@
-"""A training loop as it is usually written."""
+"""A usual training loop."""
 
 from collections.abc import Callable, Iterable
 

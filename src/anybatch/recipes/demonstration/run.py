@@ -1,4 +1,4 @@
-"""The demonstration: everything that is shown was run."""
+"""The demonstration; all of its output is measured."""
 
 import difflib
 import inspect
@@ -25,41 +25,34 @@ Write = Callable[[str], object]
 
 
 def demonstrate(write: Write = sys.stdout.write) -> int:
-    """Run both loops under a budget, and compare their gradient with that of the batch that did not fit.
-
-    Args:
-        write: function (text) that prints a piece of the output.
-
-    Returns:
-        0 if everything came out as it is meant to; 1 otherwise.
-    """
+    """Run both loops under a memory budget and compare the gradients; return 0 if all went as intended, else 1."""
     model = _fresh_model()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     write(
         f"A transformer of {num_parameters:,} parameters learns to write from the source code of this Python, "
-        f"{BATCH_SIZE} samples a step.\nThe memory for it: {in_bytes(BUDGET_BYTES)}, enforced by counting.\n\n"
+        f"{BATCH_SIZE} samples per step.\nMemory budget: {in_bytes(BUDGET_BYTES)}, enforced by counting.\n\n"
     )
-    write("1. A loop as it is usually written\n\n")
+    write("1. A usual training loop\n\n")
     died = _run_plain(write)
-    write("\n2. The same loop, with three lines changed\n\n")
+    write("\n2. The same loop with three changed lines\n\n")
     write("".join(f"   {line}\n" for line in changed_lines()))
     write("\n")
     finished = _run_changed(write)
-    write("\n3. Is that the gradient of the batch that did not fit?\n\n")
+    write("\n3. The gradient against the one of the unsplit batch\n\n")
     exact = _compare(write)
     return 0 if died and finished and exact else 1
 
 
 def changed_lines() -> list[str]:
-    """Return how the second loop differs from the first, as a diff of the very functions that run."""
+    """Return the difference between the two loops, as a diff of the functions that run."""
     before, after = (inspect.getsource(module.train).splitlines() for module in (plain, three_lines))
-    # Without the three lines at the head of a diff.
+    # Without the three header lines of a diff.
     lines = itertools.islice(difflib.unified_diff(before, after, n=1, lineterm=""), 3, None)
     return [line for line in lines if not line.startswith("@@")]
 
 
 def _run_plain(write: Write) -> bool:
-    """Return whether the plain loop ran out of memory, as it is meant to."""
+    """Return whether the plain loop ran out of memory, as intended."""
     model, optimizer = _fresh()
     try:
         with memory_budget(BUDGET_BYTES, model):
@@ -67,7 +60,7 @@ def _run_plain(write: Write) -> bool:
     except torch.OutOfMemoryError as error:
         write(f"   {type(error).__name__}: {error}\n")
         return True
-    write("   It fitted: this machine counts otherwise than the one this was written on.\n")
+    write("   It fitted: this machine counts memory differently from the one this was written on.\n")
     return False
 
 
@@ -77,12 +70,12 @@ def _run_changed(write: Write) -> bool:
     told = _step_printer(write)
     with memory_budget(BUDGET_BYTES, model) as budget:
         three_lines.train(model, optimizer, loss, _batches(), told)
-    write(f"   Most memory at once: {in_bytes(budget.peak_bytes, BUDGET_BYTES)}.\n")
+    write(f"   Peak memory: {in_bytes(budget.peak_bytes, BUDGET_BYTES)}.\n")
     return told.num_steps == NUM_STEPS
 
 
 def _compare(write: Write) -> bool:
-    """Return whether the accumulated gradient is that of the whole batch, in float64 and without the budget."""
+    """Return whether the accumulated gradient equals the one of the whole batch, in float64 and without the budget."""
     model = _fresh_model().double()
     batch = next(iter(_batches()))
     loss(model, batch).backward()
@@ -124,6 +117,6 @@ def _fresh() -> tuple[Transformer, torch.optim.Optimizer]:
 
 def _batches() -> Iterable[dict[str, torch.Tensor]]:
     """Return the first batches of the recipe `text`."""
-    # In order, so that every part of the demonstration gets the same batches.
+    # Unshuffled, so that every part of the demonstration gets the same batches.
     loader: Iterable[dict[str, torch.Tensor]] = DataLoader(text().dataset(), batch_size=BATCH_SIZE)
     return itertools.islice(loader, NUM_STEPS)

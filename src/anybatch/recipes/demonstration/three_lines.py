@@ -1,4 +1,4 @@
-"""The same training loop, with three lines changed."""
+"""The same training loop with three changed lines."""
 
 from collections.abc import Callable, Iterable
 

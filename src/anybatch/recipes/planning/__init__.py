@@ -1,1 +1,1 @@
-"""Plans of recipes, published models, models of libraries and modules of your own."""
+"""Plans of recipes, published models, library models and your own modules."""

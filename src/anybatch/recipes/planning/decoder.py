@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the two forms that published language models have: GPT-2's and Llama's."""
+"""A decoder-only transformer in the two usual forms: GPT-2's and Llama's."""
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +11,7 @@ from anybatch.recipes.text import rotate
 
 
 class Decoder(nn.Module):
-    """Tokens in; out, for each of them, the logits of the token that follows.
-
-    Args:
-        config: of what size, and of which form.
-        checkpointed: run each block's forward again in the backward instead of keeping its activations.
-    """
+    """A decoder: tokens to next-token logits; `checkpointed` recomputes each block's forward in the backward."""
 
     def __init__(self, config: DecoderConfig, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -31,7 +26,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, inputs: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time token"]:
-        """Return the logits; those at position t depend on the tokens up to and with t."""
+        """Return the logits; position t depends on the tokens up to and including t."""
         x = self.embedding(inputs)
         if self.positions is not None:
             x = x + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
@@ -42,7 +37,7 @@ class Decoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention over time, then two or three matrices at each time; each sees a normed copy and adds to the rest."""
+    """Attention, then an MLP of two or three matrices, each on a normed copy and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -61,7 +56,7 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=biased)
 
     def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
-        """Return x with what both layers add to it."""
+        """Return x plus the outputs of both layers."""
         normed = self.attention_norm(x)
         query = self.query(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         both = self.key_value(normed).unflatten(-1, (2, self.num_key_value_heads, -1))

@@ -1,4 +1,4 @@
-"""The sizes of published language models: what `anybatch plan llama-3.1-8b` stands for. No weights."""
+"""The sizes of published language models for `anybatch plan llama-3.1-8b` and its like. No weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,20 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The size and form of a decoder-only transformer, in the words of `transformers`' configurations.
+    """The size and form of a decoder-only transformer, with the names of `transformers`' configurations.
 
-    Attributes:
-        model_type: form of the blocks. "gpt2": learned positions, LayerNorm, biases, two matrices in the second half.
-            "llama" and "mistral": rotated queries and keys, RMSNorm, no biases, a gated second half. "qwen2": Llama's,
-            whose queries, keys and values have biases.
-        num_hidden_layers: blocks.
-        hidden_size: numbers that stand for a token.
-        num_attention_heads: heads of queries.
-        num_key_value_heads: heads of keys and values, each shared by equally many of queries.
-        intermediate_size: width inside of a block's second half.
-        vocab_size: tokens there are.
-        max_position_embeddings: most tokens of a sequence.
-        tie_word_embeddings: the matrix that reads a token also writes it.
+    `model_type` is the form of the blocks. "gpt2": learned positions, LayerNorm, biases, an MLP of two matrices.
+    "llama" and "mistral": rotary positions, RMSNorm, no biases, a gated MLP. "qwen2": Llama's with biases
+    of queries, keys and values. `num_key_value_heads` are each shared by equally many query heads.
     """
 
     model_type: Literal["gpt2", "llama", "mistral", "qwen2"] = "llama"
@@ -36,7 +27,7 @@ class DecoderConfig:
 
     @property
     def called(self) -> Mapping[str, str]:
-        """What the class and the place of `Decoder`'s blocks are called in transformers' model of this type."""
+        """Map the class and the place of `Decoder`'s blocks to those in transformers' model of this type."""
         names = {
             "gpt2": ("GPT2Block", "transformer.h"),
             "llama": ("LlamaDecoderLayer", "model.layers"),
@@ -110,10 +101,10 @@ KNOWN_MODELS: Mapping[str, DecoderConfig] = MappingProxyType(
         ),
     }
 )
-"""Sizes as in the models' published configurations.
+"""Sizes in the models' published configurations.
 
 Source: Radford et al. 2019 (GPT-2); Grattafiori et al. 2024, table 3, and the model cards of Llama 3.1 and 3.2; Jiang
 et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and without its window: each token sees all
-before it, which takes the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model,
-whose context is 131,072).
+before it, which needs the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model,
+with a context of 131,072).
 """

@@ -1,4 +1,4 @@
-"""Models of libraries that are installed, by name or configuration: transformers, torchvision, timm and diffusers."""
+"""Models of installed libraries, by name or configuration: transformers, torchvision, timm and diffusers."""
 
 import importlib
 import json
@@ -17,56 +17,44 @@ from anybatch.errors import UserError
 from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, length_of
 
 LIBRARIES = ("transformers", "torchvision", "timm")
-"""Libraries of which a model is planned by its name, as `timm:vit_large_patch16_224`."""
+"""Libraries whose models can be planned by name, as `timm:vit_large_patch16_224`."""
 _USUAL_PIXELS = 224
 _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
-"""What models are trained for, first that of which a model type has a class."""
+"""Training tasks of transformers; the first one for which a model type has a class is used."""
 _UNPADDED = (
-    "planned for samples without padding, whose attention needs no mask; padded ones keep one each, 1 to 5% more"
+    "planned for samples without padding, whose attention needs no mask; padded samples need one each, 1 to 5% more"
 )
 
 
 def subject_of_library(name: str, *, sequence_length: int | None = None) -> PlanSubject | None:
-    """Return the model that a library knows by a name; None if none that is installed does.
-
-    Args:
-        name: of a model, or `library:name`.
-        sequence_length: tokens of a sample of a language model; None for the usual number.
-
-    Raises:
-        UserError: several libraries have one, the one that is named has none or is missing, or it has no such samples.
-    """
+    """Return the library model of this name (`name` or `library:name`); None if no installed library has it."""
     library, _, model = name.rpartition(":")
     if library and library not in LIBRARIES:
         return None
     having = [one for one in LIBRARIES if library in {"", one} and model in _names(one, required=bool(library))]
     if len(having) > 1:
-        message = f"{name!r} is in {' and '.join(having)}: say {' or '.join(f'{one}:{name}' for one in having)}."
+        message = f"{name!r} is in {' and '.join(having)}: use {' or '.join(f'{one}:{name}' for one in having)}."
         raise UserError(message)
     if not having:
         if library:
-            message = f"{library} has no {model!r} that is planned by its name."
+            message = f"{library} has no model {model!r} that can be planned by name."
             raise UserError(message)
         return None
     if having[0] == "transformers":
         config = _module("transformers").AutoConfig.for_model(model)
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-            # Which word it is makes no difference; without one, labels are not shifted, and the model raises.
+            # Any class will do; without one, labels are not shifted, and the model raises.
             config.decoder_start_token_id = 0
         return subject_of_config(config, sequence_length=sequence_length)
     if sequence_length is not None:
-        message = f"a sequence length of {sequence_length} was given, and {name} takes images."
+        message = f"a sequence length of {sequence_length} was given, but {name} takes images."
         raise UserError(message)
     return _subject_of_images(having[0], model)
 
 
 def subject_of_config_file(path: Path, *, sequence_length: int | None = None) -> PlanSubject:
-    """Return the model of a `config.json`, of transformers or of diffusers.
-
-    Raises:
-        UserError: the file cannot be read, or neither library knows its kind.
-    """
+    """Return the model of a `config.json` of transformers or diffusers."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if "_class_name" in values:
@@ -74,7 +62,7 @@ def subject_of_config_file(path: Path, *, sequence_length: int | None = None) ->
         config = _module("transformers").AutoConfig.for_model(values.pop("model_type"), **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = (
-            f"{str(path)!r} is no configuration that transformers knows: {type(error).__name__}: {error}. It must be "
+            f"{str(path)!r} is not a configuration of transformers: {type(error).__name__}: {error}. It must be "
             "the config.json of a model, with a model_type, or of diffusers' UNet2DConditionModel."
         )
         raise UserError(message) from error
@@ -82,15 +70,7 @@ def subject_of_config_file(path: Path, *, sequence_length: int | None = None) ->
 
 
 def subject_of_config(config: Any, *, sequence_length: int | None = None) -> PlanSubject:  # noqa: ANN401 (not a dependency)
-    """Return the model of a configuration of `transformers`, with a sample as its tokenizer would make it.
-
-    Args:
-        config: a `transformers.PreTrainedConfig`.
-        sequence_length: tokens of a sample; None for as many as the model has positions, and at most `USUAL_TOKENS`.
-
-    Raises:
-        UserError: transformers is missing, or the model is of a kind that has no samples here.
-    """
+    """Return the model of a configuration of `transformers`, with a sample as its tokenizer would make it."""
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
     most = next(
@@ -99,7 +79,7 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
     length, notes = length_of(sequence_length, most, name or config.model_type)
     sample = _sample(config, kind, length)
     over_tokens = sample["labels"].dim() > 1
-    # A model that predicts each token from those before it shifts its labels by itself.
+    # A model that predicts the next token shifts its labels itself.
     of_tokens = mean_over_tokens(own_loss, labels="labels", shift=_predicts_the_next(kind))
     loss = of_tokens if over_tokens else mean_over_samples(own_loss)
     return PlanSubject(
@@ -111,26 +91,26 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss that a model of transformers computes by itself, given labels."""
+    """Return the loss that a model of transformers computes, given labels."""
     loss: Tensor = model(**batch).loss
     return loss
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean cross-entropy over images; of a model with several heads, that of the first."""
+    """Return the mean cross-entropy over images, of the first head if a model has several."""
     logits = model(batch["image"])
     return F.cross_entropy(logits if isinstance(logits, Tensor) else logits[0], batch["label"])
 
 
 def noise_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the mean squared difference between the noise in a batch of latents and what a UNet takes it for."""
+    """Return the mean squared error between the noise in a batch of latents and a UNet's prediction of it."""
     inputs = {name: value for name, value in batch.items() if name not in {"sample", "timestep", "noise"}}
     (found,) = model(batch["sample"], batch["timestep"], return_dict=False, **inputs)
     return F.mse_loss(found.float(), batch["noise"].float())
 
 
 def _subject_of_images(library: str, model: str) -> PlanSubject:
-    """Return a classifier of images of torchvision or timm, at the size that it was published for."""
+    """Return an image classifier of torchvision or timm, at its published image size."""
     module = _module(library)
     if library == "timm":
         settings = module.get_pretrained_cfg(model)
@@ -154,13 +134,11 @@ def _pixels_of(torchvision: Any, model: str) -> int:  # noqa: ANN401 (a module)
 
 
 def _subject_of_diffusers(values: Mapping[str, Any]) -> PlanSubject:
-    """Return a UNet of diffusers, trained to find the noise in latents."""
+    """Return a UNet of diffusers, trained to predict the noise in latents."""
     name = values["_class_name"]
     kind = getattr(_module("diffusers"), name, None)
     if name != "UNet2DConditionModel" or kind is None:
-        message = (
-            f"a {name} of diffusers has no samples here. Plan it from Python: ab.plan(make, optimizer, loss, sample)."
-        )
+        message = f"a {name} of diffusers needs a sample. Plan it in Python: ab.plan(make, optimizer, loss, sample)."
         raise UserError(message)
     width, channels = values["cross_attention_dim"], values["in_channels"]
     latents = torch.zeros(1, channels, values["sample_size"], values["sample_size"])
@@ -181,20 +159,21 @@ def _subject_of_diffusers(values: Mapping[str, Any]) -> PlanSubject:
 
 
 def _class_of(config: Any, name: str | None) -> Any:  # noqa: ANN401 (not a dependency)
-    """Return the model class of a configuration: the one it names, or else that of what such models are trained for."""
+    """Return the model class of a configuration: the one it names, or the one for the usual task of such models."""
     transformers = _module("transformers")
     found = getattr(transformers, name, None) if name else None
     if found is None:
         auto = transformers.models.auto.modeling_auto
         tables = (getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in _HEADS)
-        # A model of two halves is none that predicts the next token, whatever classes there are for its halves.
+        # An encoder-decoder does not predict the next token, even if its halves have such classes.
         several = list(tables)[: 1 if getattr(config, "is_encoder_decoder", False) else None]
         names = (one.get(config.model_type) for one in several)
         found = next((getattr(transformers, one, None) for one in names if isinstance(one, str)), None)
     if found is None:
         message = (
-            f"nothing says which model a {type(config).__name__} is for: architectures={config.architectures!r}. Set "
-            "config.architectures, such as ['BertForSequenceClassification']."
+            f"the configuration does not determine the model of a {type(config).__name__}: "
+            f"architectures={config.architectures!r}. Set config.architectures, such as "
+            "['BertForSequenceClassification']."
         )
         raise UserError(message)
     return found
@@ -205,7 +184,7 @@ def _predicts_the_next(kind: type) -> bool:
 
 
 def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  # noqa: ANN401 (not a dependency)
-    """Return one sample as a model of transformers takes it, without padding. Only its shape matters."""
+    """Return one unpadded sample for a model of transformers. Only its shape matters."""
     if kind.main_input_name == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -213,21 +192,21 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
         return {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.int64)}
     if kind.main_input_name != "input_ids":
         message = (
-            f"{kind.__name__} takes {kind.main_input_name!r}, which cannot be made up here. Plan it from Python, with "
+            f"{kind.__name__} takes {kind.main_input_name!r}, which cannot be made up. Plan it in Python, with "
             "a batch of one sample: ab.plan(model, optimizer, loss, batch, ...)."
         )
         raise UserError(message)
     if length is None:
-        message = f"{kind.__name__} takes any number of tokens: say how many a sample has, with a sequence length."
+        message = f"{kind.__name__} takes any number of tokens: set the tokens per sample with a sequence length."
         raise UserError(message)
     tokens = torch.zeros(1, length, dtype=torch.int64)
-    # A classifier of sequences has one label for all tokens; one of tokens has a label for each.
+    # A sequence classifier has one label for all tokens, a token classifier one for each.
     one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
     return {"input_ids": tokens, "labels": torch.zeros(1, dtype=torch.int64) if one_label else tokens}
 
 
 def _names(library: str, *, required: bool) -> Sequence[str]:
-    """Return the names of the models of a library; none if it is not installed, and need not be."""
+    """Return the model names of a library; empty if it is not installed and not `required`."""
     try:
         module = _module(library)
     except UserError:
@@ -246,7 +225,5 @@ def _module(library: str) -> Any:  # noqa: ANN401 (a module)
     try:
         return importlib.import_module(library)
     except (ImportError, RuntimeError) as error:  # a torchvision for another torch raises the latter
-        message = (
-            f"this is a model of {library}, which is not installed here or does not import: pip install {library}."
-        )
+        message = f"this is a model of {library}, which is not installed or cannot be imported: pip install {library}."
         raise UserError(message) from error

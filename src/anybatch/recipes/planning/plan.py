@@ -1,4 +1,4 @@
-"""`ab.plan`: from a job, a model or the name of one to a plan of its memory."""
+"""`ab.plan`: the memory plan of a job, a model or a model's name."""
 
 import copy
 import dataclasses
@@ -72,7 +72,7 @@ def plan(
     micro_batch_size: int | None = None,
     expandable_segments: bool = False,
 ) -> Plan:
-    """Plan the memory of a training step without its device, and without taking memory for it.
+    """Plan the memory of a training step without its device, and without allocating its memory.
 
     ```python
     print(ab.plan("llama-3.2-1b", device="RTX 4090", effective_batch_size=64, precision="bf16", sequence_length=1024))
@@ -81,39 +81,37 @@ def plan(
     print(ab.plan("llama-3.1-8b", device="RTX 4090", effective_batch_size=64, sequence_length=1024, fit=True))
     ```
 
-    The engine's own step runs on tensors without data, which are made to allocate as CUDA's do; see docs/memory.md.
+    The engine's own step runs on tensors without data that allocate as CUDA tensors do; see docs/memory.md.
 
     Args:
         what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a `TrainSpec`, a
             module, or a function that makes one of the last two.
-        optimizer: function `named_parameters -> optimizer`, for a module; the name of one ("sgd", "adafactor", ...),
-            for anything; None for that of `what`, or AdamW.
-        loss: for a module, as `Engine` takes it. A function without a loss makes a `TrainSpec`.
-        sample: for a module or a `TrainSpec`, a batch of one sample; only its shapes and types are used.
+        optimizer: function `named_parameters -> optimizer`, for a module; or a name ("sgd", "adafactor", ...), for
+            anything; None: the one of `what`, or AdamW.
+        loss: for a module, as for `Engine`. A function without a loss makes a `TrainSpec`.
+        sample: a batch of one sample, for a module or a `TrainSpec`; only its shapes and types are used.
         device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's; or a
             `Device`.
-        effective_batch_size: samples of one step over all ranks; None for what a job or a `TrainSpec` says.
+        effective_batch_size: samples of one step over all ranks; None: the size of a job or a `TrainSpec`.
         world_size: number of ranks.
-        precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
-        sequence_length: tokens of a sample of a published language model; None for all that
-            it can take, and at most 8,192.
-        strategy: as `Engine` takes it by name, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
-        headroom: part of the device to leave free; None for 10% of what was measured on it, or 15% if nothing was.
-        known: remembers what steps were measured to take of devices, which counts where no headroom is named; None
-            takes every device for one on which nothing has been measured.
-        rates: how fast the device is, as `anybatch.planner.cost.calibration.measure_rates` finds out; None for what
-            is known of it by name.
-        proposals: also plan what could be changed, which takes as long for each change.
-        fit: look for the changes that let a step fit together, at the least cost to what is computed, and the fastest
-            of these, instead of planning each change by itself.
-        changes: names of changes to make in any case, as plans list them: "checkpointing", "fused optimizer",
-            "8-bit AdamW", "LoRA of rank 16", "bf16 weights", "offloading", ...
-        micro_batch_size: samples of a micro-batch; None for the largest that fits.
-        expandable_segments: the allocator's segments grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`).
+        precision: number format of forward and backward; None: the format of a `TrainSpec`, else "fp32".
+        sequence_length: tokens per sample of a published language model; None: the model's maximum, at most 8,192.
+        strategy: a name, as for `Engine`, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
+        headroom: part of the device to keep free; None: 10% if steps were measured on it, else 15%.
+        known: cache of measured steps by device, used if `headroom` is None; None: no measurements.
+        rates: speed of the device, from `anybatch.planner.cost.calibration.measure_rates`; None: the data sheet of a
+            device with a name.
+        proposals: also plan single changes, each of which takes as long as the plan.
+        fit: find the fastest combination of changes that fits, with the least effect on the computation, instead of
+            planning single changes.
+        changes: names of changes to apply, as plans list them: "checkpointing", "fused optimizer", "8-bit AdamW",
+            "LoRA of rank 16", "bf16 weights", "offloading", ...
+        micro_batch_size: samples of a micro-batch; None: the largest that fits.
+        expandable_segments: plan for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
     Raises:
-        CannotPlanError: the memory of a step is not known without running it; says why.
-        UserError: an argument cannot be used, or the engine refuses the step.
+        CannotPlanError: the memory of a step cannot be determined without running it; the message has the reason.
+        UserError: an argument is invalid, or the engine refuses the step.
     """
     _check_sizes(effective_batch_size, micro_batch_size, world_size, sequence_length)
     _check_flags(proposals=proposals, fit=fit, expandable_segments=expandable_segments)
@@ -130,7 +128,7 @@ def plan(
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
     size, is_open = effective_batch_size or subject.effective_batch_size, precision is None
-    # Measurements are kept by precision, so it has to be known before they are looked up.
+    # Measurements are stored by precision, so the precision is resolved first.
     if size is None or (precision is None and known is not None):
         train, _ = build(subject.train)
         size, precision = size or train.effective_batch_size, precision or train.precision
@@ -139,7 +137,7 @@ def plan(
             f"effective_batch_size (--effective-batch-size) is required: {subject.name} has no default batch size."
         )
         raise UserError(message)
-    # A named headroom is taken as it is; otherwise a device on which plans were verified needs less.
+    # An explicit headroom is used unchanged; a device with verified plans needs less.
     measured = None
     if known is not None and headroom is None:
         measured = measured_of(device, subject.name, precision or "fp32", known)
@@ -149,7 +147,7 @@ def plan(
         sample=subject.sample,
         strategy=strategy,
         world_size=world_size,
-        # A batch of the user's own is in the memory that a CPU plans for; an accelerator gets it piece by piece.
+        # The user's own batch occupies planned memory on a CPU; an accelerator receives it piece by piece.
         input_samples=ceil_div(size, world_size) if on_cpu and subject.own_batch else None,
         called=subject.called,
         profile="cpu" if on_cpu else "cuda",
@@ -186,29 +184,23 @@ def _subject(
     sample: Batch | None,
     sequence_length: int | None,
 ) -> PlanSubject:
-    """Return the step to be planned.
-
-    Raises:
-        UserError: it is of no kind that can be.
-    """
+    """Return the step to plan."""
     if isinstance(what, str):
         return load_subject(what, sequence_length=sequence_length)
     if isinstance(what, Job):
         return subject_of_job(what)
-    # By its attributes: transformers is no dependency, and need not be imported to ask.
+    # Recognised by attributes, because importing transformers is slow and optional.
     if hasattr(what, "model_type") and hasattr(what, "architectures"):
         return subject_of_config(what, sequence_length=sequence_length)
     if not isinstance(what, nn.Module | dict | TrainSpec) and not callable(what):
         message = (
-            f"what={what!r} cannot be planned. Give an ab.Job, the name of a recipe or model, a configuration of "
+            f"what={what!r} cannot be planned. Pass an ab.Job, the name of a recipe or model, a configuration of "
             "transformers, a TrainSpec, a module, or a function that makes one."
         )
         raise UserError(message)
     is_model = isinstance(what, nn.Module | dict)
     if sample is None or (is_model and loss is None):
-        message = (
-            "a module is planned with its loss and a batch of one sample: ab.plan(model, optimizer, loss, sample)."
-        )
+        message = "a module needs its loss and a batch of one sample: ab.plan(model, optimizer, loss, sample)."
         raise UserError(message)
     return _subject_of_python(what, optimizer or adamw, loss, sample)
 
@@ -245,11 +237,7 @@ def _subject_of_python(
 def _check_sizes(
     effective_batch_size: int | None, micro_batch_size: int | None, world_size: int, sequence_length: int | None
 ) -> None:
-    """Refuse sizes that are no whole numbers of at least 1.
-
-    Raises:
-        BatchSizeError, UserError: with the argument and its value.
-    """
+    """Refuse sizes that are not integers of at least 1."""
     if effective_batch_size is not None:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
     if micro_batch_size is not None:
@@ -265,7 +253,7 @@ def _check_flags(**flags: object) -> None:
 
 
 def _check_types(**arguments: object) -> None:
-    """Refuse arguments of another type than they must have."""
+    """Refuse arguments of a wrong type."""
     for name, (types, expected) in _TYPES.items():
         value = arguments[name]
         is_valid = (
@@ -277,7 +265,7 @@ def _check_types(**arguments: object) -> None:
 
 
 def _copied(train: TrainSpec) -> TrainSpec:
-    """Return the same with modules of its own around the same tensors, so that a change of blocks stays in the plan."""
+    """Return a copy with new modules around the same tensors, so that changed blocks stay within the plan."""
     if isinstance(train.optimizer, Optimizer):  # it holds these parameters, and its model is not changed
         return train
     modules = [train.model] if isinstance(train.model, nn.Module) else list(train.model.values())
@@ -287,7 +275,7 @@ def _copied(train: TrainSpec) -> TrainSpec:
 
 
 class _SameTensors(TorchFunctionMode):
-    """While entered, a deep copy holds the tensors themselves: what a model keeps, with its graph or not, included."""
+    """A mode in which a deep copy keeps the tensors themselves, also those with a graph."""
 
     def __torch_function__(
         self,
@@ -295,7 +283,7 @@ class _SameTensors(TorchFunctionMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the function returns)
-        """Answer what deep copies of tensors call."""
+    ) -> Any:  # noqa: ANN401 (any return type)
+        """Handle the functions that deep copies of tensors call."""
         del types
         return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

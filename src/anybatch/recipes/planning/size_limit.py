@@ -1,4 +1,4 @@
-"""The planner's bound for "auto": how large a micro-batch can be on the device at hand."""
+"""The planner's limit for "auto": the largest micro-batch that fits this device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 from anybatch.recipes.job import Job
 
 Largest = Callable[[Batch, int], int | None]
-"""The argument of `Auto(largest=...)`: function (batch, num_samples) -> largest size, None for no limit."""
+"""The argument of `Auto(largest=...)`: function (batch, num_samples) -> largest size; None: no limit."""
 
 
 def planned_largest(
@@ -35,33 +35,33 @@ def planned_largest(
     headroom: float | None = None,
     known: KnownDevices | None = None,
 ) -> Largest:
-    """Return a function for `Auto(largest=...)` that plans the engine's step when the first batch is there.
+    """Return a function for `Auto(largest=...)` that plans the engine's step on the first batch.
 
     ```python
     auto = Auto(largest=planned_largest(make_train_spec))
     engine = ab.Engine.from_spec(make_train_spec(), Hardware(micro_batch_size=auto))
     ```
 
-    It is planned as on one rank, which is what a rank of `all_reduce` holds too, beside a communicator.
+    The plan is for one rank; a rank of `all_reduce` needs the same and a communicator.
 
     Args:
-        train: function () -> what is trained; a `TrainSpec` that is made already is traced as its modules are when the
-            first batch comes, hooks and all.
-        device: where it will run; None for the accelerator that torch takes where there is one, else the CPU.
+        train: function () -> `TrainSpec`; an existing `TrainSpec` is traced with its modules at the first batch,
+            including hooks.
+        device: where to train; None: torch's accelerator if there is one, else the CPU.
         world_size: number of ranks.
-        budget_bytes: memory for tensors; None for the rest of the device's memory.
-        headroom: part of the device to leave free; None for 10% where it has been measured, and 15% elsewhere.
-        known: remembers what devices were measured to take; None for none.
+        budget_bytes: memory for tensors; None: the free memory of the device.
+        headroom: part of the device to keep free; None: 10% if it was measured, else 15%.
+        known: cache of measured steps by device; None: no measurements.
 
     Returns:
-        Function (batch, num_samples) -> size, at least 1. It raises `PlanError` where nothing can be planned.
+        Function (batch, num_samples) -> size, at least 1. It raises `PlanError` if the step cannot be planned.
     """
 
     def largest(batch: Batch, num_samples: int) -> int:
         place = _accelerator_or_cpu() if device is None else device
         profile: Profile = "cpu" if place.type == "cpu" else "cuda"
         try:
-            with outside_modes():  # an enforced budget would count the twin
+            with outside_modes():  # an enforced budget would count the copy
                 spec, _ = built(StepSpec(train=train, sample=batch, strategy="single", profile=profile))
                 spec = spec.with_train(effective_batch_size=num_samples)
                 precision = spec.trained.precision
@@ -73,11 +73,11 @@ def planned_largest(
                 envelopes = find_envelopes(spec, usable, most_samples=num_samples)
         except PlanError:
             raise
-        except UserError as error:  # the engine says it in earnest a moment later
+        except UserError as error:  # the engine raises it again a moment later
             raise PlanError(str(error)) from error
-        found = envelopes.largest_allocated(max(0, usable - _others_bytes(place, envelopes.steady)))
+        found = envelopes.largest_allocated(max(0, usable - _other_bytes(place, envelopes.steady)))
         if found == 0:
-            message = "not even one sample is planned to fit"
+            message = "the plan does not fit even one sample"
             raise PlanError(message)
         return num_samples if found is None else min(found, num_samples)
 
@@ -87,7 +87,7 @@ def planned_largest(
 def planned_for_job(
     job: Job, learning_rate: float, precision: PrecisionName, world: World, known: KnownDevices | None
 ) -> Largest:
-    """Return the limit that `planned_largest` finds for a job."""
+    """Return the limit of `planned_largest` for a job."""
     train = partial(job.train_spec, learning_rate=learning_rate, precision=precision)
     return planned_largest(train, device=world.device, world_size=world.size, known=known)
 
@@ -98,24 +98,20 @@ def _accelerator_or_cpu() -> torch.device:
 
 
 def _usable_bytes(device: torch.device, world_size: int, headroom: float) -> int:
-    """Return the memory of a device left for torch's tensors: that of other processes and the context is subtracted.
-
-    Raises:
-        PlanError: the device does not report its memory.
-    """
+    """Return the memory of a device that is free for tensors, without other processes and the context."""
     limit = limit_of(device)
     if limit is not None:
-        communicator = COMMUNICATOR_BYTES if world_size > 1 else 0  # it is made by the first reduction
+        communicator = COMMUNICATOR_BYTES if world_size > 1 else 0  # allocated by the first reduction
         return int(limit * (1.0 - headroom)) - (outside_bytes(device) or 0) - communicator - WORKSPACE_BYTES
     host = read_host() if device.type == "cpu" else None
     if host is None:
-        message = f"how much memory {device} has is not known"
+        message = f"the memory of {device} is not known"
         raise PlanError(message)
     return int(host.available_bytes * (1.0 - headroom)) // world_size
 
 
-def _others_bytes(device: torch.device, envelope: MemoryEnvelope) -> int:
-    """Return the bytes this process's allocator has handed out beyond those of the plan: for another model, say."""
+def _other_bytes(device: torch.device, envelope: MemoryEnvelope) -> int:
+    """Return the bytes that this process has allocated beyond the plan, for example for another model."""
     used = memory_in_use(device) if device.type == "cuda" else None
     if used is None:
         return 0

@@ -1,4 +1,4 @@
-"""Things that can be planned: a recipe, a published model by its name, or a model of a library that is installed."""
+"""Finds the subject of a plan by name: a recipe, a published model, or a model of an installed library."""
 
 import difflib
 from pathlib import Path
@@ -20,26 +20,21 @@ from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, length_of
 
 
 def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubject:
-    """Return the subject that a name stands for.
+    """Return the subject of a name.
 
-    Args:
-        name: a published model (`llama-3.1-8b`), a file `config.json` of transformers or of diffusers, a model type of
-            transformers, a model of torchvision or timm (`timm:resnet50`), or what `load_recipe` takes.
-        sequence_length: tokens of a sample of a language model; None for the usual one.
-
-    Raises:
-        UserError: there is no such thing, or it has no sequences.
+    A name is a published model (`llama-3.1-8b`), a `config.json` of transformers or diffusers, a model type of
+    transformers, a model of torchvision or timm (`timm:resnet50`), or a recipe as for `load_recipe`.
     """
     if name in KNOWN_MODELS:
         return subject_of_known_model(name, sequence_length=sequence_length)
     if name.endswith(".json"):
         return subject_of_config_file(Path(name), sequence_length=sequence_length)
-    # Recipes first: asking libraries for their names imports them.
+    # Recipes first, because asking libraries for their names imports them.
     found = None if name in RECIPES or ".py" in name else subject_of_library(name, sequence_length=sequence_length)
     if found is not None:
         return found
     if sequence_length is not None:
-        message = f"a sequence length of {sequence_length} was given, and the samples of {name!r} are as its data is."
+        message = f"a sequence length of {sequence_length} was given, but {name!r} has its own."
         raise UserError(message)
     near = difflib.get_close_matches(name, [*RECIPES, *KNOWN_MODELS], n=1)
     if name not in RECIPES and ":" not in name and (near or "." not in name):
@@ -54,7 +49,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
 
 
 def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
-    """Return the subject of a job, with the first sample of its data; the longest, where the job has lengths."""
+    """Return the subject of a job, with its first sample, or its longest if the job has lengths."""
     dataset = job.dataset()
     size = len(dataset) if job.lengths is not None and hasattr(dataset, "__len__") else 1
     batch = next(iter(job.train_batches(dataset, effective_batch_size=size, steps=1)))
@@ -69,7 +64,7 @@ def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
 
 
 def subject_of_known_model(name: str, *, sequence_length: int | None = None, checkpointed: bool = False) -> PlanSubject:
-    """Return a published language model, to be trained by AdamW to predict each token from those before it."""
+    """Return a published language model, trained by AdamW to predict the next token."""
     config = KNOWN_MODELS[name]
     length, notes = length_of(sequence_length, config.max_position_embeddings, name)
     assert length is not None, "the model has a longest sequence"
@@ -81,7 +76,7 @@ def subject_of_known_model(name: str, *, sequence_length: int | None = None, che
             loss=mean_over_tokens(next_token_loss, labels="targets", shift=False),
             clip=1.0,
         ),
-        # Only shapes count, so inputs and targets may be one tensor.
+        # Only shapes matter, so inputs and targets may share a tensor.
         sample=dict.fromkeys(("inputs", "targets"), torch.zeros(1, length, dtype=torch.int64)),
         called=config.called,
         notes=notes,
@@ -89,10 +84,5 @@ def subject_of_known_model(name: str, *, sequence_length: int | None = None, che
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean cross-entropy over all tokens to predict.
-
-    Args:
-        model: from int64 (samples, tokens) to logits (samples, tokens, vocabulary).
-        batch: "inputs" and "targets", int64 (samples, tokens) each; targets are shifted already.
-    """
+    """Return the mean cross-entropy of logits (samples, tokens, vocabulary); the targets are already shifted."""
     return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())

@@ -1,12 +1,12 @@
-"""The folder of a run: its files, who may write them, and the settings asked for.
+"""The folder of a run: its files, its lock, and the settings.
 
 ```text
 runs/digits-20300131-120000/
-├── run.json             the settings asked for, and from which step on; read to resume
+├── run.json             settings, and the step they apply from; read to resume
 ├── run.lock             host and process id of the newest session, which holds a lock on it
 ├── events.jsonl         rank 0's log; events-rank-1.jsonl is rank 1's
-├── losses.png           drawn at the end of a session, where matplotlib is installed; losses.svg is the same
-├── tensorboard/         what TensorBoard shows, where it is installed
+├── losses.png           drawn at the end of a session, with matplotlib; also losses.svg
+├── tensorboard/         with TensorBoard
 └── checkpoints/
     └── step-00000120
 ```
@@ -35,13 +35,7 @@ NO_ORIGIN: Origin = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Part of a run with the same settings.
-
-    Attributes:
-        first_step: number of its first step.
-        settings: those of its steps.
-        schedule_steps: steps that the learning-rate schedule was made for; None if that is not known.
-    """
+    """Part of a run with the same settings; `schedule_steps` is the length of its schedule, None if unknown."""
 
     first_step: int
     settings: Settings
@@ -50,13 +44,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """The request that began a run, and the settings of each stretch of it.
+    """The request that started a run, and the settings of each stretch.
 
     Attributes:
-        origin: how it was asked for, in the words of the command: the recipe, the number of ranks.
-        stretches: its parts, in the order of their first steps; at least one.
-        largest_micro_batch_size: most samples of one forward and backward since larger ones ran out of memory in a step
-            that could not be repeated; None if none did.
+        origin: the recipe and the number of ranks of the command.
+        stretches: parts of the run, by first step; at least one.
+        largest_micro_batch_size: limit since larger micro-batches ran out of memory in a step that could not be
+            repeated; None if that has not happened.
     """
 
     origin: Origin
@@ -64,12 +58,12 @@ class RunHeader:
     largest_micro_batch_size: int | None = None
 
     def before(self, step: int) -> Stretch:
-        """Return the part whose settings a checkpoint of `step` was made under: a change at `step` comes after it."""
+        """Return the stretch of a checkpoint of `step`; a change at `step` applies after it."""
         earlier = [stretch for stretch in self.stretches if stretch.first_step < step]
         return earlier[-1] if earlier else self.stretches[0]
 
     def with_change(self, change: Stretch) -> "RunHeader":
-        """Return this header with another last part."""
+        """Return this header with another last stretch."""
         earlier = [each for each in self.stretches if each.first_step < change.first_step]
         return dataclasses.replace(self, stretches=(*earlier, change))
 
@@ -82,12 +76,12 @@ class RunFolder:
 
     @property
     def header(self) -> Path:
-        """The file with what the run was asked for."""
+        """The file with the settings of the run."""
         return self.path / "run.json"
 
     @property
     def lock(self) -> Path:
-        """The file that the session holds a lock on."""
+        """The file that the session locks."""
         return self.path / "run.lock"
 
     @property
@@ -102,7 +96,7 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        """The folder of what TensorBoard shows."""
+        """The folder of TensorBoard's files."""
         return self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:
@@ -110,12 +104,7 @@ class RunFolder:
         return self.path / (f"events-rank-{rank}.jsonl" if rank else "events.jsonl")
 
     def refuse_used(self) -> None:
-        """Refuse to begin a run where something else is.
-
-        Raises:
-            UserError: there is something.
-            CheckpointAccessError: the folder may not be read.
-        """
+        """Raise if the folder already has content, so that a new run cannot mix with it."""
         try:
             used = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
         except PermissionError as error:
@@ -124,23 +113,19 @@ class RunFolder:
             return
         kind = "a folder that is not empty" if self.path.is_dir() else "a file"
         cure = (
-            "To go on with the run in it, add --resume; for a new run name another folder."
+            "To resume the run in it, add --resume; for a new run choose another folder."
             if self.header.exists()
-            else "Name another folder."
+            else "Choose another folder."
         )
         message = f"{self.path} is {kind}. {cure}"
         raise UserError(message)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes of this host from training in the folder.
+        """Lock the folder against training by other processes of this host.
 
         The system releases the lock when the process ends, even if it is killed. A lock held on another host is
-        ignored: after that host has failed, a shared file system may keep it for minutes. Windows has no such lock.
-
-        Raises:
-            UserError: another process trains in the folder.
-            CheckpointAccessError: the folder may not be written to.
+        ignored, because a shared file system may keep it for minutes after that host failed. Windows has no such lock.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -151,25 +136,20 @@ class RunFolder:
             holder = _lock(file)
             if holder is not None:
                 message = (
-                    f"process {holder} is training in {self.path}. Wait until it has ended, or stop it, before you "
+                    f"process {holder} is training in {self.path}. Wait until it ends, or stop it, before you "
                     "resume this run; for a new run choose another folder."
                 )
                 raise UserError(message)
             yield
 
     def read(self) -> RunHeader:
-        """Return the header of the run.
-
-        Raises:
-            MissingCheckpointError: no run was begun here.
-            CheckpointError: the file is not what was written.
-        """
+        """Return the header of the run."""
         try:
             text = self.header.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             message = (
-                f"there is no run to go on with in {self.path}: {self.header.name} is missing. "
-                "Name the folder of a run, or begin one without --resume."
+                f"there is no run to resume in {self.path}: {self.header.name} is missing. "
+                "Pass the folder of a run, or start a new one without --resume."
             )
             raise MissingCheckpointError(message, path=self.header) from None
         except PermissionError as error:
@@ -180,18 +160,18 @@ class RunFolder:
                 Stretch(each["first_step"], Settings.from_json(each["settings"]), each["schedule_steps"])
                 for each in found["stretches"]
             ]
-            # With a default: folders of runs that were begun before this was kept are read, too.
+            # With a default, because older runs do not have this field.
             largest = found.get("largest_micro_batch_size")
             return RunHeader(found["origin"], (stretches[0], *stretches[1:]), largest)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             message = (
-                f"{self.header} is not what this version of anybatch writes ({error!r}). "
-                "Begin a new run, or use the version that began this one."
+                f"{self.header} was not written by this version of anybatch ({error!r}). "
+                "Start a new run, or use the version that started this one."
             )
             raise CheckpointError(message, path=self.header) from error
 
     def write(self, header: RunHeader) -> None:
-        """Write down what the run is asked for, so that it is there as a whole or not at all."""
+        """Write the header atomically."""
         content: dict[str, Any] = {
             "version": _VERSION,
             "origin": dict(header.origin),
@@ -211,16 +191,16 @@ class RunFolder:
             with partial.open("w", encoding="utf-8") as file:
                 file.write(json.dumps(content, indent=2) + "\n")
                 file.flush()
-                # On the disk before it is renamed: after a power failure the new name must not stand for an empty file.
+                # Flushed before the rename, so that a power failure cannot leave an empty file with the new name.
                 os.fsync(file.fileno())
-            # A rename on one file system is indivisible: a killed run leaves the old header or the new one.
+            # A rename is atomic on one file system: a killed run leaves the old header or the new one.
             partial.replace(self.header)
         except PermissionError as error:
             raise _no_access(self.path, error) from error
 
     def clear(self, rank: int) -> None:
-        """Remove what a rank has written of a run that made no step, and the folder if nothing else is in it."""
-        # Best effort: the folder may hold files of the user's, and then stays.
+        """Remove a rank's files of a run without steps, and the folder if it is then empty."""
+        # Best effort: a folder with files of the user stays.
         with suppress(OSError):
             self.log(rank).unlink(missing_ok=True)
             if rank == 0:
@@ -231,7 +211,7 @@ class RunFolder:
 
 
 def _lock(file: TextIO) -> str | None:
-    """Lock a file for this process and write its id there; return the id of another process that holds it."""
+    """Lock a file and write this process's id to it; return the id of another process with the lock."""
     if sys.platform == "win32":
         return None
     import fcntl  # noqa: PLC0415 (missing on Windows)
@@ -253,5 +233,5 @@ def _lock(file: TextIO) -> str | None:
 
 
 def _no_access(path: Path, error: OSError) -> CheckpointAccessError:
-    message = f"{path} cannot be used: {error.strerror}. Name another folder, or change its rights."
+    message = f"{path} cannot be used: {error.strerror}. Choose another folder, or change its permissions."
     return CheckpointAccessError(message, path=path)

@@ -1,4 +1,4 @@
-"""Prepares a run: builds it, and loads its newest checkpoint where it is resumed."""
+"""Prepares a run: builds it, and loads the newest checkpoint when resuming."""
 
 import dataclasses
 import warnings
@@ -31,13 +31,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
-    """A run that can be stepped from where it stands.
-
-    Attributes:
-        run: the model and its engine.
-        rest: the effective batches from here to the end; None if nothing is left.
-        num_steps: steps of the whole run; None if the data has no length.
-    """
+    """A run that is ready to continue; `rest` is None when no steps are left, `num_steps` if the data has no length."""
 
     run: JobRun
     rest: Batches | None
@@ -58,21 +52,12 @@ def prepare(
 ) -> PreparedRun:
     """Build a run, load its newest checkpoint if there is one, and write its header.
 
-    Args:
-        job: what to learn.
-        choices: the settings asked for now.
-        header: what the run in `place` was asked for before; None begins one.
-        origin: how it is asked for, now.
-        place: the run's folder.
-        world: the ranks.
-        known: remembers the fastest micro-batch sizes; None times them again.
-        devices: remembers what steps were measured to take of devices; None takes this one for unknown.
-        observer: receives records of decisions.
+    `header` belongs to the run to resume, None for a new run; without `known` the fastest sizes are measured again.
     """
     former = None if header is None else header.stretches[-1]
     settings = resolve_settings(job, choices, None if former is None else former.settings, world_size=world.size)
     largest = _largest_that_ran(header, choices)
-    # Made once, so that a resumed run reads its rest from the same data set.
+    # Made once, so that a resumed run continues on the same data set.
     dataset = job.dataset()
     job = dataclasses.replace(with_settings(settings, job), dataset=lambda: dataset)
     run = start(
@@ -85,7 +70,7 @@ def prepare(
         observer=observer,
         world=world,
     )
-    # Groups mostly share a rate, and then the line is printed once.
+    # Groups usually share a rate, and the line is printed once.
     run.engine.decisions.add("learning_rate", "; ".join(dict.fromkeys(map(str, run.rates))))
     if header is None:
         num_steps = num_steps_of(run.batches)
@@ -93,8 +78,8 @@ def prepare(
     else:
         if largest is not None:
             message = (
-                f"micro-batches have at most {largest} samples, since larger ones ran out of memory in a step that "
-                "could not be repeated; the result stays the same"
+                f"micro-batches are limited to {largest} samples, because larger ones ran out of memory in a step "
+                "that could not be repeated; the result stays the same"
             )
             run.engine.decisions.add("micro_batch_size", message)
             notify(observer, run.engine, "goes_on_smaller", message)
@@ -109,7 +94,7 @@ def prepare(
 
 
 def _largest_that_ran(header: RunHeader | None, choices: Choices) -> int | None:
-    """Return the limit of micro-batches that earlier sessions have left; a size that is named anew lifts it."""
+    """Return the micro-batch limit left by earlier sessions; a newly given size lifts it."""
     if header is None:
         return None
     former = header.stretches[-1].settings
@@ -126,7 +111,7 @@ def _largest_that_ran(header: RunHeader | None, choices: Choices) -> int | None:
 def _sizes(
     settings: Settings, world: World, limit: int | None, known: Memory | None, planned: "Largest | None"
 ) -> dict[str, Any]:
-    """Return the fields of `Hardware` that say how large micro-batches are."""
+    """Return the fields of `Hardware` about micro-batch sizes."""
     if settings.micro_batch_tokens is not None and limit is None:
         return {"micro_batch_size": token_budget(settings.micro_batch_tokens)}
     size, steps = settings.micro_batch_size, settings.accumulation_steps
@@ -139,24 +124,16 @@ def _sizes(
 
 
 def _planned_largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> "Largest | None":
-    """Return the planner's bound; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
+    """Return the planner's limit; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
     if world.device.type != "cuda":
         return None
-    from anybatch.recipes.planning.size_limit import planned_for_job  # noqa: PLC0415 (brings the planner)
+    from anybatch.recipes.planning.size_limit import planned_for_job  # noqa: PLC0415 (imports the planner)
 
     return planned_for_job(job, settings.learning_rate, settings.precision, world, devices)
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `act()` on rank 0 on every rank; an error there is raised on every rank.
-
-    Args:
-        world: the ranks; all of them call this.
-        act: function () -> a small value that can be pickled; called on rank 0 only.
-
-    Raises:
-        AnyBatchError, OSError: as `act` on rank 0.
-    """
+    """Call `act()` on rank 0 and return its picklable result on every rank; an error is raised on every rank."""
     outcome: tuple[ResultT | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
@@ -170,7 +147,7 @@ def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
 
 
 def notify(observer: Observer, engine: Engine, code: str, message: str, *, is_warning: bool = False) -> None:
-    """Hand an observer a diagnosis for the user, before the first step of a session."""
+    """Send a diagnosis to an observer before the first step of a session."""
     observer.observe(
         DiagnosisRecord(
             rank=engine.world.rank,
@@ -184,25 +161,25 @@ def notify(observer: Observer, engine: Engine, code: str, message: str, *, is_wa
 
 
 def _load(engine: Engine, place: RunFolder, observer: Observer) -> None:
-    """Go on from the newest intact checkpoint; a run that was ended before its first one begins again."""
-    # Rank 0 writes checkpoints, but any rank may be on a machine that does not see the folder.
+    """Load the newest intact checkpoint; a run that ended before its first one starts again."""
+    # Rank 0 writes checkpoints, but another rank's machine may not see the folder.
     there = bool(list_checkpoints(place.checkpoints))
     if not any(engine.world.gather_objects(there)):
-        message = "there is no checkpoint yet: the run begins again at its first step"
+        message = "no checkpoint yet: starting again at step 0"
         notify(observer, engine, "no_checkpoint", message, is_warning=True)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # each of them reaches observers as a record
+        warnings.simplefilter("ignore", UserWarning)  # observers receive each of them as a record
         engine.load(place.checkpoints)
 
 
 def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches | None:  # noqa: ANN401 (any data set)
-    """Return the batches that are left; None if there are none."""
+    """Return the remaining batches; None if all steps are made."""
     left = None if settings.steps is None else settings.steps - engine.num_steps
     if left is not None and left < 0:
         message = (
-            f"steps={settings.steps} counts from the very beginning, and the run has made {engine.num_steps} steps. "
-            "Give more, or begin a new run."
+            f"steps={settings.steps} counts from the start of the run, which has already made {engine.num_steps} "
+            "steps. Increase it, or start a new run."
         )
         raise UserError(message)
     if left == 0:
@@ -220,24 +197,24 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
 def _follow_changes(
     job: Job, header: RunHeader, settings: Settings, *, ready: PreparedRun, observer: Observer
 ) -> RunHeader:
-    """Reset the learning rates if the checkpoint was made under other settings; return the header that says so."""
+    """Reset the learning rates if the checkpoint has other settings; return the updated header."""
     engine, last = ready.run.engine, header.stretches[-1]
     before = header.before(engine.num_steps)
     changes = differences(before.settings, settings, LEARNED)
     if not changes and before.schedule_steps == last.schedule_steps:
         unchanged = settings == last.settings
         return header if unchanged else header.with_change(Stretch(engine.num_steps, settings, last.schedule_steps))
-    made = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps where fp16 has skipped some
+    made = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps if fp16 skipped some
     for group, values in zip(engine.optimizer.param_groups, ready.run.hyperparameters, strict=True):
-        # A scheduler leaves its base rate there, and the next one would take it for its own.
+        # A scheduler stores its base rate in the group, where the next one would find it.
         group.pop("initial_lr", None)
         group.update(values)
     make = scheduler_function(job, ready.num_steps)
     if make is not None:
         engine.reschedule(make)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a scheduler that is stepped before its optimizer
-        # The new schedule is brought to where the old one stood.
+        warnings.simplefilter("ignore", UserWarning)  # about a scheduler that is stepped before its optimizer
+        # The new schedule advances to the position of the old one.
         for _ in range(made):
             cast("Any", engine.scheduler).step()
     asked = ", ".join(changes) or "the settings of this one"

@@ -1,7 +1,7 @@
-"""A training session: from a job to parameters in a folder, in one go or in several.
+"""A training session: train a job in a folder, in one session or several.
 
-A session steps, evaluates, saves, and stops when it is asked to. What it is for is that nothing of this shows in the
-result: a run that was stopped, or killed, and resumed on as many ranks ends with the same bits.
+A session steps, evaluates, saves, and stops on request. None of this affects the result: a run that is stopped or
+killed and resumed on the same number of ranks ends with bitwise equal parameters.
 """
 
 import contextlib
@@ -30,18 +30,12 @@ from anybatch.recipes.run.stop import StopRequest
 
 CHECKPOINT_SECONDS = 600.0
 NUM_EVALUATIONS = 4
-"""Evaluations of a run that is shorter than an epoch."""
+"""Evaluations in a run shorter than an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStart:
-    """The facts known before the first step of a session.
-
-    Attributes:
-        folder: where the run's files are.
-        first_step: number of the first step of this session.
-        num_steps: steps of the whole run, those before this session included; None if the data has no length.
-    """
+    """The facts known before the first step of a session; `num_steps` is of the whole run, None without a length."""
 
     folder: RunFolder
     first_step: int
@@ -50,21 +44,20 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """How a session ended.
+    """The result of a session.
 
     Attributes:
-        folder: where the run's files are.
-        stopped: it was asked to stop before the end of the run.
+        stopped: the session stopped on request before the end of the run.
         num_steps: steps of the whole run so far.
         num_session_steps: steps of this session.
-        num_session_samples: samples of those, over all ranks.
-        session_seconds: from its beginning to its end.
-        stepping_seconds: the part of them that was neither start, evaluation nor saving.
-        peak_bytes: most memory of this rank in a step, as in `MemoryRecord`; None where the system does not report it.
-        limit_bytes: what there is; None if that is not said.
-        loss: of the last step; None if there was none.
-        metrics: of the last evaluation; empty if there was none.
-        checkpoint: the newest one; None if there is none.
+        num_session_samples: samples of this session, over all ranks.
+        session_seconds: duration of the session.
+        stepping_seconds: its part without start-up, evaluation and saving.
+        peak_bytes: peak memory of this rank, as in `MemoryRecord`; None if the system does not report it.
+        limit_bytes: available memory; None if unknown.
+        loss: loss of the last step; None without steps.
+        metrics: metrics of the last evaluation; empty without one.
+        checkpoint: the newest checkpoint; None without one.
     """
 
     folder: RunFolder
@@ -96,42 +89,42 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> SessionResult:
-    """Train a job in a folder, or go on with it. Call it on every rank.
+    """Train a job in a folder, or resume it. Call it on every rank.
 
-    Evaluates and saves at the end of every epoch and of the run, saves every `checkpoint_seconds`, and when asked to
-    stop. Resumed, it goes on from the newest intact checkpoint, and at the very beginning if there is none yet.
+    Evaluates and saves at the end of every epoch and of the run, and saves every `checkpoint_seconds` and on a stop
+    request. A resumed run continues from the newest intact checkpoint, or starts again without one.
 
-    Where a resumed run is given another batch size, learning rate or length, its learning rates are from then on those
-    that a new run with these settings would have at that step.
+    If a resumed run has another batch size, learning rate or length, it continues with the learning rates of a new run
+    with these settings at that step.
 
     Args:
-        job: what to learn.
-        folder: for the log and the checkpoints; must be empty, or not there, unless `resume`.
-        choices: settings that differ from the job's or, when resumed, from those before; None keeps a setting.
-        resume: go on with the run in `folder`.
-        origin: how the run was asked for, kept in the folder for who resumes it.
-        world: the ranks; None asks the environment.
-        known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them again.
-        devices: remembers what steps were measured to take of devices; None takes them all for unknown.
-        observer: function (session start) -> another observer on this rank, beside the log.
-        stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
-            a second SIGINT ends at once.
-        checkpoint_seconds: most time between two checkpoints, looked at after each step.
+        job: the job to train.
+        folder: folder of the log and the checkpoints; must be empty or missing, unless `resume`.
+        choices: settings that override the job's or, when resuming, the earlier ones; None keeps a setting.
+        resume: resume the run in `folder`.
+        origin: the command's recipe and ranks, stored for later resumes.
+        world: the ranks; None reads the environment.
+        known: cache of the fastest micro-batch sizes; None measures them again.
+        devices: cache of measured steps by device; None: no measurements.
+        observer: function (session start) -> a second observer on this rank, next to the log.
+        stop: function () -> whether to stop after this step; one rank suffices. None stops on SIGINT and SIGTERM, and a
+            second SIGINT quits immediately.
+        checkpoint_seconds: maximum seconds between checkpoints, checked after each step.
         clock: monotonic time in seconds.
 
     Raises:
-        UserError: the folder is used, or a choice cannot be run.
-        CheckpointError: the folder holds no run that can be resumed, or a checkpoint cannot be written.
-        NonFiniteError, RankFailedError: as `Engine.step`.
+        UserError: the folder is in use, or a setting is invalid.
+        CheckpointError: the folder has no run to resume, or a checkpoint cannot be written.
+        NonFiniteError, RankFailedError: as in `Engine.step`.
         CannotRedoError: memory ran out in a step that ranks cannot repeat. The folder keeps the smaller micro-batch
-            size with which `resume` then goes on.
+            size for `resume`.
     """
     begun = clock()
     world = World.from_environment() if world is None else world
     if world.has_model_groups:
         message = (
-            f"a recipe is trained on ranks of one process, and this world has {world.size} ranks of "
-            f"{world.num_processes} processes. Use an Engine in a loop of your own."
+            f"a recipe needs ranks of one process each, but this world has {world.size} ranks of "
+            f"{world.num_processes} processes. Use an Engine in your own loop."
         )
         raise UserError(message)
     place = RunFolder(Path(folder))
@@ -146,7 +139,7 @@ def train(
         ):
             highest = PeakMemory()
             backlog = Backlog()
-            # The user's observer gets the number of steps, so it is made after the run; until then records are kept.
+            # The user's observer needs the number of steps, so it is created after the run; a backlog keeps records.
             observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
                 job,
@@ -168,14 +161,14 @@ def train(
     except BaseException as error:
         if _keeps_smaller_size(error, place, world):
             raise
-        # A new folder in which nothing was learned would be in the way of the same command.
+        # A new folder without steps would block the same command.
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
-            place.clear(world.rank)  # so that the same command runs once the reason is gone
+            place.clear(world.rank)  # so that the same command works after the cause is fixed
         raise
 
 
 def _claim(place: RunFolder, held: contextlib.ExitStack, *, resume: bool) -> RunHeader | None:
-    """Lock the folder until `held` is closed; return the header of the run to resume."""
+    """Lock the folder until `held` closes; return the header of the run to resume."""
     header = place.read() if resume else None
     if header is None:
         place.refuse_used()
@@ -184,7 +177,7 @@ def _claim(place: RunFolder, held: contextlib.ExitStack, *, resume: bool) -> Run
 
 
 def _keeps_smaller_size(error: BaseException, place: RunFolder, world: World) -> bool:
-    """Write down the size to go on with, where a step could not be repeated in smaller micro-batches."""
+    """Store the smaller size to resume with, if a step could not be repeated in smaller micro-batches."""
     if not isinstance(error, CannotRedoError | RankFailedError) or error.smaller_micro_batch_size is None:
         return False
     if world.rank == 0:
@@ -193,7 +186,7 @@ def _keeps_smaller_size(error: BaseException, place: RunFolder, world: World) ->
 
 
 def _run(session: "_Session", engine: Engine) -> SessionResult:
-    """Step a session to its end, and close the engine, also after an error."""
+    """Run a session to its end, and close the engine, also after an error."""
     try:
         outcome = session.run()
     except BaseException as error:
@@ -204,45 +197,45 @@ def _run(session: "_Session", engine: Engine) -> SessionResult:
 
 
 class StoppedOnRequest(KeyboardInterrupt):
-    """The reason in a log for the end of a run that was asked to stop. It is never raised."""
+    """The reason in the log for the end of a run that was asked to stop. Never raised."""
 
 
 class Backlog:
-    """An observer that keeps records for another one, which is made only when the run is ready."""
+    """An observer that stores records for another one, created once the run is ready."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
         self._observer: Observer | None = None
 
     def observe(self, record: Record, /) -> None:
-        """Keep a record, or pass it on once there is whom to pass it to."""
+        """Store a record, or forward it if the observer exists."""
         if self._observer is None:
             self._records.append(record)
         else:
             self._observer.observe(record)
 
     def forward_to(self, observer: Observer) -> None:
-        """Pass on the records that were kept, and all later ones as they come."""
+        """Forward the stored records and all later ones."""
         for record in self._records:
             observer.observe(record)
         self._records, self._observer = [], observer
 
 
 class PeakMemory:
-    """An observer that keeps the memory record of the highest peak."""
+    """An observer that keeps the memory record with the highest peak."""
 
     def __init__(self) -> None:
         self.record: MemoryRecord | None = None
 
     def observe(self, record: Record, /) -> None:
-        """Keep a record, if it is of a higher peak."""
+        """Keep a record if its peak is the highest."""
         if isinstance(record, MemoryRecord) and (self.record is None or record.peak_bytes > self.record.peak_bytes):
             self.record = record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SessionTiming:
-    """When to stop, when to save, and what time it is."""
+    """The stop request, the checkpoint interval and the clock of a session."""
 
     asked: Callable[[], bool]
     checkpoint_seconds: float
@@ -251,7 +244,7 @@ class _SessionTiming:
 
 
 class _Session:
-    """The loop of one session, and its state between two steps."""
+    """The loop of one session, and its state between steps."""
 
     def __init__(self, ready: PreparedRun, place: RunFolder, timing: _SessionTiming, highest: PeakMemory) -> None:
         self._run, self._engine = ready.run, ready.run.engine
@@ -267,23 +260,23 @@ class _Session:
         self._metrics: Mapping[str, float] = {}
 
     def run(self) -> SessionResult:
-        """Step until the data ends or a stop is asked for."""
+        """Step until the data ends or a stop is requested."""
         begun = self._timing.clock()
         stopped = self._step_to_the_end()
         return self._outcome(stopped=stopped, loop_seconds=self._timing.clock() - begun)
 
     def _step_to_the_end(self) -> bool:
-        """Return whether it was stopped."""
+        """Return whether the session stopped on request."""
         often = self._steps_per_evaluation()
         for batch in self._rest or ():
             self._report = report = self._engine.step(batch)
             self._num_samples += report.num_samples
             stopping, due = self._agree()
-            # Asked to stop in the very last step, the run is complete and ends as if it had not been asked.
+            # A request in the very last step has no effect, because the run is complete.
             if stopping and self._engine.num_steps != self._num_steps:
                 self._save()
                 return True
-            # A position with no samples behind it is the beginning of an epoch, so the last one has just ended.
+            # A position without samples is the start of an epoch: the last epoch just ended.
             ends_epoch = report.position.sample_offset == 0
             if ends_epoch or (often and self._engine.num_steps % often == 0):
                 self._evaluate()
@@ -295,7 +288,7 @@ class _Session:
         return False
 
     def _outcome(self, *, stopped: bool, loop_seconds: float) -> SessionResult:
-        """Return how it ended."""
+        """Return the result."""
         found = list_checkpoints(self._place.checkpoints)
         memory = self._highest.record
         return SessionResult(
@@ -314,22 +307,21 @@ class _Session:
         )
 
     def _agree(self) -> tuple[bool, bool]:
-        """Return whether to stop, which any rank may ask for, and whether to save, which is up to rank 0's clock."""
+        """Return whether to stop, which any rank may request, and whether to save, which rank 0's clock decides."""
         is_due = self._timing.clock() - self._saved_at >= self._timing.checkpoint_seconds
-        # Signals reach ranks at different times and clocks differ: all ranks have to stop, and save, after the same
-        # step.
+        # Signals arrive at different times and clocks differ, but all ranks must stop and save after the same step.
         votes = self._engine.world.gather_numbers([self._timing.asked(), is_due])
         return any(asked for asked, _ in votes), bool(votes[0][1])
 
     def _steps_per_evaluation(self) -> int | None:
-        """Return after how many steps to evaluate a run that is shorter than an epoch; None for at its epochs' ends."""
-        # Under a ramp epochs are not of one length; a run of whole ones is never shorter than one.
+        """Return the steps between evaluations of a run shorter than an epoch; None: evaluate at the end of epochs."""
+        # Under a ramp epochs differ in length; a run of whole epochs is never shorter than one.
         if self._rest is None or self._num_steps is None or self._rest.request.epochs is not None:
             return None
         try:
             epoch = self._rest.steps_per_epoch
         except TypeError:
-            # Data without a length has no end of an epoch to wait for.
+            # Data without a length has no known end of an epoch.
             epoch = self._num_steps + 1
         return max(1, ceil_div(self._num_steps, NUM_EVALUATIONS)) if self._num_steps < epoch else None
 
@@ -340,7 +332,7 @@ class _Session:
             self._evaluated = self._engine.num_steps
 
     def _save(self) -> None:
-        # The end of an epoch and the clock may both ask for a checkpoint of the same step.
+        # The end of an epoch and the clock may both request a checkpoint of the same step.
         if self._saved != self._engine.num_steps:
             with self._aside():
                 self._engine.save(self._place.checkpoints)
@@ -349,7 +341,7 @@ class _Session:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Count the time of evaluations and checkpoints, which are no steps."""
+        """Exclude the time of evaluations and checkpoints from the time of steps."""
         begun = self._timing.clock()
         yield
         self._aside_seconds += self._timing.clock() - begun

@@ -1,4 +1,4 @@
-"""From a job to something that can be stepped: the order in which its functions are called, in one place."""
+"""Builds a job: the order in which its functions are called."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ _SCALED: Final = ("lr", "betas", "alpha", "eps")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobRun:
-    """A job that is ready to be stepped.
+    """A job that is ready to step.
 
     ```python
     run = start(job, micro_batch_size=16)
@@ -35,13 +35,8 @@ class JobRun:
     print(run.evaluate())
     ```
 
-    Attributes:
-        job: the job.
-        engine: over a new model and optimizer.
-        batches: the effective batches of the whole run.
-        held_out: the batches of the job's evaluation; None where it has none.
-        rates: how the learning rate of each parameter group was carried to the effective batch size.
-        hyperparameters: of each parameter group, what depends on the batch size, before a scheduler changes it.
+    `batches` are the effective batches of the whole run; `held_out` belongs to the evaluation, or is None. `rates` and
+    `hyperparameters` are the scaled values of each parameter group, before a scheduler changes them.
     """
 
     job: Job
@@ -52,7 +47,7 @@ class JobRun:
     hyperparameters: tuple[Hyperparameters, ...]
 
     def evaluate(self) -> dict[str, float]:
-        """Return the job's metrics on its held-out data, by the averaged weights if there are any; {} without data."""
+        """Return the job's metrics on its held-out data, with the averaged weights if any; {} without data."""
         if self.held_out is None or self.job.evaluate is None:
             return {}
         averaged = self.job.average_decay is not None
@@ -61,16 +56,9 @@ class JobRun:
 
 @dataclass(slots=True, eq=False)
 class ScaledOptimizer:
-    """Makes a job's optimizer and carries its learning rate to the effective batch size.
+    """Builds a job's optimizer and scales its learning rate to the effective batch size.
 
-    Attributes:
-        job: makes the optimizer.
-        learning_rate: at the base batch size.
-        base_batch_size: samples per step that the learning rate was found with.
-        effective_batch_size: samples per step to train with.
-        rule: how the learning rate follows; None for the optimizer's own rule.
-        rates: how it was carried, for each parameter group; empty until the optimizer is made.
-        hyperparameters: of each parameter group, as they were scaled; empty until the optimizer is made.
+    `rates` and `hyperparameters` are empty until the optimizer is built. `rule=None` is the optimizer's rule.
     """
 
     job: Job
@@ -90,7 +78,7 @@ class ScaledOptimizer:
             effective_batch_size=self.effective_batch_size,
             rule=self.rule,
         )
-        # A scheduler overwrites these in its constructor; a resumed run whose settings change needs them as they are.
+        # A scheduler overwrites these in its constructor; a resumed run with changed settings needs the originals.
         self.hyperparameters = tuple(
             {name: copy.deepcopy(group[name]) for name in _SCALED if name in group} for group in made.param_groups
         )
@@ -112,36 +100,17 @@ def start(
     observer: Observer | None = None,
     **hardware: Any,  # noqa: ANN401 (each is declared by Hardware)
 ) -> JobRun:
-    """Build a job's model, optimizer, scheduler and batches.
+    """Build a job's model, optimizer, scheduler and batches; None takes a value from `job.defaults`.
 
-    Whatever is None comes from `job.defaults`. The learning rate belongs to the defaults' base batch size; optimizer
-    and rule come first, the scheduler after, so that it starts from the scaled rate.
-
-    Args:
-        job: what to learn.
-        effective_batch_size: samples of one optimizer step, over all ranks, or a ramp of them: the learning rate is
-            scaled to its first stage, and stays.
-        learning_rate: at the base batch size.
-        epochs: passes over the data set.
-        steps: optimizer steps, instead of epochs.
-        schedule_steps: optimizer steps that the scheduler is made for; None for those of the batches.
-        seed: of the initial parameters, the order, the augmentation and the model's random numbers.
-        num_workers: processes that load data.
-        precision: number format of forward and backward: "fp32", "bf16" or "fp16".
-        check_loss: compare the loss with its declaration in the first step.
-        observer: looks in on the engine.
-        **hardware: the fields of `Hardware`, such as micro_batch_size, strategy and world.
-
-    Raises:
-        DataError: the job has a scheduler, and the number of steps is not known.
-        UserError: what a function of the job returned, or an argument, cannot be used.
+    The learning rate belongs to the base batch size. The scheduler is built last, so that it starts from the scaled
+    rate; `schedule_steps` is its length, None for the batches'. `hardware` are fields of `Hardware`.
     """
     defaults = job.defaults
     size = defaults.effective_batch_size if effective_batch_size is None else effective_batch_size
     if epochs is None and steps is None:
         epochs, steps = defaults.epochs, defaults.steps
     dataset = job.dataset()
-    # Of what a step really sees, also when the rate was found: a step is not larger than the data set.
+    # The real batch size, also of the tuned rate: a step is not larger than the data set.
     first = sizes_of(size)[0]
     seen = _largest_step(dataset, first)
     base = _largest_step(dataset, defaults.base_batch_size or sizes_of(defaults.effective_batch_size)[0])
@@ -150,7 +119,7 @@ def start(
         learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
         base_batch_size=base,
         effective_batch_size=seen,
-        # An optimizer without a known rule can be trained at the batch size its rate was found with.
+        # An optimizer without a known rule can still be trained at its tuned batch size.
         rule=defaults.learning_rate_rule or ("none" if seen == base else None),
     )
     data = job.train_batches(
@@ -158,19 +127,19 @@ def start(
     )
     spec = dataclasses.replace(
         job.train_spec(seed=seed, precision=precision),
-        # The engine does not hear of a ramp: batches come as large as they are.
+        # The engine does not know the ramp: each batch has its own size.
         effective_batch_size=None if isinstance(size, BatchRamp) else size,
         optimizer=optimizer,
-        # A resumed run keeps the schedule it began with, however many steps are left of its data.
+        # A resumed run keeps its original schedule, regardless of the remaining steps.
         scheduler=scheduler_function(job, num_steps_of(data) if schedule_steps is None else schedule_steps),
         check_loss=check_loss,
     )
     engine = Engine.from_spec(spec, Hardware(**hardware), observer=observer)
     if isinstance(size, BatchRamp):
-        words = f"steps of {size}; the learning rate is scaled to {seen:,}, and does not follow"
+        words = f"steps of {size}; the learning rate is scaled to {seen:,} and stays constant over the ramp"
         engine.decisions.add("samples", words)
     elif seen < size:
-        words = f"steps of {seen:,} samples, the whole data set, instead of {size:,}; the learning rate follows"
+        words = f"steps of {seen:,} samples, the whole data set, instead of {size:,}; so is the learning rate"
         engine.decisions.add("samples", words)
     return JobRun(
         job=job,
@@ -183,7 +152,7 @@ def start(
 
 
 def _largest_step(dataset: object, effective_batch_size: int) -> int:
-    """Return the samples of the largest step: not more than there are, since batches do not cross epochs."""
+    """Return the samples of the largest step, at most the data set, because batches do not cross epochs."""
     try:
         return min(effective_batch_size, max(1, len(dataset)))  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a stream without a length
@@ -191,25 +160,21 @@ def _largest_step(dataset: object, effective_batch_size: int) -> int:
 
 
 def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | None:
-    """Return a function that makes the job's scheduler for a run of `num_steps` steps; None if the job has none.
-
-    Raises:
-        DataError: the job has one, and the number of steps is not known.
-    """
+    """Return a function that builds the job's scheduler for `num_steps` steps; None if the job has none."""
     make = job.scheduler
     if make is None:
         return None
     if num_steps is None:
         message = (
-            "the job's scheduler needs the number of steps, and the length of the data set is not known. "
-            "Say how many steps to make (--steps, or steps= in Defaults), or leave the scheduler out."
+            "the job's scheduler needs the number of steps, but the data set has no length. "
+            "Set the number of steps (--steps, or steps= in Defaults), or leave the scheduler out."
         )
         raise DataError(message)
     return lambda optimizer: make(optimizer, num_steps)
 
 
 def num_steps_of(data: Batches) -> int | None:
-    """Return the number of steps to the end of some batches; None if their data has no length."""
+    """Return the number of steps to the end of the batches; None if the data has no length."""
     try:
         return len(data)
     except TypeError:
@@ -220,7 +185,7 @@ def _held_out(job: Job, effective_batch_size: int) -> Batches | None:
     if job.evaluate is None:
         return None
     size = job.evaluate.effective_batch_size or effective_batch_size
-    # A list has the lengths of what trains; a name and a function can be asked of other samples as well.
+    # A list has the lengths of the training data; a name or a function works for other data too.
     lengths = job.lengths if isinstance(job.lengths, str) or callable(job.lengths) else None
     data = job.evaluate.dataset()
     return batches(data, effective_batch_size=size, shuffle=False, collate=job.collate, lengths=lengths)

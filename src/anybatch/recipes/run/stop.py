@@ -1,4 +1,4 @@
-"""A polite end: a signal asks a run to stop when its step is over, a second Ctrl-C ends it at once."""
+"""Stop requests: a signal stops a run after its step, a second Ctrl-C quits immediately."""
 
 import signal
 import threading
@@ -10,13 +10,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether the process was asked to stop. Call it to know; signals are caught inside of its `with`.
+    """Whether a stop was requested: call it to ask. Signals are caught inside its `with`.
 
-    SIGINT (Ctrl-C) and SIGTERM ask. SIGINT after either raises KeyboardInterrupt where the program stands. SIGTERM
-    never does: those who send it may send it twice.
-
-    Args:
-        say: is called with what was asked, once, from a signal handler: it must not print through a buffer.
+    SIGINT (Ctrl-C) and SIGTERM request a stop. A SIGINT after either raises KeyboardInterrupt immediately; a second
+    SIGTERM does not, because schedulers may send it twice. `say` is called once, from the signal handler, so it must
+    not print through a buffer.
     """
 
     def __init__(self, say: Callable[[signal.Signals], None] | None = None) -> None:
@@ -25,11 +23,11 @@ class StopRequest:
         self._former: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
-        """Return whether a stop was asked for."""
+        """Return whether a stop was requested."""
         return self._asked is not None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # the only one that Python allows to catch signals
+        if threading.current_thread() is threading.main_thread():  # only this thread may catch signals
             self._former = {number: signal.signal(number, self._ask) for number in SIGNALS}
         return self
 

@@ -66,7 +66,7 @@ def declaration(loss: LossTerms) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class HandWrittenLoop:
-    """Accumulation as it is written by hand.
+    """Gradient accumulation as usually written by hand.
 
     Without fault it divides every micro-batch's sums by the counts of its window, and is right. With one:
 
@@ -109,7 +109,7 @@ class HandWrittenLoop:
 
 
 def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) -> Tensor:
-    """Return a micro-batch's mean loss over a number of micro-batches, whatever the means are over."""
+    """Return a micro-batch's mean loss over a number of micro-batches, regardless of its kind."""
     means = loss.function(model, part)
     return torch.stack([term.weight * means[term.name] for term in loss.terms]).sum() / divisor
 

@@ -1,4 +1,4 @@
-"""The cases: small float64 models that are smooth everywhere, and whatever may be uneven about a batch."""
+"""The cases: small float64 models that are smooth everywhere, and all kinds of uneven batches."""
 
 from collections.abc import Mapping
 
@@ -66,16 +66,7 @@ def vectors(number: int) -> dict[str, Tensor]:
 
 
 def sentences(number: int, empty: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """Return sentences of very different lengths, the same ones for the same number.
-
-    Args:
-        number: of sentences, each of 12 words.
-        empty: first sentence without any target, and the one behind the last.
-
-    Returns:
-        "words" and "labels", integers (sentences, 12), of which masked labels are `IGNORED`; "value", float64
-        (sentences,).
-    """
+    """Return sentences of very different lengths, the same ones for the same number."""
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(_NUM_WORDS, (number, _WIDTH), generator=generator)
     lengths = torch.randint(2, _WIDTH + 1, (number, 1), generator=generator)
@@ -191,7 +182,7 @@ CASES: tuple[Case, ...] = (
 
 
 def _filled(model: nn.Module) -> nn.Module:
-    """Fill the parameters from a generator of their own, so that no random state is touched or relied on."""
+    """Fill the parameters from a separate generator, independent of any random state."""
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)

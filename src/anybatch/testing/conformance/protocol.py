@@ -19,7 +19,7 @@ IGNORED = -100
 class LossTerm:
     """One term of a loss, as data: its name, what its value is a mean over, and its weight in the loss.
 
-    `over` is "samples"; "targets" (those of `labels` that are not -100, from the second position on if `shift`); or
+    `over` is "samples"; "targets" (entries of `labels` other than -100, from the second position on if `shift`); or
     "class weights" (the mean is over the sum of the targets' weights).
     """
 
@@ -42,7 +42,7 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A loss: `function(model, samples)` returns the mean of each term over whatever samples it is given.
+    """A loss: `function(model, samples)` returns the mean of each term over the samples of its input.
 
     The mean over nothing is NaN, as torch has it: a trainer has to leave such a term out.
     """
@@ -60,7 +60,7 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Something that has to come out equal however it is cut.
+    """A training task whose result must not depend on the split.
 
     Attributes:
         name: names the unevenness in tables.

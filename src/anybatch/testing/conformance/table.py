@@ -1,4 +1,4 @@
-"""Puts a trainer through the cases, and says of each split whether it holds and, if not, which known fault it is."""
+"""Run a trainer on all cases, and report for each split whether it is correct, or which known fault it has."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class Row:
     """One case with one split.
 
     Attributes:
-        case: its name.
+        case: name of the case.
         micro_batch_size: the split.
         error: largest relative error of a step's gradient; infinite where steps are missing, or the trainer raised.
-        reason: why it does not hold, in a sentence; empty where it does.
+        reason: the reason of a failure, in a sentence; empty on success.
     """
 
     case: str
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether it holds."""
+        """Whether the split is correct."""
         return not self.reason
 
 
@@ -43,16 +43,16 @@ class Table:
 
     @property
     def passed(self) -> bool:
-        """Whether all of it holds."""
+        """Whether all splits are correct."""
         return all(row.passed for row in self.rows)
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """The rows that do not hold."""
+        """The failed rows."""
         return tuple(row for row in self.rows if not row.passed)
 
     def __str__(self) -> str:
-        """Return it as lines."""
+        """Return the verdicts as lines."""
         cells = [("case", "micro-batch", "error", "verdict")]
         cells += [(row.case, str(row.micro_batch_size), f"{row.error:.1e}", row.reason or "exact") for row in self.rows]
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
@@ -61,14 +61,14 @@ class Table:
 
 
 def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1e-12) -> Table:
-    """Put a trainer through the cases.
+    """Run a trainer on all cases.
 
-    Each step's gradient is compared with the plain un-split computation; where the trainer tells the samples of its
-    steps, those are compared too.
+    Each step's gradient is compared with the plain un-split computation, and so are the samples of its steps, if the
+    trainer reports them.
 
     Args:
         adapter: the trainer.
-        cases: that it has to get right.
+        cases: the cases to run.
         tolerance: largest relative error, in float64, that counts as equal.
     """
     rows = []
@@ -81,9 +81,9 @@ def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1
 def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tolerance: float) -> Row:
     try:
         steps = list(adapter.steps(split))
-    except Exception as error:  # noqa: BLE001 (whatever a trainer raises is its verdict)
+    except Exception as error:  # noqa: BLE001 (any error is a verdict)
         return _verdict(split, float("inf"), f"raised {type(error).__name__}: {error}")
-    # Not strict: different numbers of steps are a verdict of their own, below.
+    # Not strict: different numbers of steps are a separate verdict, below.
     errors = [relative_error(step.gradients, gradient) for step, gradient in zip(steps, expected, strict=False)]
     if len(steps) != len(expected):
         partial_tail = num_samples(split.samples()) % split.effective_batch_size
@@ -104,7 +104,7 @@ def _verdict(split: SplitCase, error: float, reason: str) -> Row:
 
 
 def _about_samples(split: SplitCase, steps: Sequence[TrainerStep]) -> str:
-    """Return the fault in the samples that a trainer reports; empty if there is none, or if it reports none."""
+    """Return the fault in the samples that a trainer reports; empty without a fault, or without a report."""
     if any(step.sample_ids is None for step in steps):
         return ""
     times = Counter(sample for step in steps for sample in step.sample_ids or ())
@@ -116,7 +116,7 @@ def _about_samples(split: SplitCase, steps: Sequence[TrainerStep]) -> str:
 
 
 def _is_fault(split: SplitCase, fault: LoopFault, steps: Sequence[TrainerStep], tolerance: float) -> bool:
-    """Return whether the gradients are those of the hand-written loop with this fault."""
+    """Return whether the gradients match the hand-written loop with this fault."""
     others = list(HandWrittenLoop(fault).steps(split))
     return len(others) == len(steps) and all(
         relative_error(step.gradients, other.gradients) <= tolerance for step, other in zip(steps, others, strict=True)

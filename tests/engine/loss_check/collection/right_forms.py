@@ -208,7 +208,7 @@ add("complex weights", flat_loss, model=Spectrum, dtypes=("float32",))
 
 
 class Graphs:
-    """Graphs with all nodes in one row: they can be cut, and not put into another order."""
+    """Graphs with all nodes in one row: they can be cut, but not reordered."""
 
     def __init__(self, x, sizes, y):
         self.x, self.sizes, self.y = x, sizes, y

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""More right setups, as people write them."""
+"""More right setups, as users write them."""
 
 import copy
 
@@ -135,7 +135,7 @@ add(
 
 
 class Cached(nn.Module):
-    """Keeps a table of positions in an attribute, made in the first forward, in its type."""
+    """Keeps a table of positions in an attribute, made in the first forward and in its dtype."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Cached(nn.Module):
 
 
 class Histogram(nn.Module):
-    """Keeps statistics for a plot, with which nothing computes."""
+    """Keeps statistics for a plot, which outputs do not use."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ class Fused(nn.Module):
 
 
 class Stochastic(nn.Module):
-    """Skips itself for the whole batch, by torch's random numbers."""
+    """Skips itself for the whole batch at random."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +247,7 @@ add(
 
 
 class Hooked(Net):
-    """Gradient hooks, which the engine runs once on the sums; the check leaves them out."""
+    """Has gradient hooks, which the engine runs once on the sums; the check skips them."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Right setups that are hard to compare: layers that normalise, draw or decide, and other ways to run a model."""
+"""Right setups that are hard to check: layers that normalise, draw or branch, and other ways to run a model."""
 
 import torch
 from torch import nn
@@ -209,7 +209,7 @@ def distilled(m, b):
     return F.kl_div(m.student(b["x"]).mean(1).log_softmax(-1), target.softmax(-1), reduction="batchmean")
 
 
-# Layers that draw random numbers, or decide by their inputs
+# Layers that draw random numbers, or branch on their inputs
 
 
 class DropPath(nn.Module):

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What setups of the collection are made of: data, a small network, losses, and the check itself."""
+"""Building blocks of the collection: data, a small network, losses, and the check."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -31,11 +31,11 @@ mean_over_words = functools.partial(ab.mean_over_tokens, shift=False)
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, a batch and a declared loss, as a user has them.
+    """A model, a batch and a declared loss, as a user writes them.
 
     Attributes:
         declare: returns the declared loss.
-        dtypes: number types in which it is checked.
+        dtypes: the dtypes it is checked in.
         autocast: makes the context of a forward.
         needs: a package that it needs.
     """
@@ -49,7 +49,7 @@ class Setup:
 
 
 def vectors(number: int = NUM_SAMPLES, seed: int = 1) -> Mapping[str, torch.Tensor]:
-    """Return sequences of vectors, with labels for each position and for each sequence, a mask, weights and targets."""
+    """Return sequences of vectors, with labels per position and per sequence, a mask, weights and targets."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, LENGTH + 1, (number,), generator=g)
     mask = torch.arange(LENGTH)[None] < lengths[:, None]
@@ -68,7 +68,7 @@ def vectors(number: int = NUM_SAMPLES, seed: int = 1) -> Mapping[str, torch.Tens
 
 
 class Net(nn.Module):
-    """A perceptron for each position."""
+    """A perceptron applied at each position."""
 
     def __init__(self, outputs: int = NUM_CLASSES, dropout: float = 0.2, middle: nn.Module | None = None) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Table:
         self.setups: dict[str, Setup] = {}
 
     def add(self, name, function, declare=ab.mean_over_samples, model=Net, batch=vectors, **options) -> None:
-        """Add a setup; a loss with state is passed as a class, and made again for each check."""
+        """Add a setup; a loss with state is passed as a class and instantiated for each check."""
         assert name not in self.setups, name
         make = function if isinstance(function, type) else lambda: function
         self.setups[name] = Setup(lambda: declare(make()), model, batch, **options)
@@ -162,7 +162,7 @@ def built(setup: Setup, dtype: str):
 
 
 def check(setup: Setup, dtype: str, *, diagnoses: bool = False):
-    """Return the verdict of the check of the loss, and the diagnosis of a broken one."""
+    """Return the verdict of the loss check, and the diagnosis of a broken loss."""
     model, loss, batch = built(setup, dtype)
     loss = declared(loss)
     modules = collect_modules(model, loss)

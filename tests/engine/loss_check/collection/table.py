@@ -1,6 +1,6 @@
 """Print the verdicts of the loss check on all setups: `python -m tests.engine.loss_check.collection.table [WORD]...`.
 
-With words, only setups whose name contains one of them, with the diagnosis of each. `--check` asks `ab.check` as well.
+Words select setups by name and print their diagnosis, too. `--check` also runs `ab.check`.
 """
 
 import sys
@@ -47,11 +47,11 @@ UNDECIDED: dict[str, str] = {
     "pairs of neighbours that broadcast": "even sizes agree",
     "transformers: Wav2Vec2 with masks of numpy": "numpy",
 }
-"""Setups whose verdict is "undecided", with a word of the reason; the engine refuses reentrant checkpointing itself."""
+"""Setups whose verdict is "undecided", with a word of the reason; the engine refuses reentrant checkpointing."""
 
 
 def expected(group: str, name: str) -> str:
-    """Return the verdict that a setup should get."""
+    """Return the expected verdict of a setup."""
     return "undecided" if name in UNDECIDED else "broken" if group.startswith("wrong") else "holds"
 
 
@@ -87,11 +87,11 @@ def main(arguments: list[str]) -> None:
 
 
 def asked(group: str, name: str, setup: Any) -> str:
-    """Return the verdict of `ab.check`; print one that is not expected."""
+    """Return the verdict of `ab.check`, and print it if it is not expected."""
     model, loss, batch = built(setup, setup.dtypes[0])
     try:
         report = ab.check(model, loss, batch)
-    except Exception as error:  # noqa: BLE001 (of setups that cannot be copied or cut)
+    except Exception as error:  # noqa: BLE001 (some setups cannot be copied or cut)
         print(f"  ab.check of {name}: {type(error).__name__}: {str(error)[:120]}", flush=True)  # noqa: T201
         return type(error).__name__
     if report.equal == group.startswith("wrong"):

@@ -273,7 +273,7 @@ def maker(name):
 
 
 for name, (_, _, batch, declare) in MODELS.items():
-    # The experts of Mixtral run in float32 only.
+    # Mixtral's experts run in float32 only.
     dtypes = {"dtypes": ("float32",)} if "Mixtral" in name else {}
     RIGHT.add(f"transformers: {name}", loss, declare, model=maker(name), batch=batch, needs=PACKAGE, **dtypes)
 

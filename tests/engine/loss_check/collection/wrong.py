@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Wrong setups: pieces of a batch, weighted as declared, do not add up to the gradient of the batch."""
+"""Wrong setups: gradients of pieces, weighted as declared, do not add up to the gradient of the batch."""
 
 import copy
 
@@ -479,7 +479,7 @@ def cut_to_longest(m, b):
 
 
 class Margin:
-    """Keeps a running margin in a number of Python."""
+    """Keeps a running margin in a Python number."""
 
     def __init__(self):
         self.margin = 0.0

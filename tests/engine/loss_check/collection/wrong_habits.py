@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""More wrong setups, as people write them."""
+"""More wrong setups, as users write them."""
 
 import pickle
 
@@ -77,7 +77,7 @@ def shifted_labels(b):
 
 
 def pickled(loss):
-    """Return a loss whose declaration went through pickle; the function is put back, since it may be a lambda."""
+    """Return a loss whose declaration was pickled and restored, but not its function, which may be a lambda."""
     kind = pickle.loads(pickle.dumps(loss.kind.terms["loss"].items))
     (term,) = loss.kind.terms.values()
     object.__setattr__(term, "items", kind)
@@ -189,7 +189,7 @@ class TopOfBatch(nn.Module):
 
 
 class SharedLength(nn.Module):
-    """Divides by the root of the number of rows."""
+    """Divides by the square root of the number of rows."""
 
     def forward(self, x):
         return x / len(x) ** 0.5

@@ -1,4 +1,4 @@
-/** Where micro-batches stand in a drawing: from left to right, in lines. */
+/** Positions of micro-batches in a drawing: from left to right, in lines. */
 export interface Block {
   cut: readonly number[];
   longest: number;
@@ -11,7 +11,7 @@ const GAP = 14;
 const HEAD = 18;
 const LEAST = 62; // room for its name
 
-/** Blocks as wide as their longest sentence and as high as they have sentences; a line begins where the last has no room. */
+/** Blocks as wide as their longest sentence and as high as their number of sentences; a new line starts when a line is full. */
 export function placed(cuts: readonly (readonly number[])[], unit: number, row: number, width: number): Block[] {
   const blocks: Block[] = [];
   let x = 0;

@@ -1,6 +1,6 @@
-/** What the recordings about the size of a batch hold, and sums over them. */
+/** Data of the recordings about batch size, and sums over them. */
 
-/** JSON has no word for a loss that went to infinity, so it is written as one. */
+/** A loss; infinity is written as a string, because JSON has no number for it. */
 export type Loss = number | string;
 
 export interface RateMap {
@@ -27,16 +27,16 @@ export const RULES: Record<string, string> = {
   linear: "linear",
   sqrt: "square root",
   "sqrt, betas kept": "square root, betas kept",
-  memory: "as much memory",
-  gain: "gain of the noise",
+  memory: "equal memory",
+  gain: "noise gain",
 };
 
-/** The mean over seeds; one that is infinite makes it so. */
+/** The mean over seeds; infinite if one of them is. */
 export function mean(losses: readonly Loss[]): number {
   return losses.reduce<number>((sum, loss) => sum + Number(loss), 0) / losses.length;
 }
 
-/** The best of the rates that were tried at a batch size, and its loss. */
+/** The best of the tried rates at a batch size, and its loss. */
 export function best(map: RateMap, size: number): { rate: number; loss: number } {
   const column = map.batch_sizes.indexOf(size);
   const losses = map.losses.map((row) => mean(row[column] ?? []));
@@ -44,12 +44,12 @@ export function best(map: RateMap, size: number): { rate: number; loss: number }
   return { rate: map.rates[at] ?? Number.NaN, loss: losses[at] ?? Number.NaN };
 }
 
-/** Steps that a batch takes, as a multiple of the fewest: McCandlish et al. 2018. */
+/** Steps for a batch size, as a multiple of the minimum: McCandlish et al. 2018. */
 export function stepsFor(batch: number, scale: number): number {
   return 1 + scale / batch;
 }
 
-/** Samples that it takes, as a multiple of the fewest. */
+/** Samples for a batch size, as a multiple of the minimum. */
 export function samplesFor(batch: number, scale: number): number {
   return 1 + batch / scale;
 }
@@ -69,7 +69,7 @@ export interface LengthCuts {
   ways: LengthCut[];
 }
 
-/** Tokens that are computed: each micro-batch as wide as its longest sample. */
+/** Tokens computed: each micro-batch is as wide as its longest sample. */
 export function computed(cuts: readonly number[][]): number {
   return cuts.reduce((sum, cut) => sum + cut.length * Math.max(...cut), 0);
 }

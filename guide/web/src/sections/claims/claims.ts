@@ -1,10 +1,10 @@
-/** What a claim's recording holds: see guide/src/anybatch_guide/claims/claim.py. */
+/** Data of a claim's recording: see guide/src/anybatch_guide/claims/claim.py. */
 export type Verdict = "true" | "only_if" | "false";
 
 export interface ClaimNumber {
   label: string;
   unit: string;
-  /** A word where JSON has no number: "Infinity". */
+  /** A string for values without a JSON number: "Infinity". */
   value: number | string;
 }
 
@@ -32,7 +32,7 @@ export interface Piece {
   code?: string;
 }
 
-/** A text in pieces: words, names of numbers, and what stands between back-ticks. */
+/** Split a text into words, names of numbers and code in back-ticks. */
 export function pieces(text: string): Piece[] {
   return text
     .split(/(\{\w+\}|`[^`]*`)/)
@@ -40,12 +40,12 @@ export function pieces(text: string): Piece[] {
     .map((piece) => (piece.startsWith("{") ? { name: piece.slice(1, -1) } : piece.startsWith("`") ? { code: piece.slice(1, -1) } : { words: piece }));
 }
 
-/** 16 × 4 as the page writes it; a recording has it in letters that every terminal has. */
+/** Replace "16 x 4", the ASCII form in recordings, by "16 × 4". */
 export function cuts(text: string): string {
   return text.replace(/(\d) x (?=\d)/g, "$1\u00a0×\u00a0");
 }
 
-/** How a number is shown: with a unit of `Value`, and few digits unless it is counted. */
+/** Format of a number: a unit of `Value`, and few digits unless it is a count. */
 export function shape(number: ClaimNumber): { value: number; unit?: string; digits?: number } {
   const value = Number(number.value);
   if (number.unit === "bytes") return { value, unit: "bytes" };

@@ -1,4 +1,4 @@
-/** Steps with weights in shards, in two orders: see guide/src/anybatch_guide/experiments/layer_order.py. */
+/** Steps with sharded weights, in two orders: see guide/src/anybatch_guide/experiments/layer_order.py. */
 
 /** Phase, block, micro-batch, and whether the block's weights were gathered for it. */
 export type Visit = ["forward" | "backward", number, number, boolean];

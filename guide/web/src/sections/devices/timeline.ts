@@ -1,4 +1,4 @@
-/** What the recordings of several devices hold, and sums over them: see guide/src/anybatch_guide/experiments. */
+/** Data of the recordings about several devices, and sums over them: see guide/src/anybatch_guide/experiments. */
 
 export interface Bucket {
   micro_batch: number;
@@ -8,11 +8,11 @@ export interface Bucket {
   done: number;
 }
 
-/** One step on one rank, in seconds from its beginning. */
+/** One step on one rank, in seconds from its start. */
 export interface RankStep {
   seconds: number;
   micro_batches: { begin: number; end: number }[];
-  /** When the gradient of each layer was final, in the last backward. */
+  /** When the gradient of each layer was complete, in the last backward pass. */
   layers: { layer: number; ready: number }[];
   buckets: Bucket[];
 }
@@ -28,23 +28,23 @@ export function sentBytes(rank: RankStep): number {
   return rank.buckets.reduce((sum, bucket) => sum + bucket.bytes, 0);
 }
 
-/** From where to where the last backward is over and reductions are not: what no computation hides. */
+/** Exposed communication: from the end of the last backward pass to the end of the last reduction. */
 export function exposed(rank: RankStep): { from: number; to: number } {
   const from = Math.max(...rank.layers.map((layer) => layer.ready));
   return { from, to: Math.max(from, ...rank.buckets.map((bucket) => bucket.done)) };
 }
 
-/** The longest of them. */
+/** The longest exposed time of all ranks. */
 export function longestExposed(ranks: readonly RankStep[]): number {
   return Math.max(...ranks.map((rank) => exposed(rank).to - exposed(rank).from));
 }
 
-/** How long the slowest rank took. */
+/** Seconds of the slowest rank. */
 export function slowest(ranks: readonly RankStep[]): number {
   return Math.max(...ranks.map((rank) => rank.seconds));
 }
 
-/** Numbers that a program printed behind a word: the first one, as text has it. */
+/** Return the first number that `line` captures in the output of a program. */
 export function printed(output: string, line: RegExp): number {
   const found = line.exec(output)?.[1];
   if (found === undefined) throw new Error(`nothing like ${line} was printed`);
@@ -84,9 +84,9 @@ export function links(all: Forecasts): string[] {
   return [...new Set(all.forecasts.map((one) => one.link))];
 }
 
-/** What varies between forecasts of one network: the strategy where the batch stays, micro-batches where it grows. */
+/** Name of a forecast: the strategy for a fixed batch, the number of micro-batches for a growing batch. */
 export function nameOf(one: Forecast): string {
   if (one.scaling === "strong") return one.strategy;
   const steps = one.workload.accumulation_steps ?? 1;
-  return `${steps} micro-batch${steps === 1 ? "" : "es"} a step`;
+  return `${steps} micro-batch${steps === 1 ? "" : "es"} per step`;
 }

@@ -1,7 +1,7 @@
-/** What the experiments on memory return, and how the page reads it. */
+/** Results of the memory experiments, and how the page reads them. */
 import { CATEGORIES, type Category } from "../../data/types";
 
-/** What memory_wall returns: models of a GPU's size, planned. */
+/** Result of memory_wall: plans of models that fill a GPU. */
 export interface Wall {
   categories: string[];
   sizes: number[];
@@ -36,7 +36,7 @@ export interface Opening {
   formulas: { state: number; layers: number; logits: number };
 }
 
-/** What memory_limit returns: small models, measured under enforced budgets. */
+/** Result of memory_limit: small models, measured with enforced limits. */
 export interface Limit {
   categories: string[];
   sizes: number[];
@@ -69,7 +69,7 @@ export interface Shortage {
   message: string;
 }
 
-/** What memory_accumulation returns: one effective batch, cut in ever smaller micro-batches. */
+/** Result of memory_accumulation: one effective batch, split into smaller and smaller micro-batches. */
 export interface Accumulation {
   categories: string[];
   effective: number;
@@ -91,7 +91,7 @@ export interface Way {
   courses: Record<string, Course>;
 }
 
-/** What memory_courses returns. */
+/** Result of memory_courses. */
 export interface Courses {
   drawn: number[];
   ways: Record<string, Course>[];
@@ -132,19 +132,19 @@ export function total(held: Held): number {
   return CATEGORIES.reduce((sum, name) => sum + (held[name] ?? 0), 0);
 }
 
-/** What most of the memory is held for. */
+/** The category that holds most of the memory. */
 export function largestPart(held: Held): Category {
   return CATEGORIES.reduce((best, name) => ((held[name] ?? 0) > (held[best] ?? 0) ? name : best), "weights");
 }
 
-/** Values from a first one and changes. */
+/** Rebuild values from the first value and the changes. */
 export function summed(changes: readonly number[], count: number): number[] {
   let value = 0;
   const values = changes.map((change) => (value += change));
   return values.length === 1 ? Array<number>(count).fill(value) : values;
 }
 
-/** A course as layers to be stacked. */
+/** Return a memory course as stacked layers. */
 export function layersOf(categories: readonly string[], course: Course): { moments: number[]; layers: Record<Category, number[]> } {
   const moments = summed(course.moments, course.moments.length);
   const layers = Object.fromEntries(CATEGORIES.map((name) => [name, moments.map(() => 0)])) as Record<Category, number[]>;
@@ -156,7 +156,7 @@ export function layersOf(categories: readonly string[], course: Course): { momen
   return { moments, layers };
 }
 
-/** Words of a category in the middle of a sentence, with its verb. */
-export function said(name: Category): string {
+/** The name of a category for use within a sentence. */
+export function categoryName(name: Category): string {
   return name === "optimizer" ? "the optimizer's state" : name === "temporary" ? "temporary tensors" : name;
 }

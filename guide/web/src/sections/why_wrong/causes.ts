@@ -1,26 +1,26 @@
-/** What may be wrong with a loss: what is ticked, the line that does it, its cure. Numbers and findings are recorded. */
+/** Possible mistakes in a loss: the option, the wrong line, the fix. Numbers and findings are recorded. */
 
-/** What is measured: of the gradient, relative to that of the whole batch, or of something else. */
+/** The measured quantity: the gradient, relative to the full batch, or something else. */
 export type Measure = "gradient" | "rate" | "samples" | "traffic" | "loss";
 
 export interface Cause {
   id: string;
-  /** What a loop has, as one ticks it. */
+  /** Label of the option: something the loop has. */
   has: string;
   measure: Measure;
-  /** The recording it is in, if not `wrong_losses`. */
+  /** The recording, if not `wrong_losses`. */
   recorded?: "trainer_losses";
-  /** Its name in the recording's errors; other measures are read by `amount`. */
+  /** Its name in the errors of the recording; `amount` reads the other measures. */
   error: string;
   why: string;
-  /** Lines that do it; of loops that were recorded with it, these are the recording's. */
+  /** The wrong line, if no recorded loop has it. */
   line?: string;
   /** The loop in the recording whose lines, findings and command are shown. */
   loop?: string;
-  /** What the checker calls it, where no recorded loop has found it. */
+  /** Code of the checker's finding, if no recorded loop has it. */
   finding?: string;
   cure: string;
-  /** What asks about one's own code, where no loop is recorded. */
+  /** Command that checks the user's own code, if no loop is recorded. */
   command?: string;
 }
 
@@ -30,7 +30,7 @@ export interface WrongLosses {
   loops: { name: string; lines: string[]; findings: { code: string; found: string; expected: string }[]; command: string }[];
 }
 
-const SHARE = "(loss * share(targets, window)).backward()  # its items / those of the window";
+const SHARE = "(loss * share(targets, window)).backward()  # its items / items of the window";
 const ITEMS = 'def forward(self, input_ids, labels, **kwargs): ...  # sum / kwargs["num_items_in_batch"]';
 const LOOP = "anybatch check --loop train.py:train";
 const JOB = "anybatch check train.py:job";
@@ -41,7 +41,7 @@ export const CAUSES: readonly Cause[] = [
     has: "masked tokens, or sentences of different lengths",
     measure: "gradient",
     error: "masked_tokens",
-    why: "Each micro-batch’s loss is a mean over its own tokens, so tokens of a short one count more.",
+    why: "Each micro-batch’s loss is a mean over its own tokens, so tokens of a short micro-batch have more weight.",
     loop: "mean_of_means",
     cure: SHARE,
   },
@@ -50,7 +50,7 @@ export const CAUSES: readonly Cause[] = [
     has: "a last micro-batch or window that is not full",
     measure: "gradient",
     error: "ragged_tail",
-    why: "The few samples of the last micro-batch count as much as those of a full one.",
+    why: "The few samples of the last micro-batch have the same total weight as a full one.",
     loop: "mean_of_means",
     cure: SHARE,
   },
@@ -59,7 +59,7 @@ export const CAUSES: readonly Cause[] = [
     has: "no division at all",
     measure: "gradient",
     error: "no_division",
-    why: "Means of micro-batches are added up: the gradient is as many times too long as there are micro-batches. Adam hides it, SGD does not.",
+    why: "Means of micro-batches are added up, so the gradient is too long by the number of micro-batches. Adam hides this, SGD does not.",
     loop: "no_division",
     cure: SHARE,
   },
@@ -68,17 +68,17 @@ export const CAUSES: readonly Cause[] = [
     has: "BatchNorm",
     measure: "gradient",
     error: "batch_norm",
-    why: "It normalises with the statistics of a micro-batch, so the network computes another function; no divisor mends that.",
+    why: "It normalises with the statistics of a micro-batch, so the network computes a different function; no divisor fixes that.",
     line: "nn.BatchNorm2d(channels)",
     cure: 'ab.Engine(..., norms="exact")  # or nn.GroupNorm(groups, channels)',
     command: JOB,
   },
   {
     id: "contrastive",
-    has: "a contrastive loss, or another across samples",
+    has: "a contrastive loss, or another loss across samples",
     measure: "gradient",
     error: "contrastive",
-    why: "A sample is told apart from those of its own micro-batch only, so it has fewer others to be told apart from.",
+    why: "A sample is compared only with samples of the same micro-batch, so it has fewer negatives.",
     line: "F.cross_entropy(left @ right.T / temperature, torch.arange(len(left)))",
     finding: "not_a_weighted_sum",
     cure: "ab.Engine(model, optimizer, ab.joint(encode, loss))",
@@ -86,11 +86,11 @@ export const CAUSES: readonly Cause[] = [
   },
   {
     id: "trainer_loss",
-    has: "a Trainer, with a compute_loss of one’s own",
+    has: "a Trainer, with a custom compute_loss",
     measure: "gradient",
     recorded: "trainer_losses",
     error: "compute_loss",
-    why: "The Trainer does not divide where a model takes num_items_in_batch, as those of transformers do: their own loss is right up to rounding, a mean in its place is as many times too long as there are micro-batches.",
+    why: "The Trainer does not divide if a model takes num_items_in_batch, as the models of transformers do. Their built-in loss is correct; with a mean instead, the gradient is too long by the number of micro-batches.",
     line: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs): ...  # the mean of this micro-batch",
     finding: "loss_declaration",
     cure: "Trainer(..., compute_loss_func=loss)  # loss(outputs, labels, num_items_in_batch): sum / num_items_in_batch",
@@ -98,11 +98,11 @@ export const CAUSES: readonly Cause[] = [
   },
   {
     id: "trainer_model",
-    has: "a Trainer, with a model that returns the mean of its tokens",
+    has: "a Trainer, with a model that returns the mean over its tokens",
     measure: "gradient",
     recorded: "trainer_losses",
     error: "module",
-    why: "A model that takes no num_items_in_batch is averaged by micro-batch, whatever is in it.",
+    why: "For a model without num_items_in_batch, the Trainer gives every micro-batch the same weight.",
     line: "def forward(self, input_ids, labels): ...",
     finding: "loss_declaration",
     cure: ITEMS,
@@ -114,7 +114,7 @@ export const CAUSES: readonly Cause[] = [
     measure: "gradient",
     recorded: "trainer_losses",
     error: "module_ragged",
-    why: "The Trainer divides by the micro-batches of the last step, and not by their samples: the few of its last one count too much.",
+    why: "The Trainer divides by the number of micro-batches of the last step, not by their samples: the few samples of the last one have too much weight.",
     line: "Trainer(..., train_dataset=dataset)",
     cure: ITEMS,
     command: JOB,
@@ -124,7 +124,7 @@ export const CAUSES: readonly Cause[] = [
     has: "several ranks whose shares differ",
     measure: "gradient",
     error: "unequal_shares",
-    why: "DistributedDataParallel averages over ranks, whatever each of them had.",
+    why: "DistributedDataParallel averages over ranks, regardless of their sample counts.",
     line: "loss.backward()  # under DistributedDataParallel",
     finding: "uneven_ranks",
     cure: "(loss_sum * world_size / count_of_all_ranks).backward()",
@@ -135,7 +135,7 @@ export const CAUSES: readonly Cause[] = [
     has: "a DistributedSampler",
     measure: "gradient",
     error: "sampler",
-    why: "It fills the ranks’ shares up with samples from the beginning: in the last step of this epoch one counts twice.",
+    why: "It pads the shares of the ranks with samples from the start: in the last step of this epoch, one sample counts twice.",
     line: "sampler = DistributedSampler(dataset)",
     finding: "samples_duplicated",
     cure: "for batch in ab.batches(dataset, effective_batch_size=64): ...",
@@ -146,7 +146,7 @@ export const CAUSES: readonly Cause[] = [
     has: "no_sync around the backward only",
     measure: "traffic",
     error: "no_sync_backward",
-    why: "DistributedDataParallel decides in the forward whether the backward will reduce. The gradient is right, and travels too often.",
+    why: "DistributedDataParallel decides in the forward whether the backward will reduce. The gradient is correct, but is sent too often.",
     loop: "no_sync_backward",
     cure: "with model.no_sync():  # around the forward too",
   },
@@ -164,7 +164,7 @@ export const CAUSES: readonly Cause[] = [
     has: "zero_grad in every micro-batch",
     measure: "gradient",
     error: "zero_each",
-    why: "Only the last micro-batch is left when the optimizer steps.",
+    why: "Only the gradient of the last micro-batch is left when the optimizer steps.",
     loop: "zero_each",
     cure: "optimizer.zero_grad()  # once, before the window’s first micro-batch",
   },
@@ -173,7 +173,7 @@ export const CAUSES: readonly Cause[] = [
     has: "no zero_grad",
     measure: "gradient",
     error: "zero_missing",
-    why: "Each step adds its gradient to those of all steps before it; measured in the second one.",
+    why: "Each step adds its gradient to the gradients of all earlier steps; measured in the second step.",
     loop: "with_ranks",
     cure: "optimizer.zero_grad()  # after optimizer.step()",
   },
@@ -182,7 +182,7 @@ export const CAUSES: readonly Cause[] = [
     has: "clipping in every micro-batch",
     measure: "gradient",
     error: "clip_each",
-    why: "What has been added up so far is shortened each time, so early micro-batches count less.",
+    why: "Each clipping shortens the sum so far, so early micro-batches have less weight.",
     loop: "clip_each",
     cure: "clip_grad_norm_(model.parameters(), max_norm)  # once, when the sum is complete",
   },
@@ -191,7 +191,7 @@ export const CAUSES: readonly Cause[] = [
     has: "a schedule that steps in every micro-batch",
     measure: "rate",
     error: "schedule_each",
-    why: "The learning rate falls as many times too fast as there are micro-batches.",
+    why: "The learning rate falls too fast, by a factor of the number of micro-batches.",
     loop: "schedule_each",
     cure: "scheduler.step()  # after optimizer.step()",
   },
@@ -200,28 +200,28 @@ export const CAUSES: readonly Cause[] = [
     has: "a loop that steps on full windows only",
     measure: "samples",
     error: "drop_tail",
-    why: "What does not fill a window at an epoch’s end is never learned from.",
+    why: "Samples that do not fill a window at the end of an epoch are never used.",
     loop: "drop_tail",
-    cure: "if number % accumulation_steps == 0 or number == len(loader): ...  # and divide by what the window counts",
+    cure: "if number % accumulation_steps == 0 or number == len(loader): ...  # and divide by the count of the window",
   },
   {
     id: "rate",
     has: "a larger batch at the old learning rate",
     measure: "loss",
     error: "rate",
-    why: "The gradient is right and less noisy; the steps are fewer, and as short as before.",
+    why: "The gradient is correct and less noisy, but there are fewer steps of the same length.",
     line: "torch.optim.SGD(model.parameters(), lr=rate_of_the_small_batch)",
-    cure: "find the rate anew for the larger batch, see “How large a batch”",
+    cure: "tune the rate again for the larger batch, see “How large should the batch be?”",
     command: "anybatch advise RECIPE",
   },
 ];
 
-/** Steps of a Trainer, by case: how far off each is. */
+/** Steps of a Trainer: relative errors by case. */
 export interface TrainerLosses {
   errors: Record<string, number[]>;
 }
 
-/** A cause with what was recorded of it. */
+/** A cause with its recorded data. */
 export interface Found extends Cause {
   amount: number;
   lines: string[];
@@ -229,7 +229,7 @@ export interface Found extends Cause {
   ask: string;
 }
 
-/** Join causes and recordings; `rate` is how many times the best loss a rate that was kept gives, at worst. */
+/** Join causes and recordings; `rate` is the worst loss of an unscaled rate, as a multiple of the best loss. */
 export function found(causes: readonly Cause[], data: WrongLosses, trainer: TrainerLosses, rate: number): Found[] {
   return causes.map((cause) => {
     const loop = data.loops.find((one) => one.name === cause.loop);

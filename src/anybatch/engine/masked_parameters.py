@@ -1,4 +1,4 @@
-"""Warns of parameters that only micro-batches without a count reach: plain torch gives them zeros, and not None."""
+"""Warn about parameters that only skipped micro-batches use: their gradient is None instead of zero."""
 
 from collections.abc import Sequence
 
@@ -17,17 +17,17 @@ _MAX_NAMES = 4
 
 
 class MaskedParameters:
-    """Looks at the parameters that a step has left without a gradient, if it has left micro-batches out.
+    """Checks parameters without a gradient after a step that has skipped micro-batches.
 
-    A micro-batch that counts nothing (all of its targets are masked) is not run. An optimizer skips a parameter whose
-    gradient is None, whereas weight decay and momentum move one whose gradient is zero. One forward of such a
-    micro-batch shows whether it reaches the parameter. Two steps are looked at.
+    A micro-batch with a count of zero (all of its targets are masked) is not run. An optimizer skips a parameter whose
+    gradient is None, whereas weight decay and momentum change a parameter whose gradient is zero. One forward of a
+    skipped micro-batch shows whether it uses the parameter. Two steps are checked.
 
     Args:
         context: of the loop.
-        model: what loss functions are called with.
-        modules: everything that trains.
-        notifier: gives the warning.
+        model: argument of the loss functions.
+        modules: all trained modules.
+        notifier: sends the warning.
     """
 
     def __init__(self, context: LoopContext, model: Model, modules: nn.Module, notifier: Notifier) -> None:
@@ -38,7 +38,7 @@ class MaskedParameters:
         self.looks_left = _NUM_LOOKS
 
     def look(self, left_out: Batch, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Warn if a micro-batch reaches a parameter that has no gradient in this step.
+        """Warn if a skipped micro-batch uses a parameter that has no gradient in this step.
 
         Args:
             left_out: a micro-batch that was not run.
@@ -63,7 +63,7 @@ class MaskedParameters:
                 output = self._context.loss.function(self._model, moved_to(copied(left_out), device))
                 roots = [one.sum() for one in tensors_of(output) if one.requires_grad]
                 found = torch.autograd.grad(roots, parameters, allow_unused=True) if roots else ()
-        except Exception:  # noqa: BLE001 (such as a loss that cannot be computed of masked targets alone)
+        except Exception:  # noqa: BLE001 (such as a loss that fails if all targets are masked)
             return
         finally:
             buffers.restore()
@@ -71,9 +71,9 @@ class MaskedParameters:
         if reached:
             more = f" and {len(reached) - _MAX_NAMES} more" if len(reached) > _MAX_NAMES else ""
             message = (
-                f"only micro-batches that count nothing (all targets masked) use {', '.join(reached[:_MAX_NAMES])}"
-                f"{more}. Such micro-batches are not run, so these parameters have no gradient in this step, and the "
-                "optimizer skips them; in the un-split batch the gradient is zero, and weight decay and momentum move "
-                "them. Use larger micro-batches, or leave samples without targets out of the data."
+                f"only micro-batches with all targets masked use {', '.join(reached[:_MAX_NAMES])}{more}. Such "
+                "micro-batches are not run, so the optimizer skips these parameters; in the un-split batch their "
+                "gradient is zero, and weight decay and momentum change them. Use larger micro-batches, or remove "
+                "samples without targets from the data."
             )
             self._notifier.warn("parameters_reached_where_masked", message, everywhere=True)

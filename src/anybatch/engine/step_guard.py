@@ -1,0 +1,272 @@
+"""Detect changes by the user's program to gradients, parameters and modes, between and during steps."""
+
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.torch_internals import BatchNormBase, num_changes
+from anybatch.core.tree import Batch
+from anybatch.engine.inputs import Model
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.torch_internals import (
+    DropoutBase,
+    TrainableParts,
+    accumulation_hooks,
+    num_accumulation_hooks,
+    tensor_hooks,
+    without_tensor_hooks,
+)
+from anybatch.errors import LossError, ParameterError
+from anybatch.parallel.local_parts import local_part
+from anybatch.parallel.strategy import ParameterLayout, Prepared
+from anybatch.parallel.world import World
+
+DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
+"""Layers whose forward depends on the mode."""
+_GRADIENT, _TRAINING = operator.attrgetter("grad"), operator.attrgetter("training")
+_WATCHED = "Detecting that a loss function changes gradients"
+_NOTHING = nullcontext()
+_NUM_STEPS = 2
+"""Number of first steps in which every call of the loss function is checked."""
+_NAMED = 4
+"""Maximum number of parameters in a message."""
+
+
+class StepGuard:
+    """Detects changes of gradients by other code, from the first micro-batch to the update.
+
+    Gradients add up in `.grad`. Between steps the user may change `.grad`, parameters and modes, so each step begins
+    with a check of these. The loss function runs while gradients add up, so its calls are checked too.
+
+    Args:
+        model: the user's model, or a dict of models.
+        modules: all trained modules.
+        prepared: the model as the strategy has prepared it.
+        notifier: sends warnings.
+        world: the ranks.
+        replaces_parameters: the strategy replaces parameters of the modules, and they change during a step.
+
+    Attributes:
+        may_run: whether this rank, or possibly another one, has user hooks to run in this step.
+        steps_left: remaining first steps in which every call of the loss function is checked.
+
+    Raises:
+        ParameterError: a parameter has a hook that runs after each accumulation.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        modules: nn.Module,
+        prepared: Prepared,
+        notifier: Notifier,
+        world: World,
+        *,
+        replaces_parameters: bool,
+    ) -> None:
+        self._roots = (model,) if isinstance(model, nn.Module) else tuple(model.values())
+        self._modules = None if replaces_parameters else modules
+        self._names = list(prepared.parameters)
+        self._parameters = list(prepared.parameters.values())
+        self._buffers = prepared.gradient_buffers
+        room = sum(buffer.numel() for buffer in self._buffers)
+        self._all_in_buffers = room == sum(local_part(one).numel() for one in self._parameters)
+        self._call = prepared.call
+        self._notifier = notifier
+        self._world, self._roll_call = world, world.roll_call
+        # Hooks see whole gradients, as on the user's own parameters.
+        self._layout = prepared.layout if replaces_parameters else ParameterLayout()
+        self._trained = TrainableParts(modules)
+        self._hooks: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
+        self.may_run = False
+        self._looks_left = 0
+        self.steps_left = _NUM_STEPS
+        self._num_accumulation_hooks = 0
+        if num_hooks := num_accumulation_hooks(self._parameters):
+            self._refuse_hooks(num_hooks)
+
+    def begin_step(self) -> AbstractContextManager[None]:
+        """Return the context for running, or repeating, the micro-batches of one effective batch.
+
+        It disables the user's hooks on parameters, see `run_hooks`.
+
+        Raises:
+            ParameterError: the set of trainable parameters has changed, or one has a hook that runs after each
+                accumulation.
+        """
+        if self._modules is not None and not self._trained.are_unchanged:
+            self._refuse_other_parameters(self._modules)
+        # Strategies have a hook on every parameter; checking them all is needed only if their number has changed.
+        if (num_hooks := num_accumulation_hooks(self._parameters)) != self._num_accumulation_hooks:
+            self._refuse_hooks(num_hooks)
+        if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):
+            self._warn_of_gradients()
+        # Roots only: parts of a model, such as a frozen trunk, may be in evaluation mode on purpose.
+        if not all(map(_TRAINING, self._roots)):
+            self._warn_of_evaluation_mode()
+        # A loss function that changes gradients does so from the start; later, one check per step is enough.
+        self._looks_left = sys.maxsize if self.steps_left else 1
+        self._hooks = tensor_hooks(self._parameters)
+        self.may_run = bool(self._hooks) or self._roll_call is not None
+        if self._roll_call is not None:
+            self._roll_call.has_hooks = bool(self._hooks)
+        return without_tensor_hooks(self._parameters) if self._hooks else _NOTHING
+
+    def end_step(self) -> None:
+        """Count one of the first steps."""
+        self.steps_left -= 1
+
+    def call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (any output of the loss)
+        """Call a function with the model, as `Prepared.call` does, and check that it does not change gradients.
+
+        Checks all micro-batches of the first steps, and the first micro-batch of later steps.
+
+        Raises:
+            LossError: the function has changed gradients, with `backward()` or `zero_grad()`.
+        """
+        if not self._looks_left:
+            return self._call(function, batch)
+        self._looks_left -= 1
+        before = list(map(_GRADIENT, self._parameters))
+        # A view shares the version counter of its buffer: if all are views, checking a few buffers is enough.
+        counted = self._buffers if self._all_in_buffers else (*before, *self._buffers)
+        num_before = num_changes(counted, _WATCHED)
+        output = self._call(function, batch)
+        # Version counters are comparable only for the same tensors.
+        is_same = all(map(operator.is_, before, map(_GRADIENT, self._parameters)))
+        if not is_same or num_changes(counted, _WATCHED) != num_before:
+            message = (
+                "the loss function changed gradients (backward() or zero_grad()) during a step. Return the loss: the "
+                "engine calls backward() and clears gradients. For a gradient inside the loss, use "
+                "torch.autograd.grad."
+            )
+            raise LossError(message)
+        return output
+
+    def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run the user's hooks on parameters (`Tensor.register_hook`) once, on the summed gradients, in place.
+
+        Args:
+            gradients: of each trainable parameter, summed and divided; None for one that no rank used.
+
+        Raises:
+            RankFailedError: a hook raised on another rank; no rank makes the update.
+        """
+        if self._roll_call is None or not self._roll_call.any_hooks:
+            if self._hooks:
+                self._run_hooks(gradients, gradients)
+            return
+        self._roll_call.has_agreed = False  # if a hook raises on one rank, no rank may update
+        numbers = self._world.gather_from_processes([number for number, _ in self._hooks])
+        # Before the hooks, so that a hook that raises leaves no rank in a collective.
+        whole = {
+            number: self._layout.gather(gradient)
+            for number in sorted(set().union(*numbers))
+            if (gradient := gradients[number]) is not None
+        }
+        self._world.run_on_all_processes(lambda: self._run_hooks(gradients, whole))
+        self._roll_call.has_agreed = True
+
+    @torch.no_grad()
+    def _run_hooks(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        whole: "Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]",
+    ) -> None:
+        """Run this rank's hooks on whole gradients, and write the results to the gradients."""
+        for number, hook in self._hooks:
+            gradient = gradients[number]
+            seen = None if gradient is None else whole[number]
+            if gradient is None or seen is None:
+                continue
+            changed = hook(seen)
+            if changed is not None:
+                seen.copy_(changed)
+            if seen is not gradient:
+                gradient.copy_(self._layout.scatter(seen, gradient))
+
+    def _refuse_other_parameters(self, modules: nn.Module) -> None:
+        found = TrainableParts(modules)
+        if found.ids == self._trained.ids:  # modules changed, trainable parameters did not
+            self._trained = found
+            return
+        now = {id(p): name for name, p in modules.named_parameters() if p.requires_grad}
+        own = dict(zip(map(id, self._parameters), self._names, strict=True))
+        added = [name for key, name in now.items() if key not in own]
+        gone = [name for key, name in own.items() if key not in now]
+        changes = [
+            f"{word}: {_some(names)}"
+            for word, names in (("trainable now, but not in the engine", added), ("now frozen or removed", gone))
+            if names
+        ]
+        if not changes:  # a tied parameter was added or removed in one of its places
+            self._trained = found
+            return
+        message = (
+            f"the trainable parameters have changed since the engine was created. {'; '.join(changes)}. "
+            "Close this engine and create a new one, with an optimizer over the parameters to train."
+        )
+        raise ParameterError(message)
+
+    def _refuse_hooks(self, num_hooks: int) -> None:
+        refuse_accumulation_hooks(dict(zip(self._names, self._parameters, strict=True)))
+        self._num_accumulation_hooks = num_hooks
+
+    def _warn_of_evaluation_mode(self) -> None:
+        affected = sorted(
+            {
+                type(module).__name__
+                for root in self._roots
+                if not root.training
+                for module in root.modules()
+                if isinstance(module, DIFFERS_IN_TRAINING)
+            }
+        )
+        if affected:
+            message = (
+                f"the model is in evaluation mode, so {', '.join(affected)} layers do not run as in training. Call "
+                "model.train() before the step (engine.evaluate restores modes automatically). If this is intended, "
+                "put the layers instead of the model into evaluation mode."
+            )
+            self._notifier.warn("model_in_evaluation_mode", message)
+
+    def _warn_of_gradients(self) -> None:
+        pairs = zip(self._names, map(_GRADIENT, self._parameters), strict=True)
+        found = [name for name, gradient in pairs if gradient is not None]
+        message = (
+            f"{len(found)} of {len(self._names)} parameters already had gradients from a backward() outside the "
+            f"engine; they were discarded: {_some(found)}. Move that loss into the loss function if it should count."
+        )
+        self._notifier.warn("gradients_from_elsewhere", message)
+
+
+def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse user hooks that run after each accumulation.
+
+    Args:
+        parameters: by name.
+
+    Raises:
+        ParameterError: a parameter has such a hook.
+    """
+    names = list(parameters)
+    for number, hook in accumulation_hooks(list(parameters.values())):
+        if not getattr(hook, "__module__", "").startswith("anybatch."):
+            message = (
+                f"parameter {names[number]!r} has a post-accumulate hook ({hook!r}), which would run in every "
+                "micro-batch, with a part of the gradient. Remove it with its handle. To read or change the summed "
+                "gradient, use parameter.register_hook, which the engine runs once per step, or "
+                "optimizer.register_step_pre_hook."
+            )
+            raise ParameterError(message)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
