@@ -96,7 +96,7 @@ def test_environment_is_read_in_one_file() -> None:
     known = [
         PACKAGE / "parallel" / "launchers.py",
         PACKAGE / "cli" / "threads.py",
-        PACKAGE / "cli" / "fork_server.py",
+        PACKAGE / "parallel" / "fork_server.py",
         GUIDE / "worker_process.py",
     ]
     found = findings(reads_environment, [path for path in python_files(*PACKAGES) if path not in known])

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
@@ -46,11 +47,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder with a short name: in pytest's, the names of sockets can be too long."""
+    with tempfile.TemporaryDirectory(prefix="ab-", dir="/tmp") as name:
+        (Path(name) / "tmp").mkdir()
+        yield Path(name)
+
+
 @contextmanager
-def started(folder: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
+def started(folder: Path, *words: str, temporary: Path | None = None) -> Iterator["subprocess.Popen[str]"]:
     """Start `anybatch` in its own session and folder; kill the session at the end."""
-    (folder / "tmp").mkdir()
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary or folder / "tmp")}
     env["PYTHONPATH"] = os.pathsep.join([str(PACKAGE.parent), str(ROOT), str(ROOT / "guide" / "src")])
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(  # noqa: S603 (a fixed program)
@@ -113,12 +121,12 @@ def is_loopback(address: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_listens_beyond_loopback(tmp_path: Path, command: str) -> None:
+def test_nothing_listens_beyond_loopback(folder: Path, command: str) -> None:
     """No process of a command with several processes or a browser can be reached from another machine."""
     if command == "watch":
-        run(tmp_path / "runs" / "small", stop_after=1)
+        run(folder / "runs" / "small", stop_after=1)
     seen: set[str] = set()
-    with started(tmp_path, *COMMANDS[command]) as process:
+    with started(folder, *COMMANDS[command]) as process:
         while command not in SERVERS or not seen:
             seen |= listening(process.pid)
             try:
@@ -126,7 +134,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path, command: str) -> None:
                 break
             except subprocess.TimeoutExpired:
                 continue
-    assert seen, (tmp_path / "output").read_text()
+    assert seen, (folder / "output").read_text()
     assert all(map(is_loopback, seen)), seen
 
 
@@ -137,23 +145,33 @@ def test_every_interface_is_not_loopback() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_remains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["train", "scale", "compare"])
+def test_a_temporary_folder_may_have_a_long_name(folder: Path, command: str) -> None:
+    """Ranks start if TMPDIR is too long for the path of a Unix socket, which may have 107 bytes."""
+    long = folder / ("a" * 120)
+    long.mkdir()
+    with started(folder, *COMMANDS[command], temporary=long) as process:
+        assert process.wait(TIMEOUT_SECONDS) == Status.DONE, (folder / "output").read_text()
+
+
+@pytest.mark.slow
+def test_nothing_remains(folder: Path) -> None:
     """A run on two ranks leaves no process and no temporary folder."""
-    with started(tmp_path, *COMMANDS["train"]) as process:
-        assert process.wait(TIMEOUT_SECONDS) == Status.DONE, (tmp_path / "output").read_text()
-        assert not list((tmp_path / "tmp").iterdir())
+    with started(folder, *COMMANDS["train"]) as process:
+        assert process.wait(TIMEOUT_SECONDS) == Status.DONE, (folder / "output").read_text()
+        assert not list((folder / "tmp").iterdir())
         assert wait_for_end(process.pid) == []
 
 
 @pytest.mark.slow
-def test_nothing_remains_of_a_killed_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_remains_of_a_killed_launcher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If their launcher is killed, ranks end after the step and remove its temporary folder."""
     monkeypatch.setenv(FAULT, f"kill_launcher:{IN_STEP_10[2]}:0")
-    with started(tmp_path, "train", SPEC, "--ranks", "2", "--micro-batch-size", "1", "--out", "run") as process:
+    with started(folder, "train", SPEC, "--ranks", "2", "--micro-batch-size", "1", "--out", "run") as process:
         assert process.wait(TIMEOUT_SECONDS) == -signal.SIGKILL
         assert wait_for_end(process.pid) == []
-        assert not list((tmp_path / "tmp").iterdir())
-    assert logged(tmp_path / "run", "end")[-1]["status"] == "stopped"
+        assert not list((folder / "tmp").iterdir())
+    assert logged(folder / "run", "end")[-1]["status"] == "stopped"
 
 
 def wait_for_end(session: int) -> list[int]:
@@ -183,16 +201,16 @@ def test_a_rank_that_hangs_ends_without_its_launcher() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_remains_of_a_launcher_killed_before_its_ranks_exist(tmp_path: Path) -> None:
+def test_nothing_remains_of_a_launcher_killed_before_its_ranks_exist(folder: Path) -> None:
     """The fork server removes the temporary folder of a launcher that is killed while both import torch."""
-    with started(tmp_path, *COMMANDS["train"]) as process:
+    with started(folder, *COMMANDS["train"]) as process:
         while len(members(process.pid)) < NUM_PROCESSES_BEFORE_RANKS:
             assert process.poll() is None
-        assert folders_of_multiprocessing(tmp_path)
+        assert folders_of_multiprocessing(folder)
         process.kill()
         assert process.wait(TIMEOUT_SECONDS) == -signal.SIGKILL
         assert wait_for_end(process.pid) == []
-        assert not folders_of_multiprocessing(tmp_path)
+        assert not folders_of_multiprocessing(folder)
 
 
 def folders_of_multiprocessing(folder: Path) -> list[Path]:

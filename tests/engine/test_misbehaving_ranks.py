@@ -4,7 +4,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from anybatch.testing.ranks import rank_context
+from anybatch.parallel.fork_server import rank_context
+from anybatch.testing.ranks import PRELOADED
 from tests.engine.misbehaving_ranks import Strategy, Verdict, run_case
 from tests.engine.misbehaviours import all_misbehaviours
 from tests.ranks_fixture import selected
@@ -41,8 +42,9 @@ def judged(names: list[str], pipe: Connection) -> None:
 def verdicts(request: pytest.FixtureRequest) -> dict[str, Verdict]:
     """Return the verdict on each selected case."""
     names = selected(request, "name")
-    ours, theirs = rank_context().Pipe()
-    process = rank_context().Process(target=judged, args=(names, theirs))
+    context = rank_context(*PRELOADED)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=judged, args=(names, theirs))
     process.start()
     theirs.close()
     found = {name: ours.recv() for name in names}

@@ -1,15 +1,12 @@
 """A playground run on several ranks: processes on this machine that communicate with gloo."""
 
-import multiprocessing
 import pickle
-import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from anybatch.core.records import MicroBatchRecord, Record
 from anybatch.errors import AnyBatchError, RankFailedError
 from anybatch.memory.timeline import MemoryTimeline
+from anybatch.parallel.fork_server import rank_context
 from anybatch.parallel.launchers import listen_at_loopback
 from anybatch.testing.ranks import PRELOADED
 from anybatch_guide.lines import NOT_SHOWN
@@ -53,7 +51,7 @@ class RankProcesses:
     def __init__(self, setting: PlaygroundSetting) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-guide-")
         rendezvous = Path(self._folder.name, "store").as_uri()
-        context = _context()
+        context = rank_context(*PRELOADED, __name__, "anybatch_guide.tasks.digits")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(setting.ranks):
@@ -203,12 +201,3 @@ def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous
     with suppress(ConnectionError):  # a cancelled run may have closed the pipe
         _send(pipe, ("over", None))
     dist.destroy_process_group()
-
-
-def _context() -> ForkServerContext | SpawnContext:
-    """Return the start method of ranks: on Linux, a fork server that has imported everything they need."""
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, __name__, "anybatch_guide.tasks.digits"])
-    return context

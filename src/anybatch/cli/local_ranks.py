@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from anybatch.cli.failure import explain
-from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.rank import join, run_rank
 from anybatch.cli.status import Status
 from anybatch.cli.stopping import print_stopping
-from anybatch.cli.train_request import TrainRequest
+from anybatch.cli.train_request import PRELOADED, TrainRequest
+from anybatch.parallel.fork_server import start_fork_server
 from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables
 from anybatch.recipes.run.stop import SIGNALS
 
@@ -59,7 +59,7 @@ class SharedState:
 
 def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     """Start ranks on this machine, wait for them, and return the exit status."""
-    context = start_fork_server()
+    context = start_fork_server(*PRELOADED)
     board = SharedState(
         stop=context.RawValue("b", 0),
         statuses=context.RawArray("i", [_UNKNOWN] * num_ranks),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.option_hints import explain_unknown
 from anybatch.cli.parser import (
@@ -19,7 +18,8 @@ from anybatch.cli.parser import (
     number,
 )
 from anybatch.cli.threads import let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Resume, TrainRequest
+from anybatch.cli.train_request import DEFAULT_RECIPE, PRELOADED, RUNS, Resume, TrainRequest
+from anybatch.parallel.fork_server import start_fork_server
 
 _DESCRIPTION = (
     "Train a recipe at a given effective batch size: the samples of one optimizer step, over all ranks. "
@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     let_threads_sleep()
     # Before importing torch, so that the server and this process import it in parallel.
     if request.ranks not in (None, "auto", 1):
-        start_fork_server()
+        start_fork_server(*PRELOADED)
     # Imported late: importing torch takes seconds, and a wrong option is reported without it.
     with frozen_imports():
         from anybatch.cli.launch import launch  # noqa: PLC0415 (imports torch)

@@ -1,8 +1,6 @@
 """Real ranks in a test: processes with gloo between them, whose functions return values to the caller."""
 
 import gc
-import multiprocessing
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.errors import WorldError
+from anybatch.parallel.fork_server import rank_context
 from anybatch.parallel.launchers import listen_at_loopback
 
 RankContext = ForkContext | ForkServerContext | SpawnContext
@@ -56,7 +55,7 @@ class RankPool:
         timeout_seconds: how long a rank waits for another, and the caller for all.
         backend: of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
         start_processes: ranks may start processes, such as loading workers.
-        context: how they are started; None is `rank_context()`.
+        context: how they are started; None forks a server that has imported the engine, on Linux.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         # A file instead of a port, which another process could take first.
         rendezvous = Path(self._folder.name, "store").as_uri()
-        context = rank_context() if context is None else context
+        context = rank_context(*PRELOADED) if context is None else context
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
@@ -164,15 +163,6 @@ def run_ranks(
     """
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
         return pool.outcomes(function, *args)
-
-
-def rank_context() -> ForkServerContext | SpawnContext:
-    """Return how ranks are started: forked where that is safe, from a server without threads that has only imported."""
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
 
 
 def _serve(  # noqa: PLR0917 (all that a process is handed)

@@ -31,8 +31,9 @@ from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.diagnostics.loop_check.steps import micro_batches_of, steps_of
 from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, visible
 from anybatch.errors import LoopError
+from anybatch.parallel.fork_server import rank_context
 from anybatch.parallel.launchers import set_launch_variables
-from anybatch.testing.ranks import RankOutcome, RankPool, rank_context
+from anybatch.testing.ranks import PRELOADED, RankOutcome, RankPool
 
 NUM_RANKS = 2
 IMPORT_SECONDS, MAX_RUNS = 60.0, 20
@@ -133,7 +134,7 @@ def _judge(
 def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
     if num_ranks == 1:
         return (loop.run(),)
-    forks = multiprocessing.get_context("fork") if sys.platform == "linux" else rank_context()
+    forks = multiprocessing.get_context("fork") if sys.platform == "linux" else rank_context(*PRELOADED)
     with RankPool(num_ranks, timeout_seconds=2 * loop.time_limit_seconds, context=forks) as pool:
         return tuple(map(_opened, pool.outcomes(run_on_rank, loop)))
 

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from anybatch.errors import LoopError, UserError
-from anybatch.testing.ranks import rank_context
+from anybatch.parallel.fork_server import rank_context
+from anybatch.testing.ranks import PRELOADED
 
 ResultT = TypeVar("ResultT")
 MAX_FILE_BYTES, MAX_BYTES, MAX_ENTRIES = 2**20, 2**25, 2_000
@@ -49,7 +50,7 @@ def run_in_sandbox(
     `work` is pickled.
     """
     can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
-    context: Any = multiprocessing.get_context("fork") if can_fork else rank_context()
+    context: Any = multiprocessing.get_context("fork") if can_fork else rank_context(*PRELOADED)
     torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer imports torch's compiler: once, not in every fork
     with tempfile.TemporaryDirectory(prefix="anybatch-loop-", ignore_cleanup_errors=True) as root:
         folder = Path(root).resolve() / (Path.cwd().name or "folder")
