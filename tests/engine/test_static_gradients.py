@@ -1,11 +1,13 @@
 """Gradients in static buffers, as captured graphs return them, accumulate correctly."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch as ab
+from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.testing import relative_error
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -124,3 +126,53 @@ def test_one_process_accumulates_gradients_in_static_buffers_exactly(strategy: s
 def test_two_ranks_accumulate_gradients_in_static_buffers_exactly(two_ranks: Ranks, strategy: str, kind: str) -> None:
     """The same holds on two ranks under every strategy."""
     assert max(two_ranks.run(static_error, strategy, kind)) <= TOLERANCE
+
+
+class NumpyScale(torch.autograd.Function):
+    """A product whose backward writes the weight's gradient into one array of numpy and returns it as a new tensor."""
+
+    array = np.zeros(5)
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        NumpyScale.array[:] = (gradient * x).sum(0).numpy()
+        return gradient * weight, torch.from_numpy(NumpyScale.array)
+
+
+class Scale(nn.Module):
+    """Multiply by one weight per feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = NumpyScale.apply(x, self.weight)
+        return found
+
+
+def test_gradients_in_memory_that_torch_did_not_allocate_accumulate_exactly() -> None:
+    """Each tensor over numpy's memory has a storage of its own, so that no count shows that they share it."""
+    x = torch.rand(8, 5, dtype=torch.float64)
+    model = Scale()
+    loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]).square().sum(1).mean())
+    with ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=2, check_loss=False) as engine:
+        found = engine.gradients({"x": x})["weight"]
+    assert found is not None
+    assert relative_error({"weight": found}, {"weight": 2 * x.square().mean(0)}) <= TOLERANCE
+
+
+def test_gradients_that_nothing_shares_are_not_copied() -> None:
+    """On a CPU, the first gradient stays where autograd put it."""
+    parameter = nn.Parameter(torch.ones(3))
+    with OwnedGradients([parameter]):
+        parameter.square().sum().backward()
+        assert parameter.grad is not None
+        place = parameter.grad.data_ptr()
+    assert parameter.grad.data_ptr() == place

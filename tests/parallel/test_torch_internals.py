@@ -1,11 +1,12 @@
-"""Private torch interfaces that ranks use: the store of the default group."""
+"""Private torch interfaces that ranks use: the store of the default group, users of memory."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from anybatch.errors import UnsupportedTorchError
-from anybatch.parallel.torch_internals import HashStore, default_store
+from anybatch.parallel.torch_internals import HashStore, default_store, num_storage_users
 
 
 def test_the_store_is_the_group_s() -> None:
@@ -15,3 +16,12 @@ def test_the_store_is_the_group_s() -> None:
     assert default_store(SimpleNamespace(_get_default_store=lambda: store)) is store
     with pytest.raises(UnsupportedTorchError, match="several ranks"):
         default_store(SimpleNamespace())
+
+
+def test_shared_memory_is_counted() -> None:
+    """A storage's users are the tensors that share it; without torch's count there is no answer."""
+    tensor = torch.zeros(3)
+    assert num_storage_users(tensor.untyped_storage()) == 1
+    view = tensor[1:]
+    assert num_storage_users(view.untyped_storage()) == len([tensor, view])
+    assert num_storage_users(tensor.untyped_storage(), SimpleNamespace()) is None

@@ -6,6 +6,8 @@ from types import TracebackType
 
 import torch
 
+from anybatch.parallel.torch_internals import num_storage_users
+
 _NOTHING = nullcontext()
 
 
@@ -14,7 +16,8 @@ class OwnedGradients:
 
     If `.grad` is None, autograd installs the new gradient without a copy. A captured graph
     (`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`) returns gradients in static buffers,
-    so its next backward would overwrite the accumulated gradient. Later gradients are added in place, and are safe.
+    so its next backward would overwrite the accumulated gradient. Later gradients are added in place, and are safe. On
+    a CPU, where copying costs as much as a small backward, a gradient whose memory nothing else references is kept.
 
     Enter it around the forward and backward of every micro-batch but the last, after which no backward follows.
     `parameters` are the tensors whose gradients accumulate in `.grad`.
@@ -51,6 +54,18 @@ def _copy_gradient(parameter: torch.Tensor) -> bool:
         return False
     # Plans run on fake tensors, which nothing overwrites. A copy seldom raises a step's peak: it is made one gradient
     # at a time, after the backward has freed the activations.
-    if not hasattr(parameter.grad, "fake_mode"):
+    if not hasattr(parameter.grad, "fake_mode") and _may_be_static(parameter.grad):
         parameter.grad = parameter.grad.clone()
     return True
+
+
+def _may_be_static(gradient: torch.Tensor) -> bool:
+    """Return whether something else may write to a gradient's memory.
+
+    Captured CUDA graphs write to addresses, which no count shows. On a CPU, memory that torch did not allocate, such as
+    numpy's, is not resizable.
+    """
+    if gradient.layout is not torch.strided or gradient.device.type != "cpu" or hasattr(gradient, "device_mesh"):
+        return True
+    storage = gradient.untyped_storage()
+    return not storage.resizable() or num_storage_users(storage) != 1

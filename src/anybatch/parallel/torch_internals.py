@@ -36,6 +36,7 @@ __all__ = [
     "keeps_graph",
     "leave_groups_alone",
     "local_offset",
+    "num_storage_users",
     "replica_of",
     "root_of",
     "set_timeout",
@@ -52,6 +53,12 @@ def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
     with needed_for("Training on several ranks"):
         store: Store = of._get_default_store()
     return store
+
+
+def num_storage_users(storage: torch.UntypedStorage, of: Any = torch._C) -> int | None:  # noqa: ANN401 (torch)
+    """Return how many tensors share a storage: `_storage_Use_Count` without Python's wrapper; None if it is missing."""
+    count = getattr(of, "_storage_Use_Count", None)
+    return None if count is None else int(count(storage._cdata)) - 1
 
 
 def set_timeout(timeout: timedelta, of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
