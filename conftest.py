@@ -22,7 +22,8 @@ assert not {"anybatch", "anybatch_guide"} & sys.modules.keys(), (
 )
 check_imported([name for package in PACKAGES for name in shaped_modules(package.parent)])
 
-from anybatch.testing.ranks import PRELOADED, rank_context  # noqa: E402 (not before its shapes are checked)
+from anybatch.parallel.fork_server import rank_context  # noqa: E402 (not before its shapes are checked)
+from anybatch.testing.ranks import PRELOADED  # noqa: E402 (the same)
 from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 
 RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "four_ranks", "ranks"})

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.core.run_config import RunConfig
 from anybatch.recipes.contrastive import contrastive, encode, loss
 from anybatch.recipes.run.start import start
 
@@ -30,7 +31,7 @@ def accuracy(seed: int, micro_batch_size: int, *, exact: bool) -> float:
     job = contrastive()
     if not exact:
         job = dataclasses.replace(job, loss=ab.mean_over_samples(naive_loss))
-    run = start(job, epochs=NUM_EPOCHS, micro_batch_size=micro_batch_size, seed=seed, check_loss=False)
+    run = start(job, RunConfig(epochs=NUM_EPOCHS, micro_batch_size=micro_batch_size, seed=seed), check_loss=False)
     for batch in run.batches:
         run.engine.step(batch)
     return run.evaluate()["retrieval_accuracy"]

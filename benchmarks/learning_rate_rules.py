@@ -26,7 +26,8 @@ import report
 import torch
 from small_runs import OptimizerName, Runs, Setting, Task, batches_of, engine_of, new_model, taken, task_of
 
-from anybatch.core.learning_rate import Memory, ScalingRule, noise_gain, scale_rate
+from anybatch.core.learning_rate import Memory, noise_gain, scale_rate
+from anybatch.core.run_config import ScalingRule
 
 SEEDS = range(5)
 STUDENT_95 = 2.776

@@ -25,10 +25,10 @@ from pathlib import Path
 import report
 import torch
 
+from anybatch.core.run_config import RunConfig
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
 from anybatch.recipes.run.session import train
-from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts and the job come from the tests
@@ -148,7 +148,7 @@ def why_not_srun() -> str:
 def in_a_worker(config: dict[str, str]) -> None:
     """Train in a worker of Ray, with the world of torch.distributed."""
     world = World.from_environment(device="cpu")
-    train(job(), config["folder"], Choices(micro_batch_size=1, epochs=SHORT), world=world, stop=lambda: False)
+    train(job(), config["folder"], RunConfig(micro_batch_size=1, epochs=SHORT), world=world, stop=lambda: False)
 
 
 def with_ray(made: list[Host], folder: Path) -> None:
@@ -300,7 +300,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(KeyboardInterrupt):
         reference = {epochs: Path(root, f"one-host-{epochs}") for _, epochs, _ in launchers.values()}
         for epochs, folder in reference.items():
-            train(job(), folder, Choices(micro_batch_size=1, epochs=epochs), world=World(), stop=lambda: False)
+            train(job(), folder, RunConfig(micro_batch_size=1, epochs=epochs), world=World(), stop=lambda: False)
         for name, (what, epochs, reason) in launchers.items():
             for num_hosts in given.hosts:
                 if reason:

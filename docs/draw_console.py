@@ -10,12 +10,12 @@ from rich.console import Console as Terminal
 from rich.terminal_theme import TerminalTheme
 
 from anybatch.cli.screen import ConsoleFilter, place_of, summary
+from anybatch.core.run_config import RunConfig
 from anybatch.events.console import Console
 from anybatch.events.screen import Level, ScreenContents
 from anybatch.events.terminal_screen import Frame, TerminalScreen
 from anybatch.recipes.digits import digits
 from anybatch.recipes.run.session import SessionStart, train
-from anybatch.recipes.run.settings import Choices
 
 OUT = Path(__file__).with_name("console.svg")
 WIDTH = 104
@@ -73,7 +73,7 @@ def main() -> None:
         return ConsoleFilter(Console(session.num_steps, screen=Picture(terminal)))
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        choices = Choices(epochs=NUM_EPOCHS, micro_batch_size=MICRO_BATCH_SIZE)
+        choices = RunConfig(epochs=NUM_EPOCHS, micro_batch_size=MICRO_BATCH_SIZE)
         outcome = train(digits(), Path("runs", "digits"), choices, observer=begin)
         terminal.print(summary(outcome, tensorboard=""), end="", highlight=False, soft_wrap=True)
     svg = terminal.export_svg(title="anybatch train digits", theme=THEME, unique_id="console")

@@ -35,7 +35,7 @@ def job(width=1):
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(loss),
         dataset=lambda: torch.arange(64.0)[:, None] / 64,
-        defaults=ab.Defaults(effective_batch_size=16, learning_rate=0.1, epochs=10),
+        defaults=ab.RunConfig(effective_batch_size=16, learning_rate=0.1, epochs=10),
     )
 
 def other():

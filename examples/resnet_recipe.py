@@ -80,5 +80,5 @@ def resnet() -> ab.Job:
         optimizer=torch.optim.AdamW,
         loss=ab.mean_over_samples(loss),
         dataset=Images,
-        defaults=ab.Defaults(effective_batch_size=64, epochs=1, learning_rate=1e-3),
+        defaults=ab.RunConfig(effective_batch_size=64, epochs=1, learning_rate=1e-3),
     )

@@ -146,9 +146,9 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lambda **arguments: ab.token_budget(**{"tokens": 64, **arguments}),
         parameters_of(ab.token_budget),
     ),
-    "Defaults": (
-        lambda **arguments: ab.Defaults(**{"effective_batch_size": 4, "learning_rate": 0.1, "epochs": 1, **arguments}),
-        parameters_of(ab.Defaults),
+    "RunConfig": (
+        lambda **arguments: ab.RunConfig(**{"effective_batch_size": 4, "learning_rate": 0.1, "epochs": 1, **arguments}),
+        parameters_of(ab.RunConfig),
     ),
     "mean_over": (with_loss(ab.mean_over, function=loss_of, count=len), ("function", "count")),
     "mean_over_samples": (with_loss(ab.mean_over_samples), ("function",)),

@@ -374,7 +374,7 @@ def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
         "anybatch train digits --ranks 2 --effective-batch-size 8 --micro-batch-size auto --steps 5 "
         "--learning-rate 0.1 --seed 3"
     )
-    assert read(told.split()[2:]).choices["effective_batch_size"] == 8
+    assert read(told.split()[2:]).config.effective_batch_size == 8
 
 
 def test_hostile_requests_give_no_command(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
     )
     from anybatch.core.records import Observer
     from anybatch.core.reports import StepReport
+    from anybatch.core.run_config import RunConfig
     from anybatch.core.splitting import BatchPlan
     from anybatch.core.token_budget import token_budget
     from anybatch.data import Shards, batches
@@ -36,18 +37,18 @@ if typing.TYPE_CHECKING:
     from anybatch.engine.side_effects import in_trial_run
     from anybatch.events.jsonl import JsonlLog
     from anybatch.parallel.world import World
-    from anybatch.recipes.job import Defaults, Evaluation, Job
+    from anybatch.recipes.job import Evaluation, Job
     from anybatch.recipes.planning.plan import plan
 
 __all__ = [
     "BatchPlan",
-    "Defaults",
     "Engine",
     "Evaluation",
     "Job",
     "JsonlLog",
     "LossSum",
     "Observer",
+    "RunConfig",
     "Shards",
     "StepReport",
     "World",
@@ -72,13 +73,13 @@ __all__ = [
 _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
     {
         "BatchPlan": "anybatch.core.splitting",
-        "Defaults": "anybatch.recipes.job",
         "Engine": "anybatch.engine.engine",
         "Evaluation": "anybatch.recipes.job",
         "Job": "anybatch.recipes.job",
         "JsonlLog": "anybatch.events.jsonl",
         "LossSum": "anybatch.core.loss",
         "Observer": "anybatch.core.records",
+        "RunConfig": "anybatch.core.run_config",
         "Shards": "anybatch.data",
         "StepReport": "anybatch.core.reports",
         "World": "anybatch.parallel.world",

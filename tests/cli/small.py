@@ -19,12 +19,12 @@ from torch import Tensor, distributed, nn
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load
+from anybatch.core.run_config import RunConfig
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.session import SessionResult, train
-from anybatch.recipes.run.settings import Choices
 
 NUM_SAMPLES = 50
 BATCH_SIZE = 8
@@ -74,7 +74,7 @@ def job(strike: Callable[[], None] | None = None) -> ab.Job:
         evaluate=ab.Evaluation(dataset=dataset, metric=error),
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
         clip=1.0,
-        defaults=ab.Defaults(effective_batch_size=BATCH_SIZE, learning_rate=0.01, epochs=3, learning_rate_rule="sqrt"),
+        defaults=ab.RunConfig(effective_batch_size=BATCH_SIZE, learning_rate=0.01, epochs=3, learning_rate_rule="sqrt"),
     )
 
 
@@ -168,7 +168,7 @@ class StopAfter:
 
 def run(
     folder: Path,
-    choices: Choices | None = None,
+    choices: RunConfig | None = None,
     *,
     resume: bool = False,
     stop_after: int = 0,
@@ -187,7 +187,7 @@ def run(
     return train(
         job(strike),
         folder,
-        choices or Choices(micro_batch_size=1),
+        choices or RunConfig(micro_batch_size=1),
         resume=resume,
         world=world,
         stop=StopAfter(stop_after if world.rank == stopping_rank else 0),

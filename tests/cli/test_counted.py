@@ -14,6 +14,7 @@ from anybatch.cli.main import main
 from anybatch.cli.memory import record
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
+from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics.tune_report import SizeResult, TuneReport
 from anybatch.memory.counted import MEANINGS, Counted, counting_text
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
@@ -50,7 +51,7 @@ def windows_job() -> ab.Job:
         optimizer=lambda named, rate: torch.optim.AdamW([p for _, p in named], lr=rate),
         loss=ab.mean_over_tokens(of_windows, shift=False),
         dataset=Windows,
-        defaults=ab.Defaults(effective_batch_size=32, steps=4, learning_rate=1e-3),
+        defaults=ab.RunConfig(effective_batch_size=32, steps=4, learning_rate=1e-3),
     )
 
 
@@ -65,15 +66,7 @@ def test_plan_and_memory_agree(recipe: str, micro_batch_size: int, number_bytes:
 
     The plan counts two micro-batches; a step keeps one number, its loss, for each further one.
     """
-    measured = record(
-        recipe,
-        limit=None,
-        allocator=False,
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=None,
-        precision="fp32",
-        seed=0,
-    )
+    measured = record(recipe, RunConfig(micro_batch_size=micro_batch_size), limit=None, allocator=False)
     plan = ab.plan(recipe, device="cpu:8GiB", micro_batch_size=micro_batch_size, proposals=False)
 
     assert measured.counted == "in tensors"

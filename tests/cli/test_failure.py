@@ -13,6 +13,7 @@ from anybatch.cli.launch import number_of_ranks, warn_of_unused
 from anybatch.cli.local_ranks import exit_status_of, threads_per_rank
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.train_request import TrainRequest
+from anybatch.core.run_config import RunConfig
 from anybatch.errors import (
     AnyBatchError,
     DataError,
@@ -143,7 +144,7 @@ def test_unused_accelerators(
     """With "auto", the launcher starts one rank per accelerator, or one without any; unused ones raise a warning."""
     monkeypatch.setattr("torch.accelerator.device_count", lambda: num_accelerators)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    request = TrainRequest(recipe=None, folder=None, resume=None, ranks="auto", choices={})
+    request = TrainRequest(recipe=None, folder=None, resume=None, ranks="auto", config=RunConfig())
     assert number_of_ranks(request) == max(1, num_accelerators)
     warn_of_unused(num_ranks)
     printed = capsys.readouterr().err

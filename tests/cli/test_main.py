@@ -21,6 +21,7 @@ from anybatch.cli.status import Status
 from anybatch.cli.train import make_parser, read
 from anybatch.cli.train_request import TrainRequest, short_name
 from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.run_config import RunConfig
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, logged
 
@@ -60,7 +61,7 @@ def job() -> ab.Job:
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])),
         dataset=Samples,
-        defaults=ab.Defaults(effective_batch_size=40, epochs=1, learning_rate=0.1),
+        defaults=ab.RunConfig(effective_batch_size=40, epochs=1, learning_rate=0.1),
     )
 """
 
@@ -131,13 +132,13 @@ def test_options_of_plan_are_documented() -> None:
 
 
 def test_options_are_read() -> None:
-    """Every option arrives under its name; omitted options are absent."""
+    """Every option arrives under its name; omitted options are None."""
     request = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
-    choices = {"micro_batch_size": "auto", "learning_rate": 0.001}
-    assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=None, ranks=2, choices=choices)
-    ramp = {"effective_batch_size": BatchRamp((32, 20_000), (128, None))}
-    assert read(["--effective-batch-size", "32,128@20000"]).choices == ramp
-    assert read([]) == TrainRequest(recipe=None, folder=None, resume=None, ranks=None, choices={})
+    config = RunConfig(micro_batch_size="auto", learning_rate=0.001)
+    assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=None, ranks=2, config=config)
+    ramp = BatchRamp((32, 20_000), (128, None))
+    assert read(["--effective-batch-size", "32,128@20000"]).config == RunConfig(effective_batch_size=ramp)
+    assert read([]) == TrainRequest(recipe=None, folder=None, resume=None, ranks=None, config=RunConfig())
 
 
 @pytest.mark.parametrize("recipe", ["digits", "digits.py", "a/digits.py:job", "a.digits:job", "a.digits"])
@@ -149,7 +150,7 @@ def test_short_name(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--epochs 1 --steps 2", "not allowed with"),
+        ("--epochs 1 --steps 2", "contradict each other"),
         ("--epochs 0", "0 must be at least 1"),
         ("--effective-batch-size 32:128", "'32:128' is not a whole number"),
         ("--effective-batch-size 32,128", "32,128@20000 is a batch of 32 samples that grows to 128"),
@@ -374,7 +375,7 @@ def test_goes_on_where_the_limit_has_fallen(
 
     monkeypatch.setattr(launching, "largest_micro_batch_size", lambda _: next(limits))
     monkeypatch.setattr(launching, "start", start)
-    request = TrainRequest(recipe="digits", folder=tmp_path, resume=None, ranks=1, choices={})
+    request = TrainRequest(recipe="digits", folder=tmp_path, resume=None, ranks=1, config=RunConfig())
     assert launching.launch(request) == Status.OUT_OF_MEMORY
     assert [one.resume for one in started] == [None, "always"][:starts]
 

@@ -13,6 +13,7 @@ from anybatch.cli.memory import make_parser, record
 from anybatch.cli.parser import memory_size
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
+from anybatch.core.run_config import RunConfig
 from anybatch.errors import AnyBatchWarning
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.session import PeakMemory, SessionResult
@@ -50,9 +51,7 @@ def test_a_size_that_was_chosen_is_told(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_is_measured_is_the_second_step() -> None:
     """At the start of the measured step the optimizer state is complete, and gradients do not exist."""
-    report = record(
-        SPEC, limit=None, allocator=False, micro_batch_size=4, accumulation_steps=None, precision="fp32", seed=0
-    )
+    report = record(SPEC, RunConfig(micro_batch_size=4), limit=None, allocator=False)
 
     assert report.timeline.at(0)["weights"] == 8 * NUM_WEIGHTS
     assert report.timeline.at(0)["optimizer"] == 16 * NUM_WEIGHTS + step_bytes()
@@ -61,9 +60,7 @@ def test_what_is_measured_is_the_second_step() -> None:
 
 def test_a_step_is_booked_without_its_loading() -> None:
     """Loading counts only the batch, not an in-memory data set or its single samples."""
-    report = record(
-        SPEC, limit=None, allocator=False, micro_batch_size=8, accumulation_steps=None, precision="fp32", seed=0
-    )
+    report = record(SPEC, RunConfig(micro_batch_size=8), limit=None, allocator=False)
     course = report.timeline
 
     assert course.held_bytes[:, course.categories.index("inputs")].max() == 8 * (3 + 1) * 8

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from anybatch.cli.status import Status
+from anybatch.core.run_config import RunConfig
 from anybatch.parallel.world import World
 from anybatch.recipes.run import session
-from anybatch.recipes.run.settings import Choices
 from tests.architecture.source_tree import PACKAGE, ROOT
 from tests.cli.small import (
     CROWDED,
@@ -224,4 +224,5 @@ def test_does_not_go_on_by_itself(tmp_path: Path, roomy: dict[str, Tensor]) -> N
 
 def run_roomy(folder: Path) -> None:
     """Train the crowded job with enough memory for its largest micro-batches."""
-    session.train(crowded_job(most=4), folder, Choices(micro_batch_size=4), world=World.from_environment(device="cpu"))
+    world = World.from_environment(device="cpu")
+    session.train(crowded_job(most=4), folder, RunConfig(micro_batch_size=4), world=world)

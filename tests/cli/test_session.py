@@ -18,11 +18,11 @@ import anybatch as ab
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.records import MicroBatchRecord, Record, StepRecord
+from anybatch.core.run_config import RunConfig
 from anybatch.errors import CheckpointError, DataError, MissingCheckpointError, UserError
 from anybatch.parallel.world import World
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.session import SessionStart, train
-from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
 from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, logged, parameters, run
@@ -49,7 +49,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num_steps: int) -> None:
     """A run stopped anywhere, also at an epoch's end, and resumed has the same samples per step and the same result."""
     stopped = run(tmp_path / "run", stop_after=num_steps)
-    resumed = run(tmp_path / "run", Choices(), resume=True)
+    resumed = run(tmp_path / "run", RunConfig(), resume=True)
 
     assert (stopped.stopped, stopped.num_steps) == (True, num_steps)
     assert (resumed.stopped, resumed.num_steps, resumed.num_session_steps) == (False, NUM_STEPS, NUM_STEPS - num_steps)
@@ -61,7 +61,7 @@ def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num
 def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
     """A job without shuffling keeps its order after a resume."""
     job = dataclasses.replace(small.job(), shuffle=False)
-    train(job, tmp_path, Choices(micro_batch_size=1, epochs=2), world=ONE, stop=small.StopAfter(3))
+    train(job, tmp_path, RunConfig(micro_batch_size=1, epochs=2), world=ONE, stop=small.StopAfter(3))
     train(job, tmp_path, resume=True, world=ONE, stop=lambda: False)
 
     expected = [list(range(NUM_SAMPLES))[start : start + BATCH_SIZE] for start in range(0, NUM_SAMPLES, BATCH_SIZE)]
@@ -70,7 +70,7 @@ def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
 
 def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
     """A ramped run that is stopped within or between stages and resumed without options has bitwise the same steps."""
-    ramp = Choices(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)
+    ramp = RunConfig(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)
     train(small.job(), tmp_path / "through", ramp, world=ONE, stop=lambda: False)
     sizes = [line["num_samples"] for line in logged(tmp_path / "through", "step")]
     assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 6, 8, 8, 16, 16, 2]
@@ -92,7 +92,7 @@ def test_failed_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, fail
     epoch, step = divmod(failing_step, STEPS_PER_EPOCH)
     with pytest.raises(small.FaultError):
         run(tmp_path / "run", failing_call=epoch * NUM_SAMPLES + step * BATCH_SIZE + 5)
-    run(tmp_path / "run", Choices(), resume=True)
+    run(tmp_path / "run", RunConfig(), resume=True)
 
     assert same_bits(parameters(straight), parameters(tmp_path / "run"))
     assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, epoch * STEPS_PER_EPOCH]
@@ -130,7 +130,7 @@ def run_and_stop_second(folder: Path) -> object:
 
 def resume(folder: Path) -> object:
     """Resume, on every rank."""
-    return run(folder, Choices(), resume=True)
+    return run(folder, RunConfig(), resume=True)
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> No
     newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     tensors = newest / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    run(tmp_path / "run", Choices(), resume=True)
+    run(tmp_path / "run", RunConfig(), resume=True)
 
     (fell_back,) = [line for line in logged(tmp_path / "run", "checkpoint") if line["event"] == "fell_back"]
     assert fell_back["path"] == str(newest)
@@ -162,13 +162,13 @@ def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
     It reports the change, and keeps the batch in a second resume without options.
     """
     job = small.job() if scheduled else without_scheduler(small.job())
-    larger = Choices(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02)
+    larger = RunConfig(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02)
     train(job, tmp_path / "run", world=ONE, stop=small.StopAfter(STEPS_PER_EPOCH))
     train(job, tmp_path / "run", larger, resume=True, world=ONE, stop=small.StopAfter(2))
     outcome = train(job, tmp_path / "run", resume=True, world=ONE, stop=lambda: False)
 
     num_steps = STEPS_PER_EPOCH + 2 * 4
-    fresh = Choices(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02, steps=num_steps)
+    fresh = RunConfig(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02, steps=num_steps)
     train(job, tmp_path / "fresh", fresh, world=ONE, stop=lambda: False)
     assert outcome.num_steps == num_steps
     assert learning_rates(tmp_path / "run")[STEPS_PER_EPOCH:] == learning_rates(tmp_path / "fresh")[STEPS_PER_EPOCH:]
@@ -180,7 +180,7 @@ def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
 @pytest.mark.slow
 def test_strategy_and_average_are_settings_of_a_run(tmp_path: Path) -> None:
     """Strategy and average are in the run's header and kept on resume; an older header without them can be read."""
-    choices = Choices(average_decay=0.5, strategy="single")
+    choices = RunConfig(average_decay=0.5, strategy="single")
     run(tmp_path, choices, stop_after=2)
     run(tmp_path, resume=True, stop_after=2)
     assert [line["strategy"] for line in logged(tmp_path, "start")] == ["single", "single"]
@@ -204,7 +204,7 @@ def without_scheduler(job: ab.Job) -> ab.Job:
 def test_change_is_not_lost_with_its_checkpoints(tmp_path: Path) -> None:
     """A change whose checkpoints are all lost is made again from the checkpoint before it."""
     train(small.job(), tmp_path, world=ONE, stop=small.StopAfter(STEPS_PER_EPOCH))
-    change = Choices(learning_rate=0.5)
+    change = RunConfig(learning_rate=0.5)
     train(small.job(), tmp_path, change, resume=True, world=ONE, stop=small.StopAfter(3))
     shutil.rmtree(list_checkpoints(tmp_path / "checkpoints")[-1])
     train(small.job(), tmp_path, resume=True, world=ONE, stop=lambda: False)
@@ -218,24 +218,24 @@ def test_change_is_not_lost_with_its_checkpoints(tmp_path: Path) -> None:
 def test_longer_run(tmp_path: Path) -> None:
     """A finished run does nothing, and continues if given more epochs or steps."""
     run(tmp_path)
-    again = run(tmp_path, Choices(), resume=True)
-    longer = run(tmp_path, Choices(epochs=4), resume=True)
-    by_steps = run(tmp_path, Choices(steps=30), resume=True)
+    again = run(tmp_path, RunConfig(), resume=True)
+    longer = run(tmp_path, RunConfig(epochs=4), resume=True)
+    by_steps = run(tmp_path, RunConfig(steps=30), resume=True)
 
     assert (again.num_session_steps, longer.num_session_steps, by_steps.num_session_steps) == (0, STEPS_PER_EPOCH, 2)
     assert again.metrics
     assert not again.stopped
     with pytest.raises(UserError, match=r"steps=29 .* made 30 steps"):
-        run(tmp_path, Choices(steps=29), resume=True)
+        run(tmp_path, RunConfig(steps=29), resume=True)
     with pytest.raises(DataError, match="lies beyond the end"):
-        run(tmp_path, Choices(epochs=4), resume=True)
+        run(tmp_path, RunConfig(epochs=4), resume=True)
 
 
 def test_order_of_samples_stays(tmp_path: Path) -> None:
     """Another seed on resume is an error, as it would change the order."""
     run(tmp_path, stop_after=3)
     with pytest.raises(UserError, match=r"seed=1 differs from seed 0 of the resumed run"):
-        run(tmp_path, Choices(seed=1), resume=True)
+        run(tmp_path, RunConfig(seed=1), resume=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -250,8 +250,8 @@ def test_signals_stop_a_run(straight: Path, tmp_path: Path, number: signal.Signa
         if calls.number == 2 * BATCH_SIZE + 3:
             os.kill(os.getpid(), number)
 
-    outcome = train(small.job(strike), tmp_path / "run", Choices(micro_batch_size=1), world=ONE)
-    run(tmp_path / "run", Choices(), resume=True)
+    outcome = train(small.job(strike), tmp_path / "run", RunConfig(micro_batch_size=1), world=ONE)
+    run(tmp_path / "run", RunConfig(), resume=True)
 
     assert (outcome.stopped, outcome.num_steps) == (True, 3)
     assert signal.getsignal(number) is former
@@ -273,7 +273,7 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         train(small.job(strike), tmp_path, world=ONE)
 
     assert logged(tmp_path, "step")[-1]["step"] == STEPS_PER_EPOCH
-    assert run(tmp_path, Choices(), resume=True).num_session_steps == NUM_STEPS - STEPS_PER_EPOCH
+    assert run(tmp_path, RunConfig(), resume=True).num_session_steps == NUM_STEPS - STEPS_PER_EPOCH
 
 
 def test_used_folder_is_refused(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_session_holds_the_lock(tmp_path: Path, one_rank: Ranks) -> None:
         if not seen:
             seen.extend(one_rank.run(lock_elsewhere, tmp_path / "run"))
 
-    train(small.job(strike), tmp_path / "run", Choices(steps=1, epochs=None), world=ONE)
+    train(small.job(strike), tmp_path / "run", RunConfig(steps=1, epochs=None), world=ONE)
     assert f"process {os.getpid()} " in seen[0]
     assert one_rank.run(lock_elsewhere, tmp_path / "run") == [""]
 
@@ -332,7 +332,7 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path: Path) -> None:
     with pytest.raises(small.FaultError):
         run(tmp_path / "run", failing_call=1)
     with pytest.raises(UserError, match="accumulation_steps=9 is more than the 8 samples"):
-        run(tmp_path / "run", Choices(accumulation_steps=9))
+        run(tmp_path / "run", RunConfig(accumulation_steps=9))
     assert not (tmp_path / "run").exists()
 
 
@@ -344,7 +344,7 @@ def test_other_model_is_refused(tmp_path: Path) -> None:
     other = ab.Job(model=lambda: torch.nn.Linear(3, 1).double(), **fields)
     with pytest.raises(CheckpointError, match="another model"):
         train(other, tmp_path, resume=True, world=ONE)
-    assert run(tmp_path, Choices(), resume=True).num_steps == NUM_STEPS
+    assert run(tmp_path, RunConfig(), resume=True).num_steps == NUM_STEPS
 
 
 def test_header_that_is_none(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
     train(
         small.job(),
         tmp_path,
-        Choices(epochs=1),
+        RunConfig(epochs=1),
         world=ONE,
         stop=lambda: False,
         checkpoint_seconds=3.5,
@@ -375,8 +375,8 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
 
 def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
     """A run shorter than an epoch is evaluated at its quarters, a longer one at the ends of epochs."""
-    run(tmp_path / "short", Choices(steps=6))
-    run(tmp_path / "long", Choices(steps=9))
+    run(tmp_path / "short", RunConfig(steps=6))
+    run(tmp_path / "long", RunConfig(steps=9))
 
     assert [line["step"] for line in logged(tmp_path / "short", "evaluate")] == [2, 4, 6]
     assert [line["step"] for line in logged(tmp_path / "long", "evaluate")] == [STEPS_PER_EPOCH, 9]
@@ -428,12 +428,12 @@ def test_records_are_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "size", "geometry"),
     [
-        (Choices(micro_batch_size=3), 8, "8 samples = 1 rank x 3 micro-batches x 3, ragged"),
-        (Choices(micro_batch_size=4, accumulation_steps=3), 12, "12 samples = 1 rank x 3 micro-batches x 4"),
-        (Choices(effective_batch_size=10, accumulation_steps=5), 10, "10 samples = 1 rank x 5 micro-batches x 2"),
+        (RunConfig(micro_batch_size=3), 8, "8 samples = 1 rank x 3 micro-batches x 3, ragged"),
+        (RunConfig(micro_batch_size=4, accumulation_steps=3), 12, "12 samples = 1 rank x 3 micro-batches x 4"),
+        (RunConfig(effective_batch_size=10, accumulation_steps=5), 10, "10 samples = 1 rank x 5 micro-batches x 2"),
     ],
 )
-def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str) -> None:
+def test_sizes_follow(tmp_path: Path, choices: RunConfig, size: int, geometry: str) -> None:
     """Any two of effective batch, micro-batch and accumulation steps determine the third; one keeps the job's batch."""
     run(tmp_path, choices, stop_after=1)
 
@@ -446,16 +446,16 @@ def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str
 @pytest.mark.parametrize(
     ("begun", "again", "size"),
     [
-        (Choices(), Choices(), 2),
-        (Choices(micro_batch_size=4), Choices(), 2),
-        (Choices(micro_batch_size=1), Choices(), 1),
-        (Choices(accumulation_steps=2), Choices(accumulation_steps=2), 2),
-        (Choices(micro_batch_size=4), Choices(micro_batch_size=4), 2),
-        (Choices(micro_batch_size=4), Choices(micro_batch_size=3), 3),
+        (RunConfig(), RunConfig(), 2),
+        (RunConfig(micro_batch_size=4), RunConfig(), 2),
+        (RunConfig(micro_batch_size=1), RunConfig(), 1),
+        (RunConfig(accumulation_steps=2), RunConfig(accumulation_steps=2), 2),
+        (RunConfig(micro_batch_size=4), RunConfig(micro_batch_size=4), 2),
+        (RunConfig(micro_batch_size=4), RunConfig(micro_batch_size=3), 3),
     ],
 )
 @pytest.mark.slow
-def test_smaller_micro_batches_stay(tmp_path: Path, begun: Choices, again: Choices, size: int) -> None:
+def test_smaller_micro_batches_stay(tmp_path: Path, begun: RunConfig, again: RunConfig, size: int) -> None:
     """A run that had to reduce its micro-batches keeps the smaller size until it is given another."""
     run(tmp_path, begun, stop_after=1)
     place = RunFolder(tmp_path)
@@ -463,12 +463,12 @@ def test_smaller_micro_batches_stay(tmp_path: Path, begun: Choices, again: Choic
 
     run(tmp_path, again, resume=True, stop_after=1)
     assert logged(tmp_path, "start")[-1]["micro_batch_size"] == size
-    assert place.read().largest_micro_batch_size == (2 if again == begun or again == Choices() else None)
+    assert place.read().largest_micro_batch_size == (2 if again == begun or again == RunConfig() else None)
 
 
 def test_contradicting_sizes_are_refused(tmp_path: Path) -> None:
     """Three sizes that do not multiply are an error with both products."""
     with pytest.raises(UserError, match=r"effective_batch_size=100 contradicts .* = 6"):
-        run(tmp_path / "run", Choices(effective_batch_size=100, micro_batch_size=2, accumulation_steps=3))
+        run(tmp_path / "run", RunConfig(effective_batch_size=100, micro_batch_size=2, accumulation_steps=3))
     with pytest.raises(UserError, match=r"epochs=1 and steps=2 contradict"):
-        run(tmp_path / "run", Choices(epochs=1, steps=2))
+        run(tmp_path / "run", RunConfig(epochs=1, steps=2))

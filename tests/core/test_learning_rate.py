@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from anybatch.core.learning_rate import (
     AdaScale,
-    ScalingRule,
     default_rule,
     noise_gain,
     scale_optimizer,
     scale_rate,
 )
+from anybatch.core.run_config import ScalingRule
 from anybatch.core.schedules import Constant, attach_schedule
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 

@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 
 import anybatch as ab
 from anybatch.core.batch import Placement
+from anybatch.core.run_config import RunConfig
 from anybatch.core.splitting import Cut
 from anybatch.errors import LossError
 from anybatch.recipes.contrastive import Encoders, contrastive, encode, loss, retrieval
@@ -59,7 +60,7 @@ def test_loss_and_retrieval_by_hand() -> None:
 def test_any_cut_is_exact() -> None:
     """In float64 the gradient matches the plain loop at any micro-batch size."""
     job = dataclasses.replace(contrastive(), model=lambda: Encoders().double(), collate=doubled)
-    whole, cut = (start(job, effective_batch_size=50, steps=1, micro_batch_size=size) for size in (50, 7))
+    whole, cut = (start(job, RunConfig(effective_batch_size=50, steps=1, micro_batch_size=size)) for size in (50, 7))
     (batch,) = whole.batches
     (samples,) = Placement(Cut(), 1, 0).micro_batches(batch)
     model = whole.engine.model
@@ -72,7 +73,7 @@ def test_any_cut_is_exact() -> None:
 
 def accuracy(declared: ab.Job) -> float:
     """Return the held-out retrieval accuracy after eight epochs in micro-batches of 4."""
-    run = start(declared, epochs=8, micro_batch_size=4, check_loss=False)
+    run = start(declared, RunConfig(epochs=8, micro_batch_size=4), check_loss=False)
     for batch in run.batches:
         run.engine.step(batch)
     model = run.engine.model
@@ -94,7 +95,7 @@ def start_again(model: nn.Module) -> dict[str, float]:
 def test_naive_declaration_is_refused() -> None:
     """The first step rejects a mean over samples for this loss and recommends the right declaration."""
     naive = dataclasses.replace(contrastive(), loss=ab.mean_over_samples(naive_loss))
-    run = start(naive, epochs=1, micro_batch_size=4)
+    run = start(naive, RunConfig(epochs=1, micro_batch_size=4))
     with pytest.raises(LossError, match=r"declare ab\.joint\(encode, loss\)"):
         run.engine.step(next(iter(run.batches)))
 

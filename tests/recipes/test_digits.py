@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 import anybatch as ab
 from anybatch.core.batch import Placement
+from anybatch.core.run_config import RunConfig
 from anybatch.core.splitting import Cut
 from anybatch.recipes.digits import Digits, Network, accuracy, digits, loss
 from anybatch.recipes.run.start import start
@@ -133,7 +134,7 @@ def test_loss_and_accuracy() -> None:
 def test_any_cut_is_exact() -> None:
     """In float64 the gradient matches the plain loop at any micro-batch size."""
     job = dataclasses.replace(digits(), model=lambda: Network().double(), collate=doubled)
-    whole, cut = (start(job, effective_batch_size=50, steps=1, micro_batch_size=size) for size in (50, 7))
+    whole, cut = (start(job, RunConfig(effective_batch_size=50, steps=1, micro_batch_size=size)) for size in (50, 7))
     (batch,) = whole.batches
     (samples,) = Placement(Cut(), 1, 0).micro_batches(batch)
     model = whole.engine.model
@@ -147,7 +148,7 @@ def test_any_cut_is_exact() -> None:
 @pytest.mark.slow
 def test_it_learns() -> None:
     """Five epochs reach over 85% held-out accuracy (chance is 10%)."""
-    run = start(digits(), epochs=5)
+    run = start(digits(), RunConfig(epochs=5))
     losses = [run.engine.step(batch).loss for batch in run.batches]
     assert losses[0] > 2.0
     assert losses[-1] < 0.8

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import anybatch as ab
+from anybatch.core.run_config import RunConfig
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.finetune import finetune
 from anybatch.recipes.passages import Layout
@@ -60,7 +61,8 @@ def test_held_out_batches_are_within_the_budget(texts: Path, layout: Layout) -> 
     budget = 30
     job = finetune(folder=texts, layout=layout, longest=40)
     job = dataclasses.replace(job, evaluate=ab.Evaluation(dataset=job.dataset))  # the job's own have one length
-    run = start(job, effective_batch_size=16, steps=1, check_loss=False, micro_batch_size=ab.token_budget(budget))
+    config = RunConfig(effective_batch_size=16, steps=1, micro_batch_tokens=budget)
+    run = start(job, config, check_loss=False)
     model = run.engine.model
     assert isinstance(model, torch.nn.Module)
     data = job.dataset()

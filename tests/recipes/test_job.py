@@ -26,7 +26,7 @@ def job(**changes: Any) -> ab.Job:
         "optimizer": torch.optim.AdamW,
         "loss": ab.mean_over_samples(mean_square),
         "dataset": lambda: torch.zeros(4, 2),
-        "defaults": ab.Defaults(effective_batch_size=2, learning_rate=0.1),
+        "defaults": ab.RunConfig(effective_batch_size=2, learning_rate=0.1),
     }
     return ab.Job(**(arguments | changes))
 
@@ -110,9 +110,9 @@ def test_valid(changes: dict[str, Any]) -> None:
         (
             {"defaults": {"epochs": 1}},
             UserError,
-            r"must be defaults=ab\.Defaults\(\.\.\.\), not an object of type dict",
+            r"must be defaults=ab\.RunConfig\(\.\.\.\), not an object of type dict",
         ),
-        ({"defaults": None}, UserError, r"must be defaults=ab\.Defaults"),
+        ({"defaults": None}, UserError, r"must be defaults=ab\.RunConfig"),
     ],
 )
 def test_refused(changes: dict[str, Any], error: type[UserError], message: str) -> None:
@@ -157,4 +157,4 @@ def test_evaluation(make: Callable[[], ab.Evaluation], error: type[UserError], m
 def test_defaults(changes: dict[str, Any], error: type[UserError], message: str) -> None:
     """Every number is validated, and epochs against steps."""
     with pytest.raises(error, match=message):
-        ab.Defaults(**({"effective_batch_size": 8, "learning_rate": 0.1} | changes))
+        ab.RunConfig(**({"effective_batch_size": 8, "learning_rate": 0.1} | changes))

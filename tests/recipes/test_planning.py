@@ -69,7 +69,7 @@ def test_a_job_brings_what_is_needed() -> None:
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(loss),
         dataset=lambda: torch.ones(64, 8),
-        defaults=ab.Defaults(effective_batch_size=32, learning_rate=0.1),
+        defaults=ab.RunConfig(effective_batch_size=32, learning_rate=0.1),
     )
 
     plan = ab.plan(job, device="24GiB", proposals=False)
@@ -226,9 +226,9 @@ def test_an_average_of_the_weights_is_planned() -> None:
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(lambda model, batch: F.mse_loss(model(batch), batch)),
         dataset=lambda: torch.zeros(4, 64),
-        defaults=ab.Defaults(effective_batch_size=4, learning_rate=0.1),
+        defaults=ab.RunConfig(effective_batch_size=4, learning_rate=0.1),
     )
-    jobs = (job, dataclasses.replace(job, average_decay=0.9))
+    jobs = (job, dataclasses.replace(job, defaults=dataclasses.replace(job.defaults, average_decay=0.9)))
     plain, averaged = (ab.plan(each, device="1GiB", proposals=False).baseline for each in jobs)
     model = job.model()
     assert isinstance(model, nn.Module)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.core.run_config import RunConfig
 from anybatch.events.jsonl import read_jsonl
 from anybatch.planner.cache.measured_sizes import KnownSizes
 from anybatch.recipes.run.session import train
-from anybatch.recipes.run.settings import Choices
 
 
 def job() -> ab.Job:
@@ -22,7 +22,7 @@ def job() -> ab.Job:
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(lambda model, batch: model(batch).square().mean()),
         dataset=lambda: torch.randn(32, 1000),
-        defaults=ab.Defaults(effective_batch_size=16, learning_rate=1e-3, epochs=1),
+        defaults=ab.RunConfig(effective_batch_size=16, learning_rate=1e-3, epochs=1),
     )
 
 
@@ -60,7 +60,7 @@ def test_the_next_run_takes_it_again(tmp_path: Path) -> None:
 def test_who_does_not_want_to_know(tmp_path: Path, size: Any) -> None:
     """If a size is given or measured again, it is neither looked up nor stored."""
     known = Asked(tmp_path / "sizes.jsonl")
-    train(job(), tmp_path / "run", Choices(micro_batch_size=size), known=known, stop=lambda: False)
+    train(job(), tmp_path / "run", RunConfig(micro_batch_size=size), known=known, stop=lambda: False)
 
     assert known.number == 0
     assert not known.path.exists()

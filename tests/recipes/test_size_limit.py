@@ -160,7 +160,7 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(loss),
         dataset=lambda: BATCH,
-        defaults=ab.Defaults(effective_batch_size=16, learning_rate=1e-3, epochs=1),
+        defaults=ab.RunConfig(effective_batch_size=16, learning_rate=1e-3, epochs=1),
     )
     for number, device in enumerate((CPU, torch.device("cuda"))):
         with pytest.raises(Stop):

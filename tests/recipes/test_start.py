@@ -10,10 +10,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anybatch as ab
 from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.run_config import RunConfig
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import AnyBatchWarning, BatchSizeError, CompositionError, DataError, UserError
 from anybatch.recipes.job import make_model
-from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings
+from anybatch.recipes.run.settings import LEARNED, resolve_settings
 from anybatch.recipes.run.start import JobRun, start
 
 
@@ -27,7 +28,7 @@ JOB = ab.Job(
     optimizer=torch.optim.SGD,
     loss=ab.mean_over_samples(loss),
     dataset=lambda: torch.arange(10.0)[:, None] / 10,
-    defaults=ab.Defaults(effective_batch_size=4, learning_rate=0.1, base_batch_size=2, epochs=2),
+    defaults=ab.RunConfig(effective_batch_size=4, learning_rate=0.1, base_batch_size=2, epochs=2),
 )
 
 
@@ -64,14 +65,14 @@ def test_a_run_is_the_plain_loop() -> None:
         optimizer.zero_grad()
         loss(plain, data[list(batch.sample_ids)]).backward()
         optimizer.step()
-    run = start(JOB, seed=3, micro_batch_size=3)
+    run = start(JOB, RunConfig(seed=3, micro_batch_size=3))
     assert len(rates_of(run)) == 6
     torch.testing.assert_close(parameters_of(run), dict(plain.named_parameters()))
 
 
 def test_what_is_given_comes_before_the_defaults() -> None:
     """Explicit batch size, learning rate and steps override the defaults; the rate is still scaled."""
-    run = start(JOB, effective_batch_size=8, learning_rate=0.01, steps=3)
+    run = start(JOB, RunConfig(effective_batch_size=8, learning_rate=0.01, steps=3))
     assert run.batches.effective_batch_size == 8
     assert rates_of(run) == pytest.approx([0.01 * 8 / 2] * 3)
     assert str(run.rates[0]) == "lr 0.04 = 0.01 x 4 (linear, 8 / 2 samples)"
@@ -79,7 +80,7 @@ def test_what_is_given_comes_before_the_defaults() -> None:
 
 def test_the_learning_rate_follows_what_a_step_sees() -> None:
     """If steps are larger than the data set, the rate is scaled to the size of the data set, with a warning."""
-    run = start(JOB, effective_batch_size=4000)
+    run = start(JOB, RunConfig(effective_batch_size=4000))
     with pytest.warns(AnyBatchWarning, match=r"effective_batch_size=4,000: each step has 10"):
         assert rates_of(run) == pytest.approx([0.1 * 10 / 2] * 2)
     assert run.engine.decisions["samples"].startswith("steps of 10 samples, the whole data set, instead of 4,000")
@@ -90,7 +91,7 @@ def test_the_learning_rate_follows_what_a_step_sees() -> None:
 
 def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:
     """Without a base batch size the learning rate is not scaled, for any optimizer."""
-    defaults = ab.Defaults(effective_batch_size=4, learning_rate=0.1)
+    defaults = ab.RunConfig(effective_batch_size=4, learning_rate=0.1)
     assert start(dataclasses.replace(JOB, defaults=defaults, optimizer=Unheard)).rates[0].factor == 1.0
     named = dataclasses.replace(JOB.defaults, learning_rate_rule="none")
     assert start(dataclasses.replace(JOB, defaults=named, optimizer=Unheard)).rates[0].factor == 1.0
@@ -100,7 +101,7 @@ def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:
 
 def test_one_epoch_unless_told() -> None:
     """The default is one epoch."""
-    defaults = ab.Defaults(effective_batch_size=4, learning_rate=0.1)
+    defaults = ab.RunConfig(effective_batch_size=4, learning_rate=0.1)
     assert len(start(dataclasses.replace(JOB, defaults=defaults)).batches) == 3
 
 
@@ -119,7 +120,7 @@ def test_the_scheduler_starts_from_the_scaled_rate_and_knows_the_length() -> Non
 
 def test_the_clip_of_the_job_is_used() -> None:
     """A job's clip limits the update to learning rate x maximum norm."""
-    run = start(dataclasses.replace(JOB, clip=1e-3), steps=1)
+    run = start(dataclasses.replace(JOB, clip=1e-3), RunConfig(steps=1))
     before = parameters_of(run)
     rates_of(run)
     moved = torch.cat([(value - before[name]).flatten() for name, value in parameters_of(run).items()])
@@ -129,7 +130,7 @@ def test_the_clip_of_the_job_is_used() -> None:
 def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
     """With an average, metrics use the averaged weights, which follow the formula at every step."""
     held_out = ab.Evaluation(dataset=lambda: torch.ones(1, 1), metric=lambda model, batch: model(batch)[:, 0])
-    run = start(dataclasses.replace(JOB, average_decay=0.5, evaluate=held_out))
+    run = start(dataclasses.replace(JOB, evaluate=held_out), RunConfig(average_decay=0.5))
     average = parameters_of(run)
     for batch in run.batches:
         run.engine.step(batch)
@@ -144,7 +145,7 @@ def test_norms_and_rng_of_the_job_are_used() -> None:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     job = dataclasses.replace(JOB, model=lambda: model, norms="freeze", rng="per_sample")
 
-    with start(job, steps=1).engine as engine:
+    with start(job, RunConfig(steps=1)).engine as engine:
         assert engine.decisions["norms"].startswith("freeze (1 BatchNorm layers, first '1')")
         assert "rng='micro_batch'" not in engine.decisions.get("equality", "")
 
@@ -156,14 +157,14 @@ def test_the_bf16_weights_of_the_job_are_used() -> None:
     for way in ways:
         job = dataclasses.replace(JOB, model=lambda: nn.Linear(1, 1).bfloat16(), bf16_weights=way)
         job = dataclasses.replace(job, loss=ab.mean_over_samples(lambda model, batch: loss(model, batch.bfloat16())))
-        run = start(job, steps=4)
+        run = start(job, RunConfig(steps=4))
         for batch in run.batches:
             run.engine.step(batch)
         ended.append(parameters_of(run))
     torch.testing.assert_close(ended[1], ended[0], rtol=0, atol=0)
 
     with pytest.raises(CompositionError, match="with bf16_weights='split': no trainable parameter is in bf16"):
-        start(dataclasses.replace(JOB, bf16_weights="split"), steps=1)
+        start(dataclasses.replace(JOB, bf16_weights="split"), RunConfig(steps=1))
 
 
 def test_the_seed_decides_the_first_parameters() -> None:
@@ -210,9 +211,9 @@ def test_streams() -> None:
     """A job on an iterable dataset needs shuffle=False, and its scheduler the number of steps."""
     defaults = dataclasses.replace(JOB.defaults, epochs=None)
     job = dataclasses.replace(JOB, dataset=Endless, shuffle=False, defaults=defaults)
-    assert len(rates_of(start(job, steps=2))) == 2
+    assert len(rates_of(start(job, RunConfig(steps=2)))) == 2
     scheduled = dataclasses.replace(job, scheduler=CosineAnnealingLR)
-    assert len(rates_of(start(scheduled, steps=2))) == 2
+    assert len(rates_of(start(scheduled, RunConfig(steps=2)))) == 2
     with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Set the number"):
         start(scheduled)
 
@@ -223,7 +224,7 @@ RAMP = BatchRamp((2, 6), (4, None))
 def test_a_job_is_ramped_as_its_batches_are() -> None:
     """A ramped job has the steps of `ab.batches`, and the first stage's learning rate throughout."""
     job = dataclasses.replace(JOB, defaults=dataclasses.replace(JOB.defaults, effective_batch_size=RAMP))
-    run = start(job, seed=3, micro_batch_size=2)
+    run = start(job, RunConfig(seed=3, micro_batch_size=2))
     reports = [run.engine.step(batch) for batch in run.batches]
     plain = ab.batches(JOB.dataset(), effective_batch_size=RAMP, epochs=2, seed=3)
     assert [report.num_samples for report in reports] == [len(batch.sample_ids) for batch in plain]
@@ -236,21 +237,21 @@ def test_a_job_is_ramped_as_its_batches_are() -> None:
 
 def test_a_stage_that_contradicts_is_refused_before_the_first_step() -> None:
     """A ramp stage that contradicts the other sizes or the data raises before the first step."""
-    choices = Choices(effective_batch_size=RAMP, micro_batch_size=2, accumulation_steps=1)
+    choices = RunConfig(effective_batch_size=RAMP, micro_batch_size=2, accumulation_steps=1)
     with pytest.raises(BatchSizeError, match="effective_batch_size=4 contradicts 1 rank x accumulation_steps=1"):
         resolve_settings(JOB, choices, None, world_size=1)
     with pytest.raises(BatchSizeError, match="stage 1 of the ramp has steps of 16 samples, and the data set has 10"):
-        start(JOB, effective_batch_size=BatchRamp((2, 6), (16, None)))
+        start(JOB, RunConfig(effective_batch_size=BatchRamp((2, 6), (16, None))))
 
 
 def test_settings_with_a_ramp() -> None:
     """A ramp comes from the job or the request, is overridden by two of the three sizes, and survives JSON."""
-    job = dataclasses.replace(JOB, defaults=ab.Defaults(effective_batch_size=RAMP, learning_rate=0.1))
-    settings = resolve_settings(job, Choices(micro_batch_size=2), None, world_size=1)
+    job = dataclasses.replace(JOB, defaults=ab.RunConfig(effective_batch_size=RAMP, learning_rate=0.1))
+    settings = resolve_settings(job, RunConfig(micro_batch_size=2), None, world_size=1)
     assert (settings.effective_batch_size, settings.base_batch_size) == (RAMP, 2)
     assert settings.as_json()["effective_batch_size"] == "2,4@6"
-    assert Settings.from_json(settings.as_json()) == settings
-    product = resolve_settings(job, Choices(micro_batch_size=2, accumulation_steps=3), None, world_size=1)
+    assert RunConfig.from_json(settings.as_json()) == settings
+    product = resolve_settings(job, RunConfig(micro_batch_size=2, accumulation_steps=3), None, world_size=1)
     assert product.effective_batch_size == 6
-    resumed = resolve_settings(JOB, Choices(effective_batch_size=8), settings, world_size=1)
-    assert differences(settings, resumed, LEARNED) == ("effective_batch_size 2 for 6 samples, then 4 -> 8",)
+    resumed = resolve_settings(JOB, RunConfig(effective_batch_size=8), settings, world_size=1)
+    assert settings.differences(resumed, LEARNED) == ("effective_batch_size 2 for 6 samples, then 4 -> 8",)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import anybatch as ab
+from anybatch.core.run_config import RunConfig
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import DataError, UserError
 from anybatch.recipes.passages import Layout
@@ -289,7 +290,7 @@ def test_it_learns(tmp_path: Path) -> None:
     Its loss is a mean over bytes: all positions of a batch count, without a shift.
     """
     job = text(filled(tmp_path), context=32, width=32, num_layers=1, num_heads=2)
-    run = start(job, effective_batch_size=16, learning_rate=0.02, steps=60, micro_batch_size=8)
+    run = start(job, RunConfig(effective_batch_size=16, learning_rate=0.02, steps=60, micro_batch_size=8))
     before = run.evaluate()["bits_per_byte"]
     reports = [run.engine.step(batch) for batch in run.batches]
     assert float(reports[0].counts[0]) == 16 * 32

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
-from anybatch.cli.parser import Parser, add_recipe, count, integer, output_file, picture_file
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, output_file, picture_file
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
+from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
     from anybatch.diagnostics.advising.advice import Advice
@@ -50,7 +51,7 @@ def make_parser() -> Parser:
     parser = Parser("advise", _DESCRIPTION)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
+    add_settings(add, "effective_batch_size", "seed", effective_batch_size="the recipe's")
     add(
         "--micro-batch-size",
         type=count,
@@ -61,9 +62,6 @@ def make_parser() -> Parser:
     add("--every", type=count, default=2, metavar="N", help="measure the noise every N steps (default: 2)")
     add("--ranks", type=count, action="append", metavar="N", help="predict for this number of ranks; repeatable")
     add("--link", type=link, metavar="RATE,LATENCY", help="network between ranks, such as 25Gbit,20us")
-    add(
-        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
-    )
     add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise instead")
     add("--figure", type=picture_file, metavar="FILE", help="draw time and samples by batch size: .png, .svg or .pdf")
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
@@ -77,15 +75,18 @@ def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Adv
     from anybatch.recipes.run.start import start  # noqa: PLC0415 (imports torch)
 
     job = load_recipe(given.recipe)
-    size = given.effective_batch_size or job.defaults.largest_batch_size
+    asked = RunConfig(effective_batch_size=given.effective_batch_size)
+    size = asked.over(job.defaults).largest_batch_size
     # A scheduler would decay the rate to its end within these few steps.
     job = replace(job, noise=GradientNoise(every=given.every), scheduler=None)
     trained = start(
         job,
-        effective_batch_size=size,
-        steps=given.steps,
-        seed=given.seed,
-        micro_batch_size=given.micro_batch_size or max(1, -(-size // 4)),
+        RunConfig(
+            effective_batch_size=size,
+            steps=given.steps,
+            seed=given.seed,
+            micro_batch_size=given.micro_batch_size or max(1, -(-size // 4)),
+        ),
     )
     with trained.engine as engine:
         return advise(engine, trained.batches, steps=given.steps, ranks=ranks, link=given.link)

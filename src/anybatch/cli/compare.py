@@ -1,13 +1,13 @@
 """`anybatch compare RECIPE`: run a job with every way of using devices, interleaved, and compare them."""
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
-from anybatch.cli.parser import Parser, add_recipe, count, integer, number, output_file, picture_file
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, number, output_file, picture_file, settings_of
 from anybatch.cli.progress_line import progress_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
@@ -37,13 +37,13 @@ def run(words: Sequence[str]) -> int:
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
-    size = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
-    job = MeasuredJob(recipe=given.recipe, effective_batch_size=size, precision=given.precision, seed=given.seed)
+    config = dataclasses.replace(settings_of(given), micro_batch_size=None)
+    job = MeasuredJob(recipe=given.recipe, config=config)
     with progress_line() as tell:
         report = compare(
             job.train_spec,
             partial(first_batches, job),
-            effective_batch_size=size,
+            effective_batch_size=config.over(load_recipe(given.recipe).defaults).largest_batch_size,
             micro_batch_size=given.micro_batch_size,
             num_devices=given.devices,
             device_type=given.device,
@@ -57,7 +57,7 @@ def run(words: Sequence[str]) -> int:
         from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (imports torch)
         from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
 
-        report = replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
+        report = dataclasses.replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
     sys.stdout.write(f"{report}\n")
     write_report_files(report, draw_comparison, json_file=given.json, figure=given.figure)
     return Status.DONE
@@ -68,7 +68,7 @@ def make_parser() -> Parser:
     parser = Parser("compare", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
+    add_settings(add, "effective_batch_size", "seed", effective_batch_size="the recipe's")
     add(
         "--micro-batch-size",
         type=count,
@@ -88,9 +88,6 @@ def make_parser() -> Parser:
     )
     add(
         "--seconds", type=number, default=60.0, metavar="X", help="start no round after this many seconds (default: 60)"
-    )
-    add(
-        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
     )
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     add("--figure", type=picture_file, metavar="FILE", help="draw time, memory and traffic: .png, .svg or .pdf")

@@ -9,6 +9,7 @@ from anybatch.cli.parser import count, memory_size, number, output_file, picture
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.core.collective_times import Link, parse_link
+from anybatch.core.run_config import RunConfig
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 
@@ -161,11 +162,12 @@ def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
     if given.recipe is None:
         message = "a forecast needs times of one rank: pass a recipe, or --micro-batch-seconds and --gradient-bytes."
         raise UserError(message)
-    effective = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
+    asked = RunConfig(effective_batch_size=given.effective_batch_size)
+    effective = asked.over(load_recipe(given.recipe).defaults).largest_batch_size
     size = min(given.micro_batch_size or _SIZE, effective)
 
     def job(num_samples: int) -> Any:  # noqa: ANN401 (as `SizedJob` says)
-        made = MeasuredJob(recipe=given.recipe, effective_batch_size=num_samples)
+        made = MeasuredJob(recipe=given.recipe, config=RunConfig(effective_batch_size=num_samples))
         return made.train_spec(), made.data(steps=1)
 
     found = time_one_rank(job, size)

@@ -34,7 +34,7 @@ def job():
         loss=ab.mean_over_samples(loss),  # declares what the loss is a mean over, so that every split is exact
         dataset=dataset,
         evaluate=ab.Evaluation(dataset=dataset),  # better: data that is not in the training set
-        defaults=ab.Defaults(effective_batch_size=100, learning_rate=3e-3, epochs=20),
+        defaults=ab.RunConfig(effective_batch_size=100, learning_rate=3e-3, epochs=20),
     )
 '''
 

@@ -1,13 +1,15 @@
 """`anybatch memory`: run a step of a recipe and report its memory."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, memory_size, picture_file
+from anybatch.cli.parser import Parser, add_recipe, add_settings, memory_size, picture_file, settings_of
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
+from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
     from anybatch.diagnostics.memory.memory_report import MemoryReport
@@ -23,8 +25,8 @@ _MOST_STEPS: Final = 3
 
 def run(words: Sequence[str]) -> int:
     """Run `anybatch memory` and return the exit status."""
-    given = vars(make_parser().parse(words))
-    return measure(given.pop("recipe"), **given)
+    given = make_parser().parse(words)
+    return measure(given.recipe, settings_of(given), limit=given.limit, figure=given.figure, allocator=given.allocator)
 
 
 def make_parser() -> Parser:
@@ -32,22 +34,8 @@ def make_parser() -> Parser:
     parser = Parser("memory", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--micro-batch-size",
-        type=count_or_auto,
-        default="auto",
-        metavar="N",
-        help="maximum samples per forward and backward, or auto: the fastest of a few that fit (default: auto)",
-    )
-    sizes.add_argument(
-        "--accumulation-steps", type=count, metavar="N", help="micro-batches, instead of --micro-batch-size"
-    )
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
-    add(
-        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
-    )
+    add_settings(add, "effective_batch_size", "precision", "seed", effective_batch_size="the recipe's")
+    add_settings(parser.add_mutually_exclusive_group().add_argument, "micro_batch_size", "accumulation_steps")
     add(
         "--limit",
         type=memory_size,
@@ -59,9 +47,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def measure(recipe: str, *, limit: int | None, figure: Path | None, allocator: bool, **choices: Any) -> int:  # noqa: ANN401
+def measure(recipe: str, config: RunConfig, *, limit: int | None, figure: Path | None, allocator: bool) -> int:
     """Run a step, print its report, and return the exit status."""
-    report = record(recipe, limit=limit, allocator=allocator, **choices)
+    report = record(recipe, config, limit=limit, allocator=allocator)
     from rich.console import Console  # noqa: PLC0415 (slow to import, and not needed to report a wrong option)
 
     if sys.stdout.isatty():
@@ -74,18 +62,15 @@ def measure(recipe: str, *, limit: int | None, figure: Path | None, allocator: b
     return Status.DONE
 
 
-def record(recipe: str, *, limit: int | None, allocator: bool, **choices: Any) -> "MemoryReport":  # noqa: ANN401
+def record(recipe: str, config: RunConfig, *, limit: int | None, allocator: bool) -> "MemoryReport":
     """Return the report of a recipe's second step, or of its third if the second is smaller (end of an epoch)."""
     # Imported late: importing torch takes seconds, and a wrong option is reported without it.
     from anybatch.diagnostics.memory.memory_report import record_memory  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.run.start import start  # noqa: PLC0415 (imports torch)
 
-    # The engine accepts one of the two, and the size always has a default.
-    if choices["accumulation_steps"] is not None:
-        del choices["micro_batch_size"]
     # The loss check may run again in the second step, and needs more memory than a step.
-    run = start(load_recipe(recipe), steps=_MOST_STEPS, check_loss=False, **choices)
+    run = start(load_recipe(recipe), dataclasses.replace(config, steps=_MOST_STEPS), check_loss=False)
     data = iter(run.batches)
     with run.engine as engine:
         first = next(data)

@@ -4,14 +4,16 @@ The names come from DeepSpeed (configuration JSON), Accelerate (`accelerate laun
 (`TrainingArguments`), Lightning (`Trainer`), Megatron-LM, torchtitan, torchrun and nanoGPT.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Sequence
 from typing import Final
 
+from anybatch.core.run_config import RunConfig
+
 OWN_OPTIONS: Final = (
-    *("effective-batch-size", "micro-batch-size", "accumulation-steps", "micro-batch-tokens", "ranks", "epochs"),
-    *("steps", "learning-rate", "base-batch-size", "learning-rate-rule", "precision", "strategy", "average-decay"),
-    *("seed", "out", "resume", "checkpoint-seconds"),
+    *(field.name.replace("_", "-") for field in dataclasses.fields(RunConfig)),
+    *("ranks", "out", "resume", "checkpoint-seconds"),
 )
 
 # The hint explains the difference if the same number gives a different batch here.

@@ -1,13 +1,17 @@
 """argparse as every command uses it: no abbreviations, one-line errors, typed values."""
 
 import argparse
+import dataclasses
+import inspect
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from anybatch.cli.status import Status
 from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.run_config import STANDARD, PrecisionName, RunConfig, ScalingRule
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import FORMATS
@@ -129,3 +133,43 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str)
         metavar="RECIPE",
         help=f"digits, text, contrastive, finetune, file.py:function or package.module:function (default: {shown})",
     )
+
+
+_TYPES: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "effective_batch_size": (effective_batch_size, "N"),
+    "micro_batch_size": (micro_batch_size, "N"),
+    "learning_rate": (number, "X"),
+    "average_decay": (number, "X"),
+    "strategy": (str, "NAME"),
+    "seed": (integer, "N"),
+}
+"""How the settings are read, and their placeholder in the help; the others are whole numbers of at least 1."""
+_NAMES = {"learning_rate_rule": get_args(ScalingRule), "precision": get_args(PrecisionName)}
+
+
+def add_settings(add: Callable[..., object], *names: str, **defaults: object) -> None:
+    """Add an option for each of these fields of `RunConfig` by `add_argument`; without a value it is None.
+
+    The help is the text of the field. `defaults` are shown instead of the field's standard value, for the fields whose
+    default is a different one in this command.
+    """
+    texts = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.cleandoc(RunConfig.__doc__ or ""), re.MULTILINE)
+    for name, text in texts:
+        if name not in names:
+            continue
+        default = defaults.get(name, getattr(STANDARD, name))
+        words = " ".join(text.split()).partition(" (in Python")[0]
+        read, placeholder = _TYPES.get(name, (count, "N"))
+        kind: dict[str, Any] = {"choices": _NAMES[name]} if name in _NAMES else {"type": read, "metavar": placeholder}
+        shown = words if default is None else f"{words.partition(' (default')[0]} (default: {default})"
+        add(f"--{name.replace('_', '-')}", help=shown, **kind)
+
+
+def settings_of(given: argparse.Namespace) -> RunConfig:
+    """Return the settings among the values of a command line.
+
+    Raises:
+        UserError: a value is invalid, or two contradict each other.
+    """
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    return RunConfig(**{name: value for name, value in vars(given).items() if name in names})

@@ -23,7 +23,6 @@ from anybatch.recipes.load import load_recipe
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.prepare import on_first_rank
 from anybatch.recipes.run.session import CHECKPOINT_SECONDS, train
-from anybatch.recipes.run.settings import Choices
 
 
 def join() -> World:
@@ -92,7 +91,7 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
         result = train(
             load_recipe(recipe),
             folder,
-            Choices(**request.choices),
+            request.config,
             resume=resume,
             origin=origin,
             world=world,

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.forecast_options import add_forecast_options, run_forecast
-from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size, output_file, picture_file
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, integer, memory_size, output_file, picture_file
 from anybatch.cli.progress_line import progress_line
 from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
+from anybatch.core.run_config import RunConfig
 from anybatch.errors import UserError
 
 _DESCRIPTION = (
@@ -45,7 +46,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="number of ranks; repeatable (default: 2); one rank is always measured too",
     )
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
+    add_settings(add, "effective_batch_size", "seed", effective_batch_size="the recipe's")
     add(
         "--micro-batch-size",
         type=count,
@@ -70,9 +71,6 @@ def make_parser() -> Parser:
     )
     add("--apply", action="store_true", help="try the first suggested change, and report the measured gain")
     add("--seconds", type=count, default=20, metavar="N", help="seconds of measuring, approximately (default: 20)")
-    add(
-        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
-    )
     add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")
     add(
         "--figure",
@@ -98,7 +96,8 @@ def scale_recipe(given: argparse.Namespace) -> int:
     from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
     load_recipe(given.recipe)  # a mistake is reported here, not by a rank
-    job = MeasuredJob(recipe=given.recipe, effective_batch_size=given.effective_batch_size, seed=given.seed)
+    config = RunConfig(effective_batch_size=given.effective_batch_size, seed=given.seed)
+    job = MeasuredJob(recipe=given.recipe, config=config)
     settings = RunSettings(
         strategy=given.strategy,
         micro_batch_size=given.micro_batch_size,

@@ -1,9 +1,10 @@
 """The request of an `anybatch train` command line; can be pickled."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from anybatch.core.run_config import RunConfig
 
 DEFAULT_RECIPE = "digits"
 RUNS = Path("runs")
@@ -23,7 +24,7 @@ class TrainRequest:
             but only if it is certainly this run: after out of memory, or when the launcher restarts these ranks.
         ranks: number of ranks; None: from the resumed run, else "auto".
         checkpoint_seconds: maximum seconds between checkpoints; None: the session's default.
-        choices: the given arguments of `Choices`.
+        config: the settings that are given.
     """
 
     recipe: str | None
@@ -31,7 +32,7 @@ class TrainRequest:
     resume: Resume | None
     ranks: int | Literal["auto"] | None
     checkpoint_seconds: float | None = None
-    choices: Mapping[str, Any]
+    config: RunConfig
 
 
 def short_name(recipe: str) -> str:

@@ -3,15 +3,12 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from anybatch.cli.parser import Parser, add_recipe, count, integer, picture_file
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, integer, picture_file, settings_of
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
-
-if TYPE_CHECKING:
-    from anybatch.engine.update.precision import PrecisionName
+from anybatch.core.run_config import RunConfig
 
 _DESCRIPTION = (
     "Run steps of a recipe with many micro-batch sizes, interleaved, and print the speed and memory of each. Load its "
@@ -27,11 +24,9 @@ def run(words: Sequence[str]) -> int:
     let_threads_sleep()
     return tune_recipe(
         given.recipe,
-        effective_batch_size=given.effective_batch_size,
-        micro_batch_sizes=given.micro_batch_size,
+        settings_of(given),
+        micro_batch_sizes=given.micro_batch_sizes,
         workers=given.workers,
-        precision=given.precision,
-        seed=given.seed,
         figure=given.figure,
     )
 
@@ -41,11 +36,12 @@ def make_parser() -> Parser:
     parser = Parser("tune", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
+    add_settings(add, "effective_batch_size", "precision", "seed", effective_batch_size="the recipe's")
     add(
         "--micro-batch-size",
         type=count,
         action="append",
+        dest="micro_batch_sizes",
         metavar="N",
         help="a size to try; repeatable (default: the batch in 1, 2, 4, ... parts)",
     )
@@ -56,22 +52,16 @@ def make_parser() -> Parser:
         metavar="N",
         help="a number of loading processes to try; repeatable (default: 0, 1 and 2)",
     )
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
-    add(
-        "--seed", type=integer, default=0, metavar="N", help="random seed for initialisation and shuffling (default: 0)"
-    )
     add("--figure", type=picture_file, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
     return parser
 
 
 def tune_recipe(
     recipe: str,
+    config: RunConfig,
     *,
-    effective_batch_size: int | None,
     micro_batch_sizes: Sequence[int] | None,
     workers: Sequence[int] | None,
-    precision: "PrecisionName",
-    seed: int,
     figure: Path | None,
 ) -> int:
     """Tune a recipe, print the report, and return the exit status."""
@@ -80,7 +70,7 @@ def tune_recipe(
     from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
 
-    job = MeasuredJob(recipe=recipe, effective_batch_size=effective_batch_size, precision=precision, seed=seed)
+    job = MeasuredJob(recipe=recipe, config=config)
     report = tune(
         job.train_spec(),
         job.data(steps=LOADED_STEPS + 1),  # one more than is timed: the first batch also starts the workers

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from anybatch.core.run_config import ScalingRule
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
-ScalingRule = Literal["linear", "sqrt", "none"]
 Memory = Literal["samples", "steps"]
 """The unit in which running averages of gradients keep their length when the batch grows."""
 

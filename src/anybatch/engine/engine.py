@@ -15,6 +15,7 @@ from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
+from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Deal
 from anybatch.engine.build import build
 from anybatch.engine.data_progress import RunProgress
@@ -33,7 +34,7 @@ from anybatch.engine.telemetry.step_memory import ResidentTensors
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.optimizer_state import evaluation_weights
-from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.engine.update.schedule import Scheduler, SchedulerFunction, Stateful
 from anybatch.engine.update.updater import Updated
 from anybatch.engine.update.weight_average import WeightAverage

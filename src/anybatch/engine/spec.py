@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Deal
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
@@ -16,7 +17,7 @@ from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
-from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.engine.update.schedule import Scheduler, SchedulerFunction
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy

@@ -1,6 +1,7 @@
 """Complete runnable jobs. A recipe returns a `Job`, which every command accepts."""
 
-from anybatch.recipes.job import Defaults, Evaluation, Job
+from anybatch.core.run_config import RunConfig
+from anybatch.recipes.job import Evaluation, Job
 from anybatch.recipes.load import load_function, load_recipe
 
-__all__ = ["Defaults", "Evaluation", "Job", "load_function", "load_recipe"]
+__all__ = ["Evaluation", "Job", "RunConfig", "load_function", "load_recipe"]

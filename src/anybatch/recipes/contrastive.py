@@ -27,7 +27,7 @@ def contrastive() -> ab.Job:
             dataset=lambda: Digits("held_out"), metric=ab.joint(encode, retrieval), effective_batch_size=360
         ),
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
-        defaults=ab.Defaults(effective_batch_size=256, epochs=30, learning_rate=3e-3),
+        defaults=ab.RunConfig(effective_batch_size=256, epochs=30, learning_rate=3e-3),
     )
 
 

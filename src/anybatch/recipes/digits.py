@@ -30,7 +30,7 @@ def digits() -> ab.Job:
         dataset=lambda: Digits("train", shifted=True),
         evaluate=ab.Evaluation(dataset=lambda: Digits("held_out"), metric=accuracy),
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
-        defaults=ab.Defaults(effective_batch_size=256, epochs=30, learning_rate=3e-3),
+        defaults=ab.RunConfig(effective_batch_size=256, epochs=30, learning_rate=3e-3),
     )
 
 

@@ -67,7 +67,7 @@ def finetune(
         evaluate=ab.Evaluation(dataset=lambda: Passages(files[:num_held_out], encode, longest)),
         scheduler=warm_up_and_cosine,
         clip=1.0,
-        defaults=ab.Defaults(effective_batch_size=64, steps=100, learning_rate=2e-3 if model is None else 2e-5),
+        defaults=ab.RunConfig(effective_batch_size=64, steps=100, learning_rate=2e-3 if model is None else 2e-5),
     )
 
 

@@ -1,19 +1,17 @@
 """`Job`: a training task, without anything about hardware."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.batch_ramp import BatchRamp, sizes_of
-from anybatch.core.learning_rate import ScalingRule
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.run_config import PrecisionName, RunConfig
 from anybatch.core.whole_numbers import checked_int
 from anybatch.data.batches import Batches, batches
 from anybatch.data.fetch import Collate
@@ -25,7 +23,6 @@ from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument, clip_policy
-from anybatch.engine.update.precision import PrecisionName
 from anybatch.engine.update.schedule import Scheduler
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
@@ -34,61 +31,6 @@ ModelFactory = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]], float], Optimizer]
 DatasetFactory = Callable[[], Any]
 SchedulerFactory = Callable[[Optimizer, int], Scheduler]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """The default numbers of a job; options override them.
-
-    Args:
-        effective_batch_size: samples of one optimizer step, over all ranks; or a `BatchRamp`, whose first stage the
-            learning rate is scaled to. Commands other than train use its largest stage.
-        learning_rate: learning rate at `base_batch_size`, passed to the optimizer function.
-        base_batch_size: samples per step that `learning_rate` was tuned with; None: `effective_batch_size`, or the
-            first stage of a ramp.
-        learning_rate_rule: how the learning rate follows the effective batch size: "linear", "sqrt" or "none"; None:
-            the published rule for the optimizer (`default_rule`).
-        epochs: passes over the data set.
-        steps: optimizer steps, instead of epochs. Neither: one epoch.
-
-    Raises:
-        BatchSizeError: a batch size is not an integer of at least 1.
-        UserError: another number is invalid, or both `epochs` and `steps` are given.
-    """
-
-    effective_batch_size: int | BatchRamp
-    learning_rate: float
-    base_batch_size: int | None = None
-    learning_rate_rule: ScalingRule | None = None
-    epochs: int | None = None
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check every number, and that only one length is given."""
-        if not isinstance(self.effective_batch_size, BatchRamp):  # a ramp has checked its own sizes
-            checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
-        for name in ("base_batch_size", "epochs", "steps"):
-            if getattr(self, name) is not None:
-                error = BatchSizeError if name == "base_batch_size" else UserError
-                checked_int(name, getattr(self, name), error=error)
-        if self.epochs is not None and self.steps is not None:
-            message = f"epochs={self.epochs} and steps={self.steps} contradict each other. Pass one of them."
-            raise UserError(message)
-        rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate < math.inf:
-            message = f"learning_rate={rate!r} must be a finite number above 0."
-            raise UserError(message)
-        if self.learning_rate_rule is not None and self.learning_rate_rule not in get_args(ScalingRule):
-            rules = ", ".join(map(repr, get_args(ScalingRule)))
-            message = (
-                f"learning_rate_rule={self.learning_rate_rule!r} must be one of {rules}, or None for the optimizer's."
-            )
-            raise UserError(message)
-
-    @property
-    def largest_batch_size(self) -> int:
-        """Samples of the largest step, which has to fit into memory."""
-        return max(sizes_of(self.effective_batch_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +85,10 @@ class Job:
         clip: maximum gradient norm, a clipping policy, or one per parameter group; once per effective batch.
         norms: policy for BatchNorm in train mode, as for `Engine`.
         rng: what random numbers depend on, as for `Engine`.
-        average_decay: decay of an exponential moving average of the weights, used for evaluation, such as 0.999; None:
-            no average.
         noise: gradient noise measurement, as for `Engine`; None: none.
         bf16_weights: how bf16 weights are updated, as for `Engine`.
-        defaults: batch size, length and learning rate.
+        defaults: a `RunConfig` with the effective batch size, the learning rate, and any other setting that a run has
+            unless it is given another one.
 
     Raises:
         ParameterError, LossError, DataError, UserError: an argument is invalid; the message has the fix.
@@ -157,7 +98,7 @@ class Job:
     optimizer: OptimizerFactory
     loss: Loss | LossFunction
     dataset: DatasetFactory
-    defaults: Defaults
+    defaults: RunConfig
     collate: Collate | None = None
     lengths: Lengths | None = None
     shuffle: bool = True
@@ -166,7 +107,6 @@ class Job:
     clip: ClipArgument = None
     norms: Policy | PolicyName | None = None
     rng: Rng = "micro_batch"
-    average_decay: float | None = None
     noise: GradientNoise | None = None
     bf16_weights: Bf16Weights = "copied"
 
@@ -181,10 +121,14 @@ class Job:
         if self.scheduler is not None:
             _check_function("Job", "scheduler", self.scheduler, "(optimizer, num_steps)", ParameterError)
         clip_policy(self.clip)
-        for name, kind in (("evaluate", Evaluation), ("defaults", Defaults)):
+        for name, kind in (("evaluate", Evaluation), ("defaults", RunConfig)):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
                 message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
+                raise UserError(message)
+        for name in ("effective_batch_size", "learning_rate"):
+            if getattr(self.defaults, name) is None:
+                message = f"Job(defaults=...) has no {name}. Pass it: defaults=ab.RunConfig({name}=..., ...)."
                 raise UserError(message)
 
     def train_batches(self, dataset: Any = None, **options: Any) -> Batches:  # noqa: ANN401 (what `batches` takes)
@@ -203,7 +147,7 @@ class Job:
         seed: int | None = None,
         learning_rate: float | None = None,
         effective_batch_size: int | None = None,
-        precision: PrecisionName = "fp32",
+        precision: PrecisionName | None = None,
     ) -> TrainSpec:
         """Return the job as a `TrainSpec` with a new model, without its scheduler, which needs the number of steps.
 
@@ -212,19 +156,20 @@ class Job:
             learning_rate: learning rate for the optimizer function; None: the default.
             effective_batch_size: samples of one optimizer step, over all ranks; None: the default, the
                 largest size of a ramp.
-            precision: number format of forward and backward.
+            precision: number format of forward and backward; None: the default, else fp32.
         """
         rate = self.defaults.learning_rate if learning_rate is None else learning_rate
+        assert rate is not None  # checked in __post_init__
         return TrainSpec(
             model=self.model() if seed is None else make_model(self, seed),
             optimizer=lambda named: self.optimizer(named, rate),
             loss=self.loss,
             effective_batch_size=effective_batch_size or self.defaults.largest_batch_size,
-            precision=precision,
+            precision=precision or self.defaults.precision or "fp32",
             clip=self.clip,
             norms=self.norms,
             rng=self.rng,
-            average_decay=self.average_decay,
+            average_decay=self.defaults.average_decay,
             noise=self.noise,
             bf16_weights=self.bf16_weights,
         )

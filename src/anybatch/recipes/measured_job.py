@@ -1,11 +1,12 @@
 """A recipe for commands that measure steps; any process can build it from its name."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from anybatch.core.run_config import RunConfig
 from anybatch.data.batches import Batches
 from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.precision import PrecisionName
 from anybatch.recipes.job import Job
 from anybatch.recipes.load import load_recipe
 
@@ -15,21 +16,20 @@ _SMALL = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredJob:
-    """A recipe with its options; can be pickled. `effective_batch_size=None` is the recipe's."""
+    """A recipe with settings that replace its defaults; can be pickled."""
 
     recipe: str
-    effective_batch_size: int | None = None
-    precision: PrecisionName = "fp32"
-    seed: int = 0
+    config: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def train_spec(self) -> TrainSpec:
         """Build what to train, with a learning rate at which parameters hardly move."""
         job = load_recipe(self.recipe)
+        assert job.defaults.learning_rate is not None
         return job.train_spec(
-            seed=self.seed,
+            seed=self.config.seed or 0,
             learning_rate=_SMALL * job.defaults.learning_rate,
             effective_batch_size=self._size(job),
-            precision=self.precision,
+            precision=self.config.precision,
         )
 
     def data(self, *, steps: int) -> Callable[[int], Batches]:
@@ -40,8 +40,12 @@ class MeasuredJob:
         job = load_recipe(self.recipe)
         dataset = job.dataset()
         return lambda num_workers: job.train_batches(
-            dataset, effective_batch_size=self._size(job), steps=steps, seed=self.seed, num_workers=num_workers
+            dataset,
+            effective_batch_size=self._size(job),
+            steps=steps,
+            seed=self.config.seed or 0,
+            num_workers=num_workers,
         )
 
     def _size(self, job: Job) -> int:
-        return self.effective_batch_size or job.defaults.largest_batch_size
+        return self.config.over(job.defaults).largest_batch_size

@@ -81,7 +81,7 @@ def text(
         evaluate=ab.Evaluation(dataset=lambda: read(files[:num_held_out]), metric=bits_per_byte),
         scheduler=warm_up_and_cosine,
         clip=1.0,
-        defaults=ab.Defaults(effective_batch_size=64, steps=200, learning_rate=3e-3),
+        defaults=ab.RunConfig(effective_batch_size=64, steps=200, learning_rate=3e-3),
     )
 
 

@@ -13,6 +13,7 @@ from anybatch.cli.compare import first_batches
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.core.collective_times import Link
+from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics.comparison.compare import compare
 from anybatch.diagnostics.comparison.figure import draw_comparison
 from anybatch.diagnostics.comparison.measure import variance_of
@@ -149,7 +150,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(told: Path) -> ComparisonReport:
     """Return the comparison of a small job, in all ways, on two ranks."""
-    job = MeasuredJob(recipe=SPEC, effective_batch_size=16)
+    job = MeasuredJob(recipe=SPEC, config=RunConfig(effective_batch_size=16))
     return compare(
         job.train_spec,
         partial(first_batches, job),
@@ -236,7 +237,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """If there are fewer GPUs than requested, the error has both numbers."""
-    job = MeasuredJob(recipe=SPEC, effective_batch_size=64)
+    job = MeasuredJob(recipe=SPEC, config=RunConfig(effective_batch_size=64))
     with pytest.raises(UserError, match="64 CUDA devices were asked for, and there are"):
         compare(
             job.train_spec, partial(first_batches, job), effective_batch_size=64, num_devices=64, device_type="cuda"

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 import anybatch as ab
 from anybatch.cli.compare import first_batches
+from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
 from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.planner.forecast.forecast import forecast
@@ -174,7 +175,7 @@ def through_first_rank(gradient: Tensor) -> None:
 
 def compared(effective_batch_size: int) -> ComparisonReport:
     """Return a comparison of the ways to run the digits on two ranks."""
-    job = MeasuredJob(recipe="digits", effective_batch_size=effective_batch_size)
+    job = MeasuredJob(recipe="digits", config=RunConfig(effective_batch_size=effective_batch_size))
     return compare(
         job.train_spec,
         partial(first_batches, job),

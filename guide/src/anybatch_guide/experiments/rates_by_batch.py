@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybatch.core.learning_rate import Memory, ScalingRule, noise_gain, scale_rate
+from anybatch.core.learning_rate import Memory, noise_gain, scale_rate
+from anybatch.core.run_config import ScalingRule
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.study import BETAS, StudyRun, held_out_loss, noise_scale_of
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 from anybatch.cli.compare import first_batches
+from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
 from anybatch.recipes.measured_job import MeasuredJob
 from anybatch_guide.experiment import Data, Emit, Experiment
@@ -13,7 +14,7 @@ EFFECTIVE, MICRO = 64, 8
 def run(emit: Emit) -> Data:
     """Compare the ways on two ranks."""
     emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "ways, interleaved"})
-    job = MeasuredJob(recipe="digits", effective_batch_size=EFFECTIVE)
+    job = MeasuredJob(recipe="digits", config=RunConfig(effective_batch_size=EFFECTIVE))
     report = compare(
         job.train_spec,
         partial(first_batches, job),

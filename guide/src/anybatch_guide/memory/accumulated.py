@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 
 import anybatch as ab
+from anybatch.core.run_config import PrecisionName
 from anybatch.diagnostics.memory.memory_report import record_memory
-from anybatch.engine.update.precision import PrecisionName
 from anybatch.memory.timeline import MemoryTimeline
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch_guide.memory.small import SmallModel, own_random_numbers

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.precision import PrecisionName
 from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.changes import changed, named_change

@@ -1,27 +1,16 @@
 """The command that repeats a run, from the settings in its folder."""
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from anybatch.core.run_config import RunConfig
+
 MOST_HEADER_BYTES: Final = 1 << 20
-_OPTIONS: Final = (
-    "effective_batch_size",
-    "micro_batch_size",
-    "accumulation_steps",
-    "micro_batch_tokens",
-    "epochs",
-    "steps",
-    "learning_rate",
-    "base_batch_size",
-    "learning_rate_rule",
-    "precision",
-    "strategy",
-    "average_decay",
-    "seed",
-)
+_OPTIONS: Final = tuple(field.name for field in dataclasses.fields(RunConfig))
 _MOST_WORD: Final = 400
 
 

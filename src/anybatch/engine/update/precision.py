@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.dtypes import is_low_precision, widened
+from anybatch.core.run_config import PrecisionName
 from anybatch.engine.update.bf16_weights import Bf16Weights, Float32Windows
 from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
 from anybatch.parallel.local_parts import local_part
 
-PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 Update = Literal["direct", "master_weights", "cast", "split", "stochastic"]
 

@@ -1,14 +1,12 @@
 """The planner's limit for "auto": the largest micro-batch that fits this device."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from anybatch.core.torch_internals import outside_modes
 from anybatch.core.tree import Batch
 from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import PlanError, UserError
 from anybatch.memory.device_memory import limit_of, memory_in_use, outside_bytes
 from anybatch.memory.host_memory import read_host
@@ -84,12 +82,9 @@ def planned_largest(
     return largest
 
 
-def planned_for_job(
-    job: Job, learning_rate: float, precision: PrecisionName, world: World, known: KnownDevices | None
-) -> Largest:
-    """Return the limit of `planned_largest` for a job."""
-    train = partial(job.train_spec, learning_rate=learning_rate, precision=precision)
-    return planned_largest(train, device=world.device, world_size=world.size, known=known)
+def planned_for_job(job: Job, world: World, known: KnownDevices | None) -> Largest:
+    """Return the limit of `planned_largest` for a job with its default settings."""
+    return planned_largest(job.train_spec, device=world.device, world_size=world.size, known=known)
 
 
 def _accelerator_or_cpu() -> torch.device:

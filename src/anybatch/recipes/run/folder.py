@@ -25,8 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
+from anybatch.core.run_config import RunConfig
 from anybatch.errors import CheckpointAccessError, CheckpointError, MissingCheckpointError, UserError
-from anybatch.recipes.run.settings import Settings
 
 _VERSION = 1
 Origin = Mapping[str, str | int]
@@ -38,7 +38,7 @@ class Stretch:
     """Part of a run with the same settings; `schedule_steps` is the length of its schedule, None if unknown."""
 
     first_step: int
-    settings: Settings
+    settings: RunConfig
     schedule_steps: int | None
 
 
@@ -157,7 +157,7 @@ class RunFolder:
         try:
             found = json.loads(text)
             stretches = [
-                Stretch(each["first_step"], Settings.from_json(each["settings"]), each["schedule_steps"])
+                Stretch(each["first_step"], RunConfig.from_json(each["settings"]), each["schedule_steps"])
                 for each in found["stretches"]
             ]
             # With a default, because older runs do not have this field.

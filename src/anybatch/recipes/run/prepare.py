@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anybatch.checkpoints import list_checkpoints
-from anybatch.core.batch_ramp import sizes_of
 from anybatch.core.geometry import ceil_div
 from anybatch.core.records import DiagnosisRecord, Observer
+from anybatch.core.run_config import RunConfig
 from anybatch.core.token_budget import token_budget
 from anybatch.data.batches import Batches
 from anybatch.engine.engine import Engine
@@ -20,7 +20,7 @@ from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.run.folder import Origin, RunFolder, RunHeader, Stretch
-from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings, with_settings
+from anybatch.recipes.run.settings import LEARNED, resolve_settings
 from anybatch.recipes.run.start import JobRun, num_steps_of, scheduler_function, start
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PreparedRun:
 
 def prepare(
     job: Job,
-    choices: Choices,
+    given: RunConfig,
     header: RunHeader | None,
     origin: Origin,
     *,
@@ -55,18 +55,16 @@ def prepare(
     `header` belongs to the run to resume, None for a new run; without `known` the fastest sizes are measured again.
     """
     former = None if header is None else header.stretches[-1]
-    settings = resolve_settings(job, choices, None if former is None else former.settings, world_size=world.size)
-    largest = _largest_that_ran(header, choices)
+    settings = resolve_settings(job, given, None if former is None else former.settings, world_size=world.size)
+    largest = _largest_that_ran(header, given)
     # Made once, so that a resumed run continues on the same data set.
     dataset = job.dataset()
-    job = dataclasses.replace(with_settings(settings, job), dataset=lambda: dataset)
+    job = dataclasses.replace(job, defaults=settings, dataset=lambda: dataset)
     run = start(
         job,
+        settings,
         schedule_steps=None if header is None else header.stretches[-1].schedule_steps,
-        seed=settings.seed,
-        **_sizes(settings, world, largest, known, _planned_largest(job, settings, world, devices)),
-        strategy=settings.strategy,
-        precision=settings.precision,
+        **_sizes(settings, world, largest, known, _planned_largest(job, world, devices)),
         observer=observer,
         world=world,
     )
@@ -93,7 +91,7 @@ def prepare(
     return ready
 
 
-def _largest_that_ran(header: RunHeader | None, choices: Choices) -> int | None:
+def _largest_that_ran(header: RunHeader | None, given: RunConfig) -> int | None:
     """Return the micro-batch limit left by earlier sessions; a newly given size lifts it."""
     if header is None:
         return None
@@ -101,35 +99,35 @@ def _largest_that_ran(header: RunHeader | None, choices: Choices) -> int | None:
     same = all(
         chosen in (None, before)
         for chosen, before in (
-            (choices.micro_batch_size, former.micro_batch_size),
-            (choices.accumulation_steps, former.accumulation_steps),
+            (given.micro_batch_size, former.micro_batch_size),
+            (given.accumulation_steps, former.accumulation_steps),
         )
     )
     return header.largest_micro_batch_size if same else None
 
 
 def _sizes(
-    settings: Settings, world: World, limit: int | None, known: Memory | None, planned: "Largest | None"
+    settings: RunConfig, world: World, limit: int | None, known: Memory | None, planned: "Largest | None"
 ) -> dict[str, Any]:
     """Return the fields of `Hardware` about micro-batch sizes."""
     if settings.micro_batch_tokens is not None and limit is None:
         return {"micro_batch_size": token_budget(settings.micro_batch_tokens)}
     size, steps = settings.micro_batch_size, settings.accumulation_steps
     if limit is None:
-        auto = Auto(largest=planned, known=known if size == "auto" else None)
+        auto = Auto(largest=planned, known=None if size == "remeasure" else known)
         return {"micro_batch_size": size if isinstance(size, int) else auto, "accumulation_steps": steps}
     if steps is not None:
-        size = ceil_div(max(sizes_of(settings.effective_batch_size)), world.size * steps)
-    return {"micro_batch_size": min(size, limit) if isinstance(size, int) else limit}
+        size = ceil_div(settings.largest_batch_size, world.size * steps)
+    return {"micro_batch_size": min(size, limit) if isinstance(size, int) else limit, "accumulation_steps": None}
 
 
-def _planned_largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> "Largest | None":
+def _planned_largest(job: Job, world: World, devices: KnownDevices | None) -> "Largest | None":
     """Return the planner's limit; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
     if world.device.type != "cuda":
         return None
     from anybatch.recipes.planning.size_limit import planned_for_job  # noqa: PLC0415 (imports the planner)
 
-    return planned_for_job(job, settings.learning_rate, settings.precision, world, devices)
+    return planned_for_job(job, world, devices)
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
@@ -173,7 +171,7 @@ def _load(engine: Engine, place: RunFolder, observer: Observer) -> None:
         engine.load(place.checkpoints)
 
 
-def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches | None:  # noqa: ANN401 (any data set)
+def _rest(settings: RunConfig, dataset: Any, job: Job, engine: Engine) -> Batches | None:  # noqa: ANN401 (any data set)
     """Return the remaining batches; None if all steps are made."""
     left = None if settings.steps is None else settings.steps - engine.num_steps
     if left is not None and left < 0:
@@ -195,12 +193,12 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
 
 
 def _follow_changes(
-    job: Job, header: RunHeader, settings: Settings, *, ready: PreparedRun, observer: Observer
+    job: Job, header: RunHeader, settings: RunConfig, *, ready: PreparedRun, observer: Observer
 ) -> RunHeader:
     """Reset the learning rates if the checkpoint has other settings; return the updated header."""
     engine, last = ready.run.engine, header.stretches[-1]
     before = header.before(engine.num_steps)
-    changes = differences(before.settings, settings, LEARNED)
+    changes = before.settings.differences(settings, LEARNED)
     if not changes and before.schedule_steps == last.schedule_steps:
         unchanged = settings == last.settings
         return header if unchanged else header.with_change(Stretch(engine.num_steps, settings, last.schedule_steps))

@@ -16,6 +16,7 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
 from anybatch.core.records import MemoryRecord, Observer, Observers, Record
 from anybatch.core.reports import StepReport
+from anybatch.core.run_config import RunConfig
 from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Memory
 from anybatch.errors import CannotRedoError, RankFailedError, UserError
@@ -25,7 +26,6 @@ from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder, RunHeader
 from anybatch.recipes.run.prepare import PreparedRun, on_first_rank, prepare
-from anybatch.recipes.run.settings import Choices
 from anybatch.recipes.run.stop import StopRequest
 
 CHECKPOINT_SECONDS = 600.0
@@ -77,7 +77,7 @@ class SessionResult:
 def train(
     job: Job,
     folder: str | Path,
-    choices: Choices | None = None,
+    given: RunConfig | None = None,
     *,
     resume: bool = False,
     origin: Origin = NO_ORIGIN,
@@ -100,7 +100,7 @@ def train(
     Args:
         job: the job to train.
         folder: folder of the log and the checkpoints; must be empty or missing, unless `resume`.
-        choices: settings that override the job's or, when resuming, the earlier ones; None keeps a setting.
+        given: settings that override the job's or, when resuming, the earlier ones; None keeps a setting.
         resume: resume the run in `folder`.
         origin: the command's recipe and ranks, stored for later resumes.
         world: the ranks; None reads the environment.
@@ -143,7 +143,7 @@ def train(
             observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
                 job,
-                choices or Choices(),
+                given or RunConfig(),
                 header,
                 origin,
                 place=place,

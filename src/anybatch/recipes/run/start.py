@@ -10,15 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.batch_ramp import BatchRamp, sizes_of
-from anybatch.core.learning_rate import ScaledRate, ScalingRule, scale_optimizer
+from anybatch.core.learning_rate import ScaledRate, scale_optimizer
 from anybatch.core.records import Observer
+from anybatch.core.run_config import RunConfig, ScalingRule
+from anybatch.core.token_budget import token_budget
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.engine import Engine
 from anybatch.engine.spec import Hardware
-from anybatch.engine.update.precision import PrecisionName
 from anybatch.engine.update.schedule import SchedulerFunction
 from anybatch.errors import DataError
 from anybatch.recipes.job import Job
+from anybatch.recipes.run.settings import complete
 
 Hyperparameters = Mapping[str, Any]
 _SCALED: Final = ("lr", "betas", "alpha", "eps")
@@ -50,7 +52,7 @@ class JobRun:
         """Return the job's metrics on its held-out data, with the averaged weights if any; {} without data."""
         if self.held_out is None or self.job.evaluate is None:
             return {}
-        averaged = self.job.average_decay is not None
+        averaged = self.job.defaults.average_decay is not None
         return self.engine.evaluate(self.held_out, self.job.evaluate.metric, averaged=averaged)
 
 
@@ -87,46 +89,48 @@ class ScaledOptimizer:
 
 def start(
     job: Job,
+    config: RunConfig | None = None,
     *,
-    effective_batch_size: int | BatchRamp | None = None,
-    learning_rate: float | None = None,
-    epochs: int | None = None,
-    steps: int | None = None,
     schedule_steps: int | None = None,
-    seed: int = 0,
     num_workers: int = 0,
-    precision: PrecisionName = "fp32",
     check_loss: bool = True,
     observer: Observer | None = None,
     **hardware: Any,  # noqa: ANN401 (each is declared by Hardware)
 ) -> JobRun:
-    """Build a job's model, optimizer, scheduler and batches; None takes a value from `job.defaults`.
+    """Build a job's model, optimizer, scheduler and batches with the given settings, else with `job.defaults`.
 
     The learning rate belongs to the base batch size. The scheduler is built last, so that it starts from the scaled
-    rate; `schedule_steps` is its length, None for the batches'. `hardware` are fields of `Hardware`.
+    rate; `schedule_steps` is its length, None for the batches'. `hardware` are fields of `Hardware`, instead of those
+    in `config`.
     """
-    defaults = job.defaults
-    size = defaults.effective_batch_size if effective_batch_size is None else effective_batch_size
-    if epochs is None and steps is None:
-        epochs, steps = defaults.epochs, defaults.steps
+    config = (config or RunConfig()).over(complete(job))
+    size, rate = config.effective_batch_size, config.learning_rate
+    assert size is not None
+    assert rate is not None
+    job = dataclasses.replace(job, defaults=config)
     dataset = job.dataset()
     # The real batch size, also of the tuned rate: a step is not larger than the data set.
     first = sizes_of(size)[0]
     seen = _largest_step(dataset, first)
-    base = _largest_step(dataset, defaults.base_batch_size or sizes_of(defaults.effective_batch_size)[0])
+    base = _largest_step(dataset, config.base_batch_size or first)
     optimizer = ScaledOptimizer(
         job=job,
-        learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
+        learning_rate=rate,
         base_batch_size=base,
         effective_batch_size=seen,
         # An optimizer without a known rule can still be trained at its tuned batch size.
-        rule=defaults.learning_rate_rule or ("none" if seen == base else None),
+        rule=config.learning_rate_rule or ("none" if seen == base else None),
     )
     data = job.train_batches(
-        dataset, effective_batch_size=size, epochs=epochs, steps=steps, seed=seed, num_workers=num_workers
+        dataset,
+        effective_batch_size=size,
+        epochs=config.epochs,
+        steps=config.steps,
+        seed=config.seed or 0,
+        num_workers=num_workers,
     )
     spec = dataclasses.replace(
-        job.train_spec(seed=seed, precision=precision),
+        job.train_spec(seed=config.seed, precision=config.precision),
         # The engine does not know the ramp: each batch has its own size.
         effective_batch_size=None if isinstance(size, BatchRamp) else size,
         optimizer=optimizer,
@@ -134,7 +138,7 @@ def start(
         scheduler=scheduler_function(job, num_steps_of(data) if schedule_steps is None else schedule_steps),
         check_loss=check_loss,
     )
-    engine = Engine.from_spec(spec, Hardware(**hardware), observer=observer)
+    engine = Engine.from_spec(spec, Hardware(**_cut(config) | hardware), observer=observer)
     if isinstance(size, BatchRamp):
         words = f"steps of {size}; the learning rate is scaled to {seen:,} and stays constant over the ramp"
         engine.decisions.add("samples", words)
@@ -149,6 +153,15 @@ def start(
         rates=optimizer.rates,
         hyperparameters=optimizer.hyperparameters,
     )
+
+
+def _cut(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of `Hardware` that the settings determine."""
+    size: Any = config.micro_batch_size if isinstance(config.micro_batch_size, int) else "auto"
+    if config.micro_batch_tokens is not None:
+        size = token_budget(config.micro_batch_tokens)
+    found = {"micro_batch_size": size, "accumulation_steps": config.accumulation_steps}
+    return found if config.strategy is None else found | {"strategy": config.strategy}
 
 
 def _largest_step(dataset: object, effective_batch_size: int) -> int:
@@ -167,7 +180,7 @@ def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | N
     if num_steps is None:
         message = (
             "the job's scheduler needs the number of steps, but the data set has no length. "
-            "Set the number of steps (--steps, or steps= in Defaults), or leave the scheduler out."
+            "Set the number of steps (--steps, or steps= in defaults=ab.RunConfig(...)), or leave the scheduler out."
         )
         raise DataError(message)
     return lambda optimizer: make(optimizer, num_steps)
