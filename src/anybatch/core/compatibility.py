@@ -190,7 +190,7 @@ _SKIPPED_PIECES = Cell(
 )
 _ONE_PROCESS = Cell(
     Verdict.REFUSED,
-    "its replicas are threads of one process, and each rank would train a separate model",
+    "its replicas are in one process, and each rank would train a separate model",
     "Use strategy='ddp', which has a process for each device, or start one process only.",
 )
 _NOT_SENT = Cell(Verdict.EXCLUSIVE, "compression is an option of AllReduce and DDP")
