@@ -37,7 +37,6 @@ __all__ = [
     "root_of",
     "set_timeout",
     "sharded_group",
-    "store_address",
     "user_hooks_only",
     "without_hooks",
 ]
@@ -66,13 +65,6 @@ def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (tor
     for group in getattr(getattr(of, "_world", None), "pg_map", ()):
         # A leaked reference: the interpreter, too, would run destructors at exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def store_address(store: Store) -> tuple[str, int] | None:
-    """Return the host and port of a store; None for another kind, such as a file."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 @contextmanager
