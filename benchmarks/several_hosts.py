@@ -214,23 +214,13 @@ def error_of(folder: Path, reference: Path) -> str:
 
 def a_host_is_killed(made: list[Host], folder: Path) -> str:
     """Kill all programs of the last host within a step; return the seconds until the others' next step."""
-    return _without_the_last(made, folder, made[-1].kill)
-
-
-def a_host_vanishes(made: list[Host], folder: Path) -> str:
-    """Cut the link of the last host within a step, without a message; return the same."""
-    return _without_the_last(made, folder, made[-1].vanish)
-
-
-def _without_the_last(made: list[Host], folder: Path, end_it: Callable[[], None]) -> str:
     agents = [torchrun(host, folder, f"1:{len(made)}", LONG) for host in made]
     wait_for_step(folder, BEFORE_THE_EVENT, 1)
-    end_it()
+    made[-1].kill()
     begun, before = time.monotonic(), newest_step(folder)
     wait_for_step(folder, 0, 2)
     seconds = time.monotonic() - begun
     end(agents[:-1], folder)
-    made[-1].kill()
     agents[-1].wait()
     return f"{seconds:.0f} s, {before + 1 - sessions(folder)[1][0]} steps again"
 
@@ -293,7 +283,6 @@ def main() -> None:
         "variables of a PyTorchJob": (with_kubernetes, SHORT, ""),
         "Ray Train": (with_ray, SHORT, why_not_ray()),
         "torchrun, elastic; one is killed within a step": (a_host_is_killed, LONG, ""),
-        "torchrun, elastic; one vanishes within a step": (a_host_vanishes, LONG, ""),
         "torchrun, elastic; the last one comes later": (a_host_comes, LONGEST, ""),
     }
     launchers = {name: one for name, one in launchers.items() if given.only in name}

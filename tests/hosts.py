@@ -69,10 +69,6 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
-    def vanish(self) -> None:
-        """Cut the link without closing connections."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "down")
-
 
 @contextlib.contextmanager
 def hosts(

@@ -16,7 +16,7 @@ MAX_SIZES = {
     "engine": (15_750, 73),
     "diagnostics": (8_250, 52),
     "planner": (8_000, 48),
-    "parallel": (6_210, 38),
+    "parallel": (5_450, 34),
     "core": (5_650, 30),
     "recipes": (3_800, 28),
     "cli": (2_950, 33),

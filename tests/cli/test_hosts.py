@@ -61,7 +61,7 @@ def test_latency() -> None:
 
 @pytest.mark.slow
 def test_a_host_is_gone(tmp_path: Path, three_hosts: list[Host]) -> None:
-    """If one of three hosts vanishes in the middle of a step, the others resume, with each sample used once."""
+    """If one of three hosts is killed in the middle of a step, the others resume, with each sample used once."""
     said = tmp_path / "said"
     os.mkfifo(said)
     with ExitStack() as ends:
@@ -75,7 +75,7 @@ def test_a_host_is_gone(tmp_path: Path, three_hosts: list[Host]) -> None:
             ends.enter_context(agent)
             ends.callback(agent.kill)
         wait_for_word(pipe)
-        three_hosts[2].vanish()
+        three_hosts[2].kill()
         ended = [agent.wait(TIMEOUT_SECONDS) for agent in agents[:2]]
 
     assert ended == [Status.DONE, Status.DONE], "\n".join(output.read_text() for output in outputs(tmp_path))

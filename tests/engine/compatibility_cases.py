@@ -21,7 +21,6 @@ from anybatch.core.randomness import BatchKey, unit_seed
 from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Ghost
-from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.dtensors import gather
 from anybatch.testing import relative_error
@@ -99,7 +98,7 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
     for strategy in (Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL):  # shown by their own cells
         if strategy not in (one, other):
             settings = [setting for setting in settings if strategy not in setting]
-    if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # compiling takes a third of a second
+    if Feature.COMPILED in (one, other) and not {Feature.DDP, Feature.COMPRESSED} & {one, other}:  # it takes long
         settings = [setting for setting in settings if Feature.DDP not in setting]
     runs = [
         complete({one, other, *setting})
@@ -403,7 +402,7 @@ def arguments(features: Features) -> dict[str, Any]:
     }
     found = {name: value for f, given in chosen.items() if f in features for name, value in given.items()}
     if Feature.COMPRESSED in features:
-        found["strategy"] = (DDP if Feature.DDP in features else AllReduce)(compression="bf16")
+        found["strategy"] = DDP(compression="bf16")
     return found
 
 

@@ -118,8 +118,8 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 @sees(
     "DDP's average is not undone",
     "src/anybatch/parallel/ddp.py",
-    "return flat  # summed in place",
-    "return flat / dist.get_world_size()",
+    "return flat if sent is flat",
+    "return flat / dist.get_world_size() if sent is flat",
     cases=["2-ranks-even"],
 )
 @sees(

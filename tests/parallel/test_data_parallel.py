@@ -1,8 +1,5 @@
-"""Replicas in threads of one process give the gradient of one device, for any model arguments and outputs."""
+"""Replicas in one process give the gradient of one device, for any model arguments and outputs."""
 
-import contextvars
-import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.errors import AnyBatchWarning, CompositionError, UserError
-from anybatch.parallel.data_parallel import DataParallel, _OnDevices
-from anybatch.parallel.replica_calls import CallCutter, CutCall
+from anybatch.parallel.data_parallel import CutCall, DataParallel, cut_call
 from anybatch.parallel.world import World
 from anybatch.testing import relative_error
 from tests.engine.cases import CASES, SPLITS, Batch, InMemory, arrive, engine_for, plain_gradients
@@ -26,7 +22,6 @@ from tests.faults import sees
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 WIDTH, NUM_CLASSES, NUM_SAMPLES = 5, 4, 23
-TOKEN: contextvars.ContextVar[str] = contextvars.ContextVar("TOKEN", default="unset")
 
 
 def batch_of(num_samples: int = NUM_SAMPLES) -> Batch:
@@ -41,17 +36,13 @@ def batch_of(num_samples: int = NUM_SAMPLES) -> Batch:
 def gradients(
     model: nn.Module, loss: Loss, size: int = 8, replicas: int = 3, num_samples: int = NUM_SAMPLES, **options: Any
 ) -> Mapping[str, Any]:
-    """Return the gradient of a second pass, after the first has shown the structure of the outputs."""
+    """Return the gradient of the engine."""
     strategy = DataParallel(replicas=replicas)
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with ab.Engine(
         model, sgd, ab.mean_over_samples(loss), micro_batch_size=size, strategy=strategy, world=World(), **options
     ) as engine:
-        batch = InMemory(batch_of(num_samples))
-        first = engine.gradients(batch)
-        second = engine.gradients(batch)
-    assert relative_error(first, second) <= 1e-12
-    return second
+        return engine.gradients(InMemory(batch_of(num_samples)))
 
 
 def error_of(model: nn.Module, loss: Loss, **options: Any) -> float:
@@ -62,18 +53,17 @@ def error_of(model: nn.Module, loss: Loss, **options: Any) -> float:
     return relative_error(gradients(model, loss, **options), expected)
 
 
-class Threads(nn.Module):
-    """Records the names of the threads that it runs in."""
+class Parts(nn.Module):
+    """Records the number of samples of its calls."""
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.linear = nn.Linear(WIDTH, NUM_CLASSES).double()
-        self.seen: set[str] = set()
-        self.parts = parts
+        self.seen: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.add(threading.current_thread().name)
+        self.seen.append(len(x))
         out: torch.Tensor = self.linear(x)
         return out
 
@@ -85,9 +75,9 @@ def simple(model: Any, batch: Batch) -> torch.Tensor:
 
 @sees(
     "a replica's gradient is left out",
-    "src/anybatch/parallel/replica_threads.py",
-    "whole = [_sum(column) for column in columns[:num_parameters]]",
-    "whole = [column[0] for column in columns[:num_parameters]]",
+    "src/anybatch/parallel/data_parallel.py",
+    "tensor.clone() for name, tensor in self._module.named_parameters()",
+    "tensor.detach().clone() for name, tensor in self._module.named_parameters()",
     cases=("7-ragged", "all-masked tokens"),
 )
 @pytest.mark.parametrize(
@@ -103,19 +93,35 @@ def test_every_case_is_exact(name: str, split: str) -> None:
     model = case.model()
     expected = plain_gradients(model, case.reference(model, case.batch()))
     with engine_for(case, SPLITS[split], DataParallel(replicas=3), World()) as engine:
-        for _ in range(2):
-            found = engine.gradients(arrive(case.batch(), SPLITS[split], World()))
-            assert relative_error(found, expected) <= 1e-12
+        found = engine.gradients(arrive(case.batch(), SPLITS[split], World()))
+    assert relative_error(found, expected) <= 1e-12
 
 
-def test_replicas_run_in_threads() -> None:
-    """Each replica has a thread, and there are never more replicas than samples."""
-    model = Threads(3)
-    assert error_of(model, simple) <= 1e-12
-    assert model.seen == {"MainThread", "replica 1", "replica 2"}
-    model = Threads(9)
-    assert error_of(model, simple, size=4, replicas=9) <= 1e-12
-    assert model.seen == {"MainThread", "replica 1", "replica 2", "replica 3"}
+def test_replicas_run_the_parts() -> None:
+    """Each replica runs a part of a micro-batch, of which two differ in size; there are never more than samples."""
+    model = Parts()
+    assert error_of(model, simple, check_loss=False) <= 1e-12
+    assert model.seen == [23, 3, 3, 2, 3, 3, 2, 3, 2, 2]
+    model = Parts()
+    assert error_of(model, simple, size=4, replicas=9, check_loss=False) <= 1e-12
+    assert set(model.seen[1:]) == {1, 2}
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus() -> None:
+    """On two GPUs the gradient is exact too, and an unused parameter has none."""
+    model = Returns(lambda _, out: out)
+    expected = dict(plain_gradients(model, simple(model, batch_of())))
+    model.zero_grad()
+    model.cuda()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = World(device=torch.device("cuda:0"))
+    with ab.Engine(
+        model, sgd, ab.mean_over_samples(simple), micro_batch_size=8, strategy="data_parallel", world=world
+    ) as engine:
+        found = engine.gradients(InMemory(batch_of()))
+    assert found.pop("prototypes") is expected.pop("prototypes") is None
+    assert relative_error({name: None if g is None else g.cpu() for name, g in found.items()}, expected) <= 1e-12
 
 
 # Arguments of the model
@@ -205,10 +211,9 @@ def test_gradients_flow_through_arguments() -> None:
     with ab.Engine(
         model, optimizer, ab.mean_over_samples(loss), micro_batch_size=7, strategy=DataParallel(), world=World()
     ) as engine:
-        for _ in range(2):
-            found = engine.gradients(InMemory(batch_of()))
-            pairs = zip(found.values(), expected.values(), strict=True)
-            assert all(relative_error({"": one}, {"": other}) <= 1e-12 for one, other in pairs)
+        found = engine.gradients(InMemory(batch_of()))
+        pairs = zip(found.values(), expected.values(), strict=True)
+        assert all(relative_error({"": one}, {"": other}) <= 1e-12 for one, other in pairs)
 
 
 # Outputs of the model
@@ -223,11 +228,11 @@ class Output(dict[str, Any]):
         return found
 
 
-class Returns(Threads):
+class Returns(Parts):
     """A model that returns a function of its logits."""
 
     def __init__(self, make: Callable[[Any, torch.Tensor], Any]) -> None:
-        super().__init__(2)
+        super().__init__()
         self.make = make
         self.prototypes = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
 
@@ -260,14 +265,14 @@ def test_outputs(name: str) -> None:
 REFUSED: Mapping[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "a loss": (lambda _, out: (out, out.mean()), r"output\[1\]: it is a scalar"),
     "parameters": (lambda model, out: (out, model.prototypes * 1), r"\[1\]: it is of shape \(4, 2\)"),
-    "a value": (lambda _, out: (out, float(out.detach().sum())), "on one replica and another thing elsewhere"),
+    "a value": (lambda _, out: (out, float(out.detach().sum())), "on one replica and another value elsewhere"),
     "a count": (lambda _, out: (out, out.argmax(1).sum()), "have returned different values"),
     "a list as long as the part": (lambda _, out: [out, *out], "different structures"),
     "two views": (lambda _, out: (torch.cat([out, out * 2]),), r"\[0\]: it has 2 rows for each sample"),
     "other widths": (lambda _, out: (out, out[:, : len(out)]), "different shapes"),
     "packed": (
         lambda _, out: (out, pack_padded_sequence(out[:, :, None], [4] * len(out), batch_first=True)),
-        "order of time",
+        "rows for each sample",
     ),
 }
 
@@ -291,7 +296,7 @@ def test_an_output_with_as_many_rows_as_a_part_is_not_taken_for_samples() -> Non
 # Use of the model in the loss function
 
 
-class Encodes(Threads):
+class Encodes(Parts):
     """A model with a method that calls the model, and one that does not."""
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -305,18 +310,18 @@ class Encodes(Threads):
 
 def test_methods_of_the_model() -> None:
     """A method that calls the model runs in replicas; others run on the first alone, with a warning. Both are exact."""
-    assert error_of(Encodes(3), lambda m, b: F.cross_entropy(m.encode(b["x"]), b["y"])) <= 1e-12
+    assert error_of(Encodes(), lambda m, b: F.cross_entropy(m.encode(b["x"]), b["y"])) <= 1e-12
     with pytest.warns(AnyBatchWarning, match="calls methods or parts of the model"):
-        assert error_of(Encodes(3), lambda m, b: F.cross_entropy(m.embed(b["x"]), b["y"])) <= 1e-12
+        assert error_of(Encodes(), lambda m, b: F.cross_entropy(m.embed(b["x"]), b["y"])) <= 1e-12
 
 
 def test_the_loss_gets_what_it_knows() -> None:
     """In the loss the model has its own class, submodules and mode, and keeps attributes that the loss sets."""
-    model = Threads(2)
+    model = Parts()
     found: list[bool] = []
 
     def loss(m: Any, batch: Batch) -> torch.Tensor:
-        found.append(isinstance(m, Threads) and m.linear is model.linear and m.training is model.training)
+        found.append(isinstance(m, Parts) and m.linear is model.linear and m.training is model.training)
         m.calls = getattr(m, "calls", 0) + 1
         return simple(m, batch)
 
@@ -341,20 +346,18 @@ def test_named_models() -> None:
     with ab.Engine(
         models, optimizer, ab.mean_over_samples(loss), micro_batch_size=7, strategy=DataParallel(), world=World()
     ) as engine:
-        for _ in range(2):
-            assert relative_error(engine.gradients(InMemory(batch_of())), expected) <= 1e-12
+        assert relative_error(engine.gradients(InMemory(batch_of())), expected) <= 1e-12
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
-    """A gradient penalty is refused, because it needs the graph of the replicas' backward."""
+def test_a_gradient_of_a_gradient() -> None:
+    """A gradient penalty is exact: it differentiates through the replicas."""
 
     def loss(model: Any, batch: Batch) -> torch.Tensor:
-        x = batch["x"].requires_grad_()
+        x = batch["x"].clone().requires_grad_()
         slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
         return slope.square().mean() + simple(model, batch)
 
-    with pytest.raises(CompositionError, match="create_graph"):
-        gradients(Takes(lambda x: x.sin()), loss, check_loss=False)
+    assert error_of(Takes(lambda x: x.sin()), loss, check_loss=False) <= 1e-12
 
 
 def test_a_graph_that_is_kept() -> None:
@@ -367,48 +370,43 @@ def test_a_graph_that_is_kept() -> None:
         torch.autograd.grad(mean, model.linear.weight, retain_graph=True)
         return mean
 
-    assert error_of(Threads(3), loss) <= 1e-12
+    assert error_of(Parts(), loss) <= 1e-12
 
 
-# Threads
+# Errors, random numbers
 
 
-class Fails(Threads):
+class Fails(Parts):
     """Fails on one sample."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.look(super().forward(x), x)
-
-    def look(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if (x[:, 0] == batch_of()["x"][5, 0]).any():
             message = "a bad sample"
             raise ArithmeticError(message)
-        return out
+        return super().forward(x)
 
 
 def test_an_error_in_a_replica() -> None:
-    """An exception in a replica is raised unchanged, with its traceback, replica and samples; later steps work."""
-    model = Fails(2)
+    """An exception in a replica is raised unchanged; later steps work."""
+    model = Fails()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     good = {name: torch.cat([value[:4], value[8:20]]) for name, value in batch_of().items()}
     with ab.Engine(
         model, sgd, ab.mean_over_samples(simple), micro_batch_size=8, strategy=DataParallel(), world=World()
     ) as engine:
         engine.step(InMemory(good))
-        with pytest.raises(ArithmeticError, match="a bad sample") as caught:
+        with pytest.raises(ArithmeticError, match="a bad sample"):
             engine.step(InMemory({name: value[:8] for name, value in batch_of().items()}))
         engine.step(InMemory(good))
-    assert "look" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert any("in replica 1 of 2, on samples 4 to 7 of a micro-batch" in note for note in caught.value.__notes__)
 
 
-class RunsOut(Threads):
-    """Raises out-of-memory errors outside of the main thread above a number of samples."""
+class RunsOut(Parts):
+    """Raises out-of-memory errors above a number of samples."""
 
     limit = NUM_SAMPLES
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > self.limit and threading.current_thread().name != "MainThread":
+        if len(x) > self.limit:
             message = "out of memory"
             raise torch.OutOfMemoryError(message)
         return super().forward(x)
@@ -417,7 +415,7 @@ class RunsOut(Threads):
 @pytest.mark.slow
 def test_a_replica_that_runs_out_of_memory() -> None:
     """The step is retried with smaller micro-batches, and its update equals a single device's."""
-    model, plain = RunsOut(2), Threads(2)
+    model, plain = RunsOut(), Parts()
     data = batch_of(16)
     for _ in range(2):
         for name, gradient in plain_gradients(plain, simple(plain, data)).items():
@@ -434,62 +432,26 @@ def test_a_replica_that_runs_out_of_memory() -> None:
         ) as engine,
     ):
         engine.step(InMemory(data))
-        model.limit = 2
+        model.limit = 3
         assert engine.step(InMemory(data)).too_large == (8,)
     assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= 1e-12
 
 
-def test_torchs_own_class_cuts_and_joins_by_the_same_rules() -> None:
-    """The overrides of `nn.DataParallel` cut the arguments of each device and join the outputs."""
-    model = Threads(2)
-    scheme = _OnDevices(model, [])
+def test_parts_of_a_call() -> None:
+    """Arguments with the samples as their first axis are cut, others are not, and outputs are joined."""
     data = batch_of(7)
-    call = CallCutter(2).cut(((data["x"], MASK), {"y": data["y"]}), (), 7, frozenset())
+    call = cut_call(((data["x"], MASK), {"y": data["y"]}), 2, 7, frozenset())
     assert isinstance(call, CutCall)
-    scheme._call = call  # noqa: SLF001 (set by `run`, which needs the devices)
-    positional, named = scheme.scatter(None, None, [torch.device("cpu")] * 3)
+    parts = [call.part(number) for number in range(len(call.ranges))]
 
-    assert [len(x) for x, _ in positional] == [4, 3]
-    assert all(mask is MASK for _, mask in positional)
-    joined = scheme.gather([(x, one["y"]) for (x, _), one in zip(positional, named, strict=True)], torch.device("cpu"))
+    assert [len(args[0]) for args, _ in parts] == [4, 3]
+    assert all(args[1] is MASK for args, _ in parts)
+    joined = call.join([(args[0], kwargs["y"]) for args, kwargs in parts])
     assert torch.equal(joined[0], data["x"])
     assert torch.equal(joined[1], data["y"])
 
 
-class Surroundings(Threads):
-    """Records its execution context."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        self.seen.add(f"{dtype}, {torch.is_grad_enabled()}, {TOKEN.get()}, {threading.current_thread().name}")
-        out: torch.Tensor = self.linear(x)
-        return out
-
-
-def test_threads_are_in_the_callers_surroundings() -> None:
-    """Autocast, grad mode and context variables of the caller apply in every replica."""
-    model = Surroundings(2).float()
-    token = TOKEN.set("set")
-    data = InMemory({name: value.float() if value.is_floating_point() else value for name, value in batch_of().items()})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ab.Engine(
-        model,
-        sgd,
-        ab.mean_over_samples(simple),
-        micro_batch_size=8,
-        precision="bf16",
-        strategy=DataParallel(),
-        world=World(),
-        check_loss=False,
-    ) as engine:
-        engine.step(data)
-        model.seen.clear()
-        engine.step(data)
-    TOKEN.reset(token)
-    assert model.seen == {f"torch.bfloat16, True, set, {name}" for name in ("MainThread", "replica 1")}
-
-
-class Drops(Threads):
+class Drops(Parts):
     """Applies dropout in a checkpointed block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -497,59 +459,26 @@ class Drops(Threads):
         return out
 
     def inside(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.add(threading.current_thread().name)
         out: torch.Tensor = self.linear(F.dropout(x.sin(), 0.5, self.training))
         return out
 
 
-def test_replicas_that_draw_take_turns() -> None:
-    """Once a dropout function is detected, replicas run one after another and draw reproducibly."""
-    model = Drops(3)
+def test_replicas_that_draw() -> None:
+    """Random numbers are drawn reproducibly, also in a block that runs again in the backward."""
+    model = Drops()
     once, again = gradients(model, simple, check_loss=False), gradients(model, simple, check_loss=False)
 
     assert relative_error(once, again) == 0.0
-    assert model.seen == {"MainThread"}
-
-
-class DrawsLater(Threads):
-    """Draws random numbers once `later` is set."""
-
-    later = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        return out * torch.rand(()) if self.later else out
-
-
-def test_a_model_that_begins_to_draw_is_refused() -> None:
-    """If a model starts to draw random numbers in threads, the step raises before its update."""
-    model = DrawsLater(2)
-    before = model.linear.weight.detach().clone()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ab.Engine(
-        model,
-        sgd,
-        ab.mean_over_samples(simple),
-        micro_batch_size=8,
-        strategy=DataParallel(),
-        world=World(),
-        check_loss=False,
-    ) as engine:
-        engine.gradients(InMemory(batch_of()))
-        model.later = True
-        with pytest.raises(CompositionError, match="an order of chance"):
-            engine.step(InMemory(batch_of()))
-    assert torch.equal(model.linear.weight, before)
 
 
 # Modules of all kinds
 
 
-class Escapes(Threads):
+class Escapes(Parts):
     """Calls a method bound in the constructor, which uses the original parameters in every replica."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__()
         self.bound = self.scores
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
@@ -557,7 +486,6 @@ class Escapes(Threads):
         return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.add(threading.current_thread().name)
         out: torch.Tensor = self.bound(x) + self.linear(x.sin())
         return out
 
@@ -622,20 +550,20 @@ def test_running_statistics_are_of_the_first_replica(norms: Any) -> None:
         engine.step(InMemory(batch_of(8)))
 
     if norms == "keep":
-        expected(batch_of(8)["x"][:5])  # the first cut of 8 samples is 5 and 3
+        expected(batch_of(8)["x"][:5])  # 8 samples are cut into 5 and 3
         assert "of what the first replica has seen" in said
     torch.testing.assert_close(layer.running_mean, expected.running_mean, rtol=1e-12, atol=0)
 
 
 def test_evaluation_and_training_go_on_after_it() -> None:
     """Evaluation also runs in replicas, and closing the engine restores the model."""
-    model = Threads(2)
+    model = Parts()
     before = set(vars(model))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [batch_of(8), batch_of(7)]
     with ab.Engine(model, sgd, ab.mean_over_samples(simple), strategy="data_parallel", world=World()) as engine:
         engine.step(InMemory(batch_of()))
-        assert "2, in threads on the CPU: for comparison" in engine.decisions["replicas"]
+        assert "2, one after another on the CPU: for comparison" in engine.decisions["replicas"]
         found = engine.evaluate(batches)
     with torch.no_grad():
         expected = sum(simple(model, batch) * len(batch["x"]) for batch in batches) / 15
@@ -656,7 +584,7 @@ def test_replicas_are_a_whole_number(replicas: Any) -> None:
 )
 def test_devices_that_are_not_there_are_refused(device: str, replicas: int | None, reason: str) -> None:
     """Unsupported devices, and more replicas than devices, are refused."""
-    model = Threads(2)
+    model = Parts()
     with pytest.raises(UserError, match=reason):
         DataParallel(replicas=replicas).prepare(model, model, World(device=torch.device(device)), None)
 

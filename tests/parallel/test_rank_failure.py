@@ -1,10 +1,16 @@
 """Ranks learn about another rank's failure from structured values, not from error text."""
 
-import pytest
+import os
 
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
 from anybatch.errors import NonFiniteError, RankFailedError, WorldError
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.world import World
+from anybatch.testing import RankPool
 from tests.ranks_fixture import Ranks
 
 STEP = 3
@@ -79,3 +85,23 @@ def test_failures_survive_a_store() -> None:
     failure = RankFailure.of(ValueError(AWKWARD), 2, None)
     assert RankFailure.from_json(failure.to_json()) == failure
     assert str(failure).startswith("rank 2 failed between steps: ValueError: ")
+
+
+def evaluate_or_die() -> int | None:
+    """Run on three ranks: rank 1 dies; the others call evaluate, which begins with a rendezvous in the store."""
+    with World.from_environment(device="cpu") as world:
+        model = nn.Linear(3, 1)
+        loss = ab.mean_over_samples(lambda model, batch: model(batch).square().mean())
+        engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, world=world)
+        engine.step(torch.randn(2, 3, generator=torch.Generator().manual_seed(world.rank)))
+        if world.rank == 1:
+            os._exit(1)
+        with pytest.raises(RankFailedError) as caught:
+            engine.evaluate([torch.zeros(2, 3)])
+        return caught.value.rank
+
+
+def test_a_meeting_with_a_rank_that_is_gone() -> None:
+    """Ranks that wait for a rendezvous in the store learn within seconds which process has died."""
+    with RankPool(3, timeout_seconds=60) as pool:
+        assert [outcome.value for outcome in pool.outcomes(evaluate_or_die)[::2]] == [1, 1]

@@ -190,10 +190,10 @@ _SKIPPED_PIECES = Cell(
 )
 _ONE_PROCESS = Cell(
     Verdict.REFUSED,
-    "its replicas are threads of one process, and each rank would train a separate model",
+    "its replicas are in one process, and each rank would train a separate model",
     "Use strategy='ddp', which has a process for each device, or start one process only.",
 )
-_NOT_SENT = Cell(Verdict.EXCLUSIVE, "compression is an option of AllReduce and DDP")
+_NOT_SENT = Cell(Verdict.EXCLUSIVE, "compression is an option of DDP")
 _REPLICAS_NORMALISE = Cell(
     Verdict.REFUSED,
     "the policy normalises within the layers of the model itself, and replicas have copies of them",
@@ -237,6 +237,7 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.NORMS_SYNC: _JOINS_RANKS,
 }
 _DISTRIBUTED = (Feature.ALL_REDUCE, Feature.DDP, Feature.ZERO1, Feature.FSDP)
+_OTHER_STRATEGIES = (Feature.SINGLE, Feature.ALL_REDUCE, Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL)
 _IN_PIECES = (Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS)
 _NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, *_IN_PIECES)
 # Keyed by sets, so that a pair is found in either order.
@@ -254,11 +255,9 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "Use norms=Exact(method='checkpoint'), or strategy='all_reduce'.",
     ),
     frozenset((Feature.DATA_PARALLEL, Feature.SEVERAL_RANKS)): _ONE_PROCESS,
-    **{
-        frozenset((Feature.COMPRESSED, other)): _NOT_SENT
-        for other in (Feature.SINGLE, Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL, Feature.ALONE)
-    },
+    **{frozenset((Feature.COMPRESSED, other)): _NOT_SENT for other in (*_OTHER_STRATEGIES, Feature.ALONE)},
     frozenset((Feature.COMPRESSED, Feature.SPARSE)): _DENSE_BUCKETS,
+    **{frozenset((Feature.COMPRESSED, narrow)): _NARROW_DDP for narrow in _NARROW},
     frozenset((Feature.DATA_PARALLEL, Feature.COMPILED)): Cell(
         Verdict.REFUSED,
         "compiled code is bound to the parameters of the model itself, and replicas have copies of them",

@@ -103,7 +103,7 @@ def _reported(error: BaseException, world: World, step: int | None) -> BaseExcep
         error, (WorldError, MemoryExhaustedError, torch.OutOfMemoryError)
     )
     roll_call = world.roll_call
-    if refused is None and broken and roll_call is not None and (world.published_failure() or roll_call.next_has_ended):
+    if refused is None and broken and roll_call is not None and (world.published_failure() or roll_call.ended_ranks):
         refused = roll_call.cause_of(error)  # most likely a collective in the user's module
     # After the last message of a step the other ranks have continued, unless they raise the same error.
     ahead = roll_call is not None and roll_call.has_agreed and not isinstance(error, (NonFiniteError, WorldError))

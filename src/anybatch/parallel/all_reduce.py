@@ -9,7 +9,6 @@ which all ranks also report the parameters they used. So no rank waits in vain, 
 """
 
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
-from anybatch.parallel.compressed_sum import CompressedSum, Compression, check_compression, refuse_wide, told
+from anybatch.errors import UserError
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.model_groups import layout_of
 from anybatch.parallel.replicas import Initial, align_replicas
@@ -36,10 +35,10 @@ class AllReduce:
         overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
             the last backward.
         initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
-        compression: "bf16" halves the traffic: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
+        compression: refused: an option of `DDP`.
 
     Raises:
-        UserError: an unknown compression.
+        UserError: `compression`.
     """
 
     capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True, tensor_parallel=True)
@@ -50,11 +49,11 @@ class AllReduce:
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
         initial: Initial = "broadcast",
-        compression: Compression = None,
+        compression: object = None,
     ) -> None:
-        self._compression = check_compression(compression)
-        self.capabilities = replace(self.capabilities, compresses=compression is not None)
-        self._compressed: list[CompressedSum] = []
+        if compression is not None:
+            message = f"{compression=} is not an option of AllReduce: pass strategies.DDP(compression='bf16')."
+            raise UserError(message)
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
         self._initial = initial
@@ -67,18 +66,12 @@ class AllReduce:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Make the replicas equal and put every gradient into a bucket; refuse float64 gradients under compression."""
+        """Make the replicas equal and put every gradient into a bucket."""
         parameters = trainable(modules)
-        if self._compression:
-            refuse_wide(parameters)
         differed = align_replicas(modules, world, self._initial)
         self._world = world
         self._on_reduction = on_reduction
         self._buffers = GradientBuffers(list(parameters.values()), bucket_bytes=self._bucket_bytes)
-        if self._compression and world.size > 1:
-            self._compressed = [
-                CompressedSum(flat, world.rank, world.size, world.group) for flat in self._buffers.flats
-            ]
         return Prepared(
             parameters=parameters,
             call=caller_of(model),
@@ -86,7 +79,6 @@ class AllReduce:
             differed=differed,
             gradient_buffers=self._buffers.flats,
             layout=layout_of(modules),
-            decisions=told(self._compression),
             abort=self._make_abort,
         )
 
@@ -135,19 +127,7 @@ class AllReduce:
         for work in self._started:
             self._world.wait(work)
         self._started.clear()
-        if self._compressed:
-            self._gather_compressed()
         return agreement.wait()
-
-    def _gather_compressed(self) -> None:
-        """Send the sums that this rank owns to all. After all other collectives, in the same order on every rank."""
-        works = []
-        for index, one in enumerate(self._compressed):
-            with self._world.collective():
-                works.append(one.gather(self._on_reduction, index))
-        for one, work in zip(self._compressed, works, strict=True):
-            self._world.wait(work)
-            one.finish()
 
     def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
         """Return the function for a rank that cannot continue: it sends the remaining buckets as zeros."""
@@ -180,10 +160,6 @@ class AllReduce:
     def _start_next(self) -> None:
         index = len(self._started)
         flat = self._gradients.buckets[index].flat
-        if self._compressed:
-            with self._world.collective():
-                self._started.append(self._compressed[index].start(self._on_reduction, index))
-            return
         if self._on_reduction is not None:
             self._on_reduction(index, flat.numel() * flat.itemsize, flat.dtype)
         with self._world.collective():

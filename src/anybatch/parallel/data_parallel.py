@@ -1,48 +1,56 @@
-"""One process and a replica of the model on each device: torch's legacy `nn.DataParallel`, for comparison.
+"""Several replicas of the model in one process, like torch's legacy `nn.DataParallel`: for comparison.
 
-Every micro-batch is cut by samples, the model is replicated, each replica runs its part in a thread, outputs are
-gathered on the first device, where the loss is computed, and gradients are summed there. New replicas are made in each
-call, threads compete for Python's lock, and the first device holds outputs and loss too: `ddp` and `all_reduce`, with a
-process for each device, are faster. It exists for users of `nn.DataParallel`, and to be measured.
+Every micro-batch is cut by samples, each replica runs its part, and outputs are joined on the first device, where the
+loss is computed. On CUDA each replica has a device and a thread, by the functions of `torch.nn.parallel`. On a CPU
+replicas run one after another: with the same gradient, and no faster than one. New replicas are made in each call,
+threads compete for Python's lock, and the first device holds outputs and loss too: `ddp` and `all_reduce`, with a
+process for each device, are faster.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import parallel_apply, replicate
 
 from anybatch.core.compatibility import Feature
+from anybatch.core.containers import leaves_of
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.splitting import even_parts
 from anybatch.core.torch_internals import BatchNormBase, dense_values
-from anybatch.core.tree import Batch, count_samples, tensors_of
+from anybatch.core.tree import Batch, count_samples, has_rows, map_leaves, merge_trees, slice_samples, tensors_of
 from anybatch.core.whole_numbers import checked_int
-from anybatch.errors import DataError, ParameterError, UserError, warn_user
-from anybatch.parallel.replica_calls import SURE, CallCutter, CutCall, Owned, address
-from anybatch.parallel.replica_threads import ThreadedReplicas
+from anybatch.errors import CompositionError, DataError, ParameterError, UserError, warn_user
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
-from anybatch.parallel.torch_internals import drop_engine_hooks, without_hooks
+from anybatch.parallel.torch_internals import user_hooks_only, without_hooks
 from anybatch.parallel.world import World
 
-_ON_CPU = 2
-"""Default number of replicas on a CPU."""
-_SMALL_CALLS = 16
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and keyword arguments."""
+_REPLICAS_ON_CPU = 2
+_MIN_SAMPLES = 3
+"""Minimum samples for parts of different sizes, which show the outputs whose first axis follows the samples."""
+_MAX_SMALL_CALLS = 16
 """Number of micro-batches too small to be cut, as in trial runs, before a warning."""
+_ODD = 0x9E3779B97F4A7C15
+"""Spreads consecutive seeds: 2**64 divided by the golden ratio."""
 
 
 class DataParallel:
-    """Replicas in threads of one process, for comparison: torch's `nn.DataParallel` on CUDA, its scheme on a CPU.
+    """Replicas in one process, for comparison: the scheme of torch's `nn.DataParallel`, one after another on a CPU.
 
     The loss function is called once for each micro-batch, with a copy of the model that shares everything with it but
     the call: `model(x)` runs in replicas, and the loss sees the outputs of the whole micro-batch. So the gradient
     equals a single device's for any loss. `model.encode(x)` and other methods run on the first replica, unless they
-    call the model themselves; if nothing else runs, a warning follows. `nn.DataParallel` does the same with
-    `wrapper.module.encode`.
+    call the model themselves; if nothing else runs, a warning follows.
 
     Args:
         replicas: number of replicas. None: all CUDA devices; 2 on a CPU.
@@ -57,263 +65,306 @@ class DataParallel:
 
     def __init__(self, *, replicas: int | None = None) -> None:
         self._replicas = None if replicas is None else checked_int("replicas", replicas)
-        self._sums = Single()
+        self._single = Single()
         self._parameters: list[nn.Parameter] = []
-        self._stand_ins: Mapping[str, _StandIn] = {}
-        self._is_single = True
-        self._calls = _Calls()
-        self._quiet_calls = _SMALL_CALLS
+        self._models: Mapping[str, _ReplicatedModule] = {}
+        self._is_one_module = True
+        self._num_small_calls = 0
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Register the parameters, and build the stand-in for the model.
+        """Register the parameters, and prepare calls of the model in replicas.
 
         Raises:
             UserError: more replicas than devices, or devices of another kind.
             ParameterError: a module cannot be replicated.
         """
-        num_replicas = self._num_replicas(world.device)
+        num_replicas, on_cpu = self._num_replicas(world.device), world.device.type == "cpu"
         _refuse_scripts(modules)
-        prepared = self._sums.prepare(modules, model, world, on_reduction)
-        self._parameters = parameters = list(prepared.parameters.values())
-        self._is_single = isinstance(model, nn.Module)
-        named = {"model": model} if self._is_single else cast("Mapping[str, nn.Module]", model)
-        self._stand_ins = {
-            name: _StandIn(module, _scheme(module, parameters, world.device, num_replicas), num_replicas, self._calls)
-            for name, module in cast("Mapping[str, nn.Module]", named).items()
+        prepared = self._single.prepare(modules, model, world, on_reduction)
+        self._parameters = list(prepared.parameters.values())
+        place = "one after another on the CPU" if on_cpu else "by the functions of nn.DataParallel"
+        decisions = {
+            "replicas": f"{num_replicas}, {place}: for comparison. New ones are made in each call, and outputs, loss "
+            "and update are on the first device; strategy='ddp' under torchrun has a process for each device"
         }
-        where = "in threads on the CPU" if world.device.type == "cpu" else "by nn.DataParallel"
-        said = (
-            f"{num_replicas}, {where}: for comparison. New ones are made in each call, and outputs, loss and update "
-            "are the first one's; strategy='ddp' under torchrun has a process for each device"
-        )
-        decisions = {"replicas": said}
         if any(isinstance(module, BatchNormBase) and module.training for module in modules.modules()):
             decisions["batch norm"] = (
-                "where layers are in training mode (norms='freeze' ends that) each replica normalises its samples of a "
-                "micro-batch by their own statistics, and running statistics are of what the first replica has seen"
+                "layers in training mode normalise the samples of each replica by their own statistics, and running "
+                "statistics are of what the first replica has seen (norms='freeze' avoids both)"
             )
+        if num_replicas == 1:
+            return replace(prepared, decisions=decisions)
+        self._is_one_module = isinstance(model, nn.Module)
+        named = {"model": model} if self._is_one_module else model
+        first = world.device.index or 0
+        devices = () if on_cpu else range(first, first + num_replicas)
+        self._models = {
+            name: _ReplicatedModule(module, num_replicas, devices)
+            for name, module in cast("Mapping[str, nn.Module]", named).items()
+        }
         return replace(prepared, call=self._call, decisions=decisions)
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """Like `Single`: the backward has summed over replicas already."""
-        return self._sums.micro_batch(turn)
+        return self._single.micro_batch(turn)
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return the gradients accumulated in this process."""
-        gradients, numbers = self._sums.finish_gradients(numbers)
-        schemes = [one.scheme for one in self._stand_ins.values() if isinstance(one.scheme, _OnDevices)]
-        if not schemes:
+        gradients, numbers = self._single.finish_gradients(numbers)
+        used = set[int]().union(*(model.used for model in self._models.values() if model.devices))
+        if not used:
             return gradients, numbers
-        used = set().union(*(one.used for one in schemes))
+        # On CUDA torch gives unused parameters zeros, which weight decay would move; a single device gives None.
         return [
-            # Torch gives unused parameters zeros, which weight decay would move; a single device gives None.
             None if g is not None and id(p) not in used and not dense_values(g).any() else g
             for p, g in zip(self._parameters, gradients, strict=True)
         ], numbers
 
     def place_gradients(self) -> None:
-        """Like `Single`; nothing has been used."""
-        for stand_in in self._stand_ins.values():
-            if isinstance(stand_in.scheme, _OnDevices):
-                stand_in.scheme.used.clear()
-        self._sums.place_gradients()
+        """Like `Single`; no parameter has been used."""
+        for model in self._models.values():
+            model.used.clear()
+        self._single.place_gradients()
 
     def clear_gradients(self) -> None:
         """Like `Single`."""
-        self._sums.clear_gradients()
+        self._single.clear_gradients()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the numbers: one process is its own sum."""
         return numbers
 
     def close(self) -> None:
-        """Drop the stand-in for the model."""
-        self._sums.close()
-        self._stand_ins = {}
+        """Drop the models."""
+        self._single.close()
+        self._models = {}
 
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
-        self._calls.begin(batch)
-        made = {name: stand_in.make() for name, stand_in in self._stand_ins.items()}
         try:
-            return function(made["model"] if self._is_single else made, batch)
+            num_samples = count_samples(batch)
+        except DataError:  # such as for a loss across samples, whose batch is not cut
+            num_samples = 0
+        own = frozenset(_address(tensor) for tensor in tensors_of(batch) if tensor.layout is torch.strided)
+        stand_ins = {name: model.stand_in(num_samples, own) for name, model in self._models.items()}
+        try:
+            return function(stand_ins["model"] if self._is_one_module else stand_ins, batch)
         finally:
-            for name, stand_in in self._stand_ins.items():
-                stand_in.take_back(made[name])
-            self._calls.owned = frozenset()
-            if self._quiet_calls and self._calls.num_samples > 1:
-                self._warn_if_replicas_idle()
+            for name, model in self._models.items():
+                model.take_back(stand_ins[name])
+            if num_samples > 1 and self._num_small_calls < _MAX_SMALL_CALLS:
+                self._warn_if_idle(num_samples)
 
-    def _warn_if_replicas_idle(self) -> None:
+    def _warn_if_idle(self, num_samples: int) -> None:
         """Warn once if the first calls of the loss function leave all replicas but the first idle."""
-        is_in_use = self._calls.num_cut or all(stand_in.scheme is None for stand_in in self._stand_ins.values())
-        small = self._calls.num_samples < SURE and self._quiet_calls > 1
-        self._quiet_calls = self._quiet_calls - 1 if small and not is_in_use else 0
-        if is_in_use or small:
+        is_cut = any(model.is_cut for model in self._models.values())
+        self._num_small_calls += 1 if num_samples < _MIN_SAMPLES and not is_cut else _MAX_SMALL_CALLS
+        if is_cut or self._num_small_calls < _MAX_SMALL_CALLS:
             return
-        why = self._calls.why or "the loss function calls methods or parts of the model, and not the model itself"
+        reasons = [model.why_uncut for model in self._models.values() if model.why_uncut]
+        why = reasons[0] if reasons else "the loss function calls methods or parts of the model, and not the model"
         warn_user(
-            f"strategy 'data_parallel' ran a micro-batch of {self._calls.num_samples} samples on the first replica "
-            f"alone: {why}. The gradient is right, and the other replicas are idle. Call model(...) with tensors of "
-            "the micro-batch, whose first axis is the sample, or use strategy='ddp' (torchrun), which has methods take "
-            "part."
+            f"strategy 'data_parallel' ran a micro-batch of {num_samples} samples on the first replica alone: {why}. "
+            "The gradient is right, and the other replicas are idle. Call model(...) with tensors of the micro-batch, "
+            "whose first axis is the sample, or use strategy='ddp' (torchrun), where methods take part too."
         )
 
     def _num_replicas(self, device: torch.device) -> int:
         if device.type == "cpu":
-            return self._replicas or _ON_CPU
+            return self._replicas or _REPLICAS_ON_CPU
         if device.type != "cuda":
             message = (
-                f"strategy 'data_parallel' has replicas on CUDA devices or in threads on a CPU, and the model is on "
+                f"strategy 'data_parallel' has replicas on CUDA devices or on a CPU, and the model is on "
                 f"{str(device)!r}. Use strategy='single'."
             )
             raise UserError(message)
-        there = torch.cuda.device_count() - (device.index or 0)
-        if (self._replicas or there) > there:
-            message = f"replicas={self._replicas} must be at most {there}, the number of CUDA devices from {device} on."
+        num_devices = torch.cuda.device_count() - (device.index or 0)
+        if (self._replicas or num_devices) > num_devices:
+            message = (
+                f"replicas={self._replicas} must be at most {num_devices}, the number of CUDA devices from {device} on."
+            )
             raise UserError(message)
-        return self._replicas or there
+        return self._replicas or num_devices
 
 
-@dataclass(slots=True)
-class _Calls:
-    """The model calls within one call of the loss function.
+class _ReplicatedModule:
+    """Runs calls of a module in replicas: on `devices`, or one after another on the CPU if there are none.
+
+    The first replica is the module itself, or its copy on the same device: changes that its forward makes to buffers
+    persist, and only its statistics are read.
 
     Attributes:
-        num_samples: of the micro-batch; 0 if they cannot be counted.
-        owned: its tensors.
-        num_cut: calls of the model that were cut.
-        why: why one was not, a clause; empty if none was made.
+        used: ids of the parameters that replicas on `devices` have used.
+        is_cut: whether a call was cut since the last `stand_in`.
+        why_uncut: reason why a call was not, a clause.
     """
 
-    num_samples: int = 0
-    owned: Owned = frozenset()
-    num_cut: int = 0
-    why: str = ""
+    def __init__(self, module: nn.Module, num_replicas: int, devices: Sequence[int]) -> None:
+        self._module, self._num_replicas, self.devices = module, num_replicas, devices
+        self.used: set[int] = set()
+        self.is_cut, self.why_uncut = False, ""
 
-    def begin(self, batch: Batch) -> None:
-        """Record a new micro-batch."""
-        self.num_cut, self.why = 0, ""
-        self.owned = frozenset(address(tensor) for tensor in tensors_of(batch) if tensor.layout is torch.strided)
-        try:
-            self.num_samples = count_samples(batch)
-        except DataError:  # such as for a loss across samples, whose batch is not cut
-            self.num_samples = 0
+    def stand_in(self, num_samples: int, own: Collection[tuple[int, int]]) -> nn.Module:
+        """Return a module with the same class, parts, parameters and attributes, whose call runs in replicas.
 
-
-class _StandIn:
-    """Builds the stand-in for a module while the loss function runs: only its call differs."""
-
-    def __init__(
-        self, module: nn.Module, scheme: Callable[[CutCall], Any] | None, num_replicas: int, calls: _Calls
-    ) -> None:
-        self._module = module
-        self.scheme = scheme
-        self._cutter = CallCutter(num_replicas)
-        self._calls = calls
-
-    def make(self) -> nn.Module:
-        """Return the stand-in, with the module's class, parts, parameters and attributes."""
-        if self.scheme is None:
-            return self._module
+        `own` are the addresses of the micro-batch's tensors.
+        """
+        self.is_cut, self.why_uncut = False, ""
         stand_in = without_hooks(self._module)
-        vars(stand_in)["forward"] = self._forward
+        vars(stand_in)["forward"] = partial(self._forward, num_samples, own)
         return stand_in
 
     def take_back(self, stand_in: nn.Module) -> None:
         """Copy attributes that the loss function has set back to the module."""
-        if stand_in is self._module:
-            return
-        own = vars(self._module)
+        attributes = vars(self._module)
         for name, value in vars(stand_in).items():
-            if name != "forward" and "_hooks" not in name and value is not own.get(name, self):
-                own[name] = value
+            if name != "forward" and "_hooks" not in name and value is not attributes.get(name, self):
+                attributes[name] = value
 
-    def _forward(self, *positional: Any, **named: Any) -> Any:  # noqa: ANN401 (the model's)
-        calls = self._calls
-        if calls.num_samples <= 1:
-            return self._module(*positional, **named)
-        kind = (self._module.training, torch.is_grad_enabled())
-        cut = self._cutter.cut((positional, named), kind, calls.num_samples, calls.owned)
-        if isinstance(cut, str):
-            calls.why = cut
-            return self._module(*positional, **named)
-        calls.num_cut += 1
-        assert self.scheme is not None
-        return self.scheme(cut)
+    def _forward(self, num_samples: int, own: Collection[tuple[int, int]], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (the model's)
+        call = cut_call((args, kwargs), self._num_replicas, num_samples, own)
+        if isinstance(call, str):
+            self.why_uncut = call
+            return self._module(*args, **kwargs)
+        self.is_cut = True
+        return call.join(self._on_devices(call) if self.devices else self._in_sequence(call))
 
+    def _in_sequence(self, call: "CutCall") -> list[Any]:
+        outputs = []
+        for number in range(len(call.ranges)):
+            args, kwargs = call.part(number)
+            if not number:
+                outputs.append(self._module(*args, **kwargs))
+                continue
+            copies = {name: tensor.clone() for name, tensor in self._module.named_parameters()}
+            copies |= {name: tensor.clone() for name, tensor in self._module.named_buffers()}
+            with user_hooks_only([self._module]):
+                outputs.append(functional_call(self._module, copies, args, kwargs))
+        return outputs
 
-def _scheme(
-    module: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, num_replicas: int
-) -> Callable[[CutCall], Any] | None:
-    """Return the function that runs a call in parts; None for one replica."""
-    if num_replicas == 1:
-        return None
-    if device.type == "cpu":
-        return ThreadedReplicas(module, parameters)
-    first = device.index or 0
-    return _OnDevices(module, range(first, first + num_replicas)).run
-
-
-class _OnDevices(nn.DataParallel[nn.Module]):
-    """Torch's `nn.DataParallel`, which here cuts by samples and joins like the replicas on a CPU."""
-
-    def __init__(self, module: nn.Module, devices: Sequence[int]) -> None:
-        super().__init__(module, list(devices))
-        self.used: set[int] = set()
-        self._call: CutCall | None = None
-
-    def run(self, call: CutCall) -> Any:  # noqa: ANN401 (the model's)
-        """Return the result of the whole call."""
-        own, *others = [torch.cuda.default_generators[device] for device in self.device_ids]
+    def _on_devices(self, call: "CutCall") -> list[Any]:
+        first, *others = [torch.cuda.default_generators[device] for device in self.devices]
         for number, generator in enumerate(others, 1):
             # Each device has a generator, and the engine seeds only the first device's.
-            generator.manual_seed((own.initial_seed() + number * _ODD) % 2**63)
-            generator.set_offset(own.get_offset())
-        self._call = call
-        call.form.draws = False
-        try:
-            return self(*call.arguments[0], **call.arguments[1])
-        finally:
-            self._call = None
-
-    def replicate(self, module: nn.Module, device_ids: Sequence[int | torch.device]) -> list[nn.Module]:
-        """Record the parameters that replicas use: torch gives unused ones a gradient of zeros."""
-        replicas = super().replicate(module, device_ids)
-        for replica in replicas[1:]:
-            drop_engine_hooks(replica)
+            generator.manual_seed((first.initial_seed() + number * _ODD) % 2**63)
+            generator.set_offset(first.get_offset())
+        devices = list(self.devices[: len(call.ranges)])
+        replicas = replicate(self._module, devices)
         for replica in replicas:
-            for original, copy in zip(module.modules(), replica.modules(), strict=True):
+            for original, part in zip(self._module.modules(), replica.modules(), strict=True):
                 for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
-                    if (tensor := getattr(copy, name)).requires_grad:
-                        tensor.register_hook(partial(self._note, id(parameter)))
-        return replicas
+                    if (copy := getattr(part, name)).requires_grad:
+                        copy.register_hook(partial(self._note, id(parameter)))
+        parts = [call.part(number, device) for number, device in enumerate(devices)]
+        with user_hooks_only(replicas[1:]):
+            outputs: list[Any] = parallel_apply(replicas, [part[0] for part in parts], [p[1] for p in parts], devices)
+        return outputs
 
     def _note(self, parameter: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             self.used.add(parameter)
 
-    def scatter(self, inputs: object, kwargs: object, device_ids: Sequence[int | torch.device]) -> Any:  # noqa: ANN401 (torch's own)
-        del inputs, kwargs
-        assert self._call is not None
-        numbers = range(len(self._call.ranges))
-        parts = [self._call.part(n, _mover(device)) for n, device in zip(numbers, device_ids, strict=False)]
-        return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
-    def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:  # noqa: ANN401 (torch's own)
-        assert self._call is not None
-        return self._call.join(outputs, lambda rows: torch.cat([one.to(output_device) for one in rows]))
+@dataclass(frozen=True, slots=True)
+class CutCall:
+    """A call of a model in parts.
+
+    Attributes:
+        arguments: of the call.
+        num_samples: length of the first axis of the arguments that are cut; every part gets the others whole.
+        ranges: (first sample, exclusive end) of each part, in order.
+    """
+
+    arguments: Arguments
+    num_samples: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def part(self, number: int, device: int | None = None) -> Arguments:
+        """Return the arguments of one part, on a device."""
+
+        def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
+            if has_rows(leaf, self.num_samples):
+                leaf = slice_samples(leaf, *self.ranges[number])
+            return leaf if device is None or not isinstance(leaf, Tensor) else leaf.to(device, non_blocking=True)
+
+        args, kwargs = self.arguments
+        return tuple(map_leaves(value, piece) for value in args), {n: map_leaves(v, piece) for n, v in kwargs.items()}
+
+    def join(self, outputs: Sequence[Any]) -> Any:  # noqa: ANN401 (the model's)
+        """Return the outputs of all parts as the whole call's, or raise a `CompositionError` if that is not exact."""
+        try:
+            return merge_trees(outputs, self._merged)
+        except DataError as error:
+            message = _refused("its output", f"replicas return different structures ({error})")
+            raise CompositionError(message) from error
+
+    def _merged(self, path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor or anything else)
+        name, sizes, first = f"its output{path}", [stop - start for start, stop in self.ranges], leaves[0]
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            if all(leaf is first or (type(leaf) is type(first) and leaf == first) for leaf in leaves):
+                return first
+            raise CompositionError(_refused(name, f"it is {first!r} on one replica and another value elsewhere"))
+        has_axes = all(leaf.dim() and leaf.layout is torch.strided and not leaf.is_nested for leaf in leaves)
+        rows = len(first) // sizes[0] if has_axes else 0
+        if rows and all(len(leaf) == rows * size for leaf, size in zip(leaves, sizes, strict=True)):
+            if rows > 1:
+                why = f"it has {rows} rows for each sample, in an order that shapes do not show"
+                raise CompositionError(_refused(name, why))
+            if len({leaf.shape[1:] for leaf in leaves}) > 1:
+                shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+                raise CompositionError(_refused(name, f"rows have different shapes on replicas: {shapes}"))
+            return torch.cat([leaf.to(first.device) for leaf in leaves])
+        shape = tuple(first.shape)
+        if any(leaf.requires_grad for leaf in leaves):
+            kind = f"of shape {shape}" if shape else "a scalar"
+            raise CompositionError(_refused(name, f"it is {kind}, and each replica has computed another one"))
+        if not all(leaf.shape == first.shape and torch.equal(leaf.to(first.device), first) for leaf in leaves):
+            raise CompositionError(_refused(name, f"replicas have returned different values of shape {shape}"))
+        return first
 
 
-def _mover(device: int | torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    return lambda own, _: own.to(device, non_blocking=True)
+def cut_call(arguments: Arguments, num_parts: int, num_samples: int, own: Collection[tuple[int, int]]) -> CutCall | str:
+    """Return a call in at most `num_parts` parts, or a clause with the reason why it is not cut.
+
+    Shapes show the arguments that carry samples. `own` are addresses of the micro-batch's tensors, which certainly do.
+    """
+    if num_samples < _MIN_SAMPLES:
+        return f"{num_samples} samples are too few to see which outputs follow them"
+    values = (*arguments[0], *arguments[1].values())
+    leaves = [leaf for value in values for _, leaf in leaves_of(value, "", cutting=True)]
+    if not any(has_rows(leaf, num_samples) for leaf in leaves):
+        return f"no argument has the micro-batch's {num_samples} samples as its first axis"
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if len(tensors) > 1 and any(num_samples in tensor.shape[1:] for tensor in tensors):
+        strange = [one for one in tensors if has_rows(one, num_samples) and _address(one) not in own]
+        if strange:
+            return (
+                f"an argument of shape {tuple(strange[0].shape)} is not from the micro-batch, and an axis of "
+                f"{num_samples} may be the axis of its {num_samples} samples or not"
+            )
+    sizes = list(even_parts(num_samples, min(num_parts, num_samples)))
+    if sizes[0] == sizes[-1] == 1:
+        sizes = list(even_parts(num_samples, num_samples - 1))
+    elif sizes[0] == sizes[-1]:  # different sizes, so that an output of fixed length cannot match each part
+        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    return CutCall(arguments, num_samples, tuple(pairwise(ends)))
 
 
-_ODD = 0x9E3779B97F4A7C15
-"""Spreads consecutive seeds: 2**64 divided by the golden ratio."""
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the start of a tensor's memory and its row stride: equal for slices of its columns."""
+    return tensor.untyped_storage().data_ptr(), tensor.stride(0) if tensor.dim() else 0
+
+
+def _refused(name: str, why: str) -> str:
+    return (
+        f"strategy 'data_parallel' cannot join what the replicas of the model have returned: {name}: {why}. Return one "
+        "value or row for each sample, and compute losses and means in the loss function; or use "
+        "strategy='all_reduce' (torchrun), which does not cut the model's arguments."
+    )
 
 
 def _refuse_scripts(modules: nn.Module) -> None:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
-from anybatch.errors import CannotRedoError, UserError, WorldError
-from anybatch.parallel.compressed_sum import CompressedSum, Compression, check_compression, refuse_wide, told
+from anybatch.errors import CannotRedoError, CompositionError, UserError, WorldError
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.owned_gradients import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
@@ -26,6 +25,7 @@ from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionO
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
 
+Compression = Literal["bf16"] | None
 # Renamed in torch 2.13, where the old name warns.
 _NO_BUFFER_SYNC: dict[str, Any] = (
     {"forward_sync_buffers": False}
@@ -50,7 +50,8 @@ class DDP:
             of them.
         static_graph: refused: if a rank's first step has several micro-batches, torch 2.13's reducer crashes under
             `no_sync`; without it, later steps were not reduced, without an error.
-        compression: "bf16" halves the traffic: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
+        compression: "bf16" halves the traffic: an all-reduce in bf16, like torch's `bf16_compress_hook`, which rounds
+            each gradient once per rank.
 
     Raises:
         UserError: `static_graph`, or an unknown compression.
@@ -78,7 +79,10 @@ class DDP:
             )
             raise UserError(message)
         self._gradient_as_bucket_view = gradient_as_bucket_view
-        self._compression = check_compression(compression)
+        if compression not in ("bf16", None):
+            message = f"{compression=} must be 'bf16' (an all-reduce in bf16) or None."
+            raise UserError(message)
+        self._compression = compression
         self.capabilities = replace(self.capabilities, compresses=compression is not None)
         self._bucket_bytes = bucket_bytes
         self._find_unused_parameters = find_unused_parameters
@@ -97,7 +101,7 @@ class DDP:
         """Make the replicas equal and wrap a caller around the model; refuse float64 gradients under compression."""
         parameters = trainable(modules)
         if self._compression:
-            refuse_wide(parameters)
+            _refuse_float64(parameters)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._owned = OwnedGradients(self._parameters)
@@ -119,7 +123,9 @@ class DDP:
             call=self._call,
             backward_inputs=tuple(self._parameters),
             differed=differed,
-            decisions=told(self._compression),
+            decisions={"compression": "gradients are summed in bf16, rounded to 2**-9 once per rank"}
+            if self._compression
+            else {},
             abort=self._make_abort,
         )
 
@@ -265,9 +271,7 @@ class _Reductions:
 
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     def finish() -> Tensor:
-        if compressed is not None:
-            compressed.finish()
-        return flat  # summed in place
+        return flat if sent is flat else flat.copy_(sent)  # summed in place
 
     def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
@@ -278,23 +282,29 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
             raise
         return finish()
 
-    flat, compressed = bucket.buffer(), None
+    flat = bucket.buffer()
     on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
     group = reductions.group
+    sent = flat.bfloat16() if reductions.compression and dist.get_world_size(group) > 1 else flat
     # DDP's default hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
-    if reductions.compression and dist.get_world_size(group) > 1:
-        compressed = CompressedSum(flat, dist.get_rank(group), dist.get_world_size(group), group)
-        sent = compressed.start(on_reduction, bucket.index())
-        # In the hook, because buckets arrive there in the same order on every rank, unlike in future callbacks.
-        reductions.wait(sent) if on_cpu else sent.wait()
-        work: dist.Work | None = compressed.gather(on_reduction, bucket.index())
-    else:
-        if on_reduction is not None:
-            on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
-        work = dist.all_reduce(flat, group=group, async_op=True)
+    if on_reduction is not None:
+        on_reduction(bucket.index(), sent.numel() * sent.itemsize, sent.dtype)
+    work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
     if on_cpu:
         return reductions.finish_later(work, finish, is_last=bucket.is_last())
     # On an accelerator, waiting only orders later work after the collective.
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
     return result
+
+
+def _refuse_float64(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise a `CompositionError` for float64 gradients, whose precision a bf16 message would waste."""
+    for name, parameter in parameters.items():
+        if parameter.dtype == torch.float64:
+            message = (
+                f"compression='bf16' does not compose with float64 parameters ({name!r} is one): their gradients have "
+                "53 significant bits, and a message in bf16 keeps 8 of them. Leave compression out, or use float32 "
+                "parameters."
+            )
+            raise CompositionError(message)

@@ -13,19 +13,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread, main_thread
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from anybatch.errors import RankFailedError, WorldError
-from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.launchers import Launch
 from anybatch.parallel.meshes import forget_meshes
 from anybatch.parallel.messenger import Message, Messenger
 from anybatch.parallel.rank_failure import RankFailure
-from anybatch.parallel.roll_call import RollCall, announce_end, default_group
+from anybatch.parallel.roll_call import RollCall, announce_end
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store, set_timeout
 
 _JOINED_KEY = "anybatch/times_joined"
@@ -35,8 +33,6 @@ _SIGNATURES_KEY = "anybatch/signatures"
 _PATIENCE_SECONDS, _AT_EXIT_SECONDS = 2.0, 0.1
 _CONNECTING = timedelta(seconds=45)
 """Timeout for connecting after the rendezvous: gloo does not notice a rank that has died meanwhile."""
-_KEEP_ALIVES: "WeakKeyDictionary[dist.ProcessGroup, KeepAlive]" = WeakKeyDictionary()
-"""The newest connection by default group, with which a rank that makes another world checks the next rank."""
 
 
 @dataclass(slots=True)
@@ -45,7 +41,6 @@ class _GroupResources:
 
     Attributes:
         groups: the process group; empty once it has ended.
-        keep_alive: connection to the next rank.
         roll_call: informs the other ranks that this one makes no more calls.
         messengers: the message thread; empty on one rank, and once it has ended.
         owns_default_group: end the default group at the exit of the process.
@@ -54,7 +49,6 @@ class _GroupResources:
     """
 
     groups: list["dist.ProcessGroup"]
-    keep_alive: KeepAlive
     roll_call: RollCall
     messengers: list[Messenger]
     owns_default_group: bool
@@ -106,7 +100,7 @@ class ControlGroup:
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
         # Ranks make their worlds in the same order, so the name is the same on all of them.
         self.name = f"world_{store.add(f'{_WORLDS_KEY}/{rank}', 1)}"
-        self.roll_call = RollCall(self.name, rank, size, timeout, _KEEP_ALIVES.get(default_group()))
+        self.roll_call = RollCall(self.name, rank, size, timeout)
         # A rank that makes one more world than the others would wait for them inside gloo, where it cannot check on
         # them.
         self.roll_call.enter("World.from_environment (ab.Engine calls it)", None, barrier=True)
@@ -123,15 +117,12 @@ class ControlGroup:
             group = dist.new_group(backend="gloo", timeout=connecting)
             # A rank that ends its group before every rank has connected would break the connecting.
             dist.all_reduce(torch.zeros(1), group=group)
-            keep_alive = KeepAlive(self.name, rank, size, store, connecting)
             if rank == 0:
                 store.set(f"{_SIGNATURES_KEY}/{self.name}", secrets.token_hex())
-        self.roll_call.keep_alive = keep_alive
         self.secret = store.get(f"{_SIGNATURES_KEY}/{self.name}")
         self._rank, self._size = rank, size
         messengers = [Messenger(group, rank, size, timeout)] if size > 1 else []
-        self._resources = _GroupResources([group], keep_alive, self.roll_call, messengers, owns_default_group)
-        _KEEP_ALIVES[default_group()] = keep_alive
+        self._resources = _GroupResources([group], self.roll_call, messengers, owns_default_group)
         # Also at exit: threads of an open group may abort the process while the interpreter exits.
         self._finalizer = weakref.finalize(self, _destroy, self._resources)
 
@@ -273,13 +264,12 @@ def _destroy(resources: _GroupResources) -> None:
     """Destroy the group of a control group that was closed or collected, or is open at the exit of the process."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has its parent's sockets, but not the threads
-    # Before the goodbye: a rank that receives it looks here for the reason.
+    # Before the connections end: a rank that notices looks here for the reason.
     resources.roll_call.close()
     is_exit = not main_thread().is_alive()
     if is_exit:
         # The process exits anyway. A thread left in gloo while the interpreter exits would abort it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resources.keep_alive.close()
     with suppress(ValueError):  # it ended with the default group
         dist.destroy_process_group(resources.groups[0])
     if resources.num_pending and not is_exit:

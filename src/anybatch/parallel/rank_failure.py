@@ -58,8 +58,8 @@ class RankFailure:
         """Return it as the beginning of a sentence, without a full stop."""
         if self.error_type is None:
             return (
-                f"rank {self.rank} has ended without an error, or its host does not answer any more: it was killed, or "
-                "its program ended before the others' (loaders of different lengths: wrap them in ab.shares)"
+                f"rank {self.rank} has ended without an error: it was killed, or its program ended before the others' "
+                "(loaders of different lengths: wrap them in ab.shares)"
             )
         place = "between steps" if self.step is None else f"in step {self.step}"
         return f"rank {self.rank} failed {place}: {self.error_type}: {self.reason}"

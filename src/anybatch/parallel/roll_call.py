@@ -5,11 +5,14 @@ the others' positions, and keeps waiting if they may still come: a slow rank nev
 """
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -17,20 +20,20 @@ import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, RanksDifferError, UserError, WorldError
 from anybatch.parallel.deadlock_detector import DeadlockDetector
-from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.messenger import Work
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 
 _PREFIX = "anybatch/roll_call"
 _ENDED_KEY = "anybatch/ended"
+_PROCESS_KEY = "anybatch/process"
 _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
 _LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
 """By default group, a message of this rank that another one has not answered: the next one would be its answer."""
-_MOST_TIMES_BROKEN = 2
-"""Times in a row that the next rank may be found gone: it may have finished, with its last message in flight."""
+_MAX_TIMES_ENDED = 2
+"""Times in a row that a rank may be found gone: its last message may be in flight."""
 _NUM_LOOKS_FOR_CAUSE, _BETWEEN_LOOKS_SECONDS = 20, 0.1
 """How often a rank with a broken connection looks for the cause, which other ranks may publish a little later."""
 _START_AGAIN = "Start all ranks again, from the last checkpoint."
@@ -83,10 +86,8 @@ class RollCall:
         rank: this rank.
         size: the number of ranks.
         timeout: how long a rank waits for the others to reach a call.
-        keep_alive: connection to the next rank, if there is one yet.
 
     Attributes:
-        keep_alive: as passed, until the ranks have made a new one.
         digests: of this rank's step: its call, batch, settings and replica; each below 2**20.
         shards_digest: of its shards of weights; the same in one data group, below 2**20.
         has_agreed: whether the last message of the step has been sent, so that other ranks wait for nothing more.
@@ -95,15 +96,12 @@ class RollCall:
         num_told: number of errors that all ranks have received together.
     """
 
-    def __init__(
-        self, world_name: str, rank: int, size: int, timeout: timedelta, keep_alive: KeepAlive | None = None
-    ) -> None:
+    def __init__(self, world_name: str, rank: int, size: int, timeout: timedelta) -> None:
         self._world_name = world_name
         self._rank = rank
         self._size = size
         self._timeout_seconds = timeout.total_seconds()
-        self.keep_alive = keep_alive
-        self._times_broken = 0
+        self._times_ended = 0
         self._deadlocks = DeadlockDetector(world_name, rank, size)
         self.number = 0
         self._name = ""
@@ -118,6 +116,7 @@ class RollCall:
         self.shards_digest = 0
         self._num_left = 0
         self._has_timed_out = False
+        _try(lambda store: store.set(f"{_PROCESS_KEY}/{rank}", json.dumps([*_own_host(), os.getpid()])))
 
     @property
     def is_inside(self) -> bool:
@@ -125,9 +124,10 @@ class RollCall:
         return self._inside
 
     @property
-    def next_has_ended(self) -> bool:
-        """Whether the next rank seems to have ended without closing its engine."""
-        return self.keep_alive is not None and self.keep_alive.is_broken
+    def ended_ranks(self) -> list[int]:
+        """The ranks on this host whose processes have ended without closing their engines."""
+        ended = [rank for rank in range(self._size) if _has_ended(_read(f"{_PROCESS_KEY}/{rank}"))]
+        return [rank for rank in ended if not self._read("closed", rank) and not _read(f"{_ENDED_KEY}/{rank}")]
 
     @property
     def compared(self) -> tuple[tuple[int, ...], int]:
@@ -259,9 +259,8 @@ class RollCall:
         failure: RankFailure | None = None
         with suppress(RuntimeError, ValueError):  # the store ended with its rank
             failure = self.published()
-        if failure is None and self.next_has_ended:
-            assert self.keep_alive is not None
-            failure = RankFailure.of_ended(self.keep_alive.next_rank, self._step)
+        if failure is None and (ended := self.ended_ranks):
+            failure = RankFailure.of_ended(ended[0], self._step)
             with suppress(RuntimeError, ValueError):
                 self.publish(failure)
         if failure is not None and failure.error_type == RanksDifferError.__name__:  # true on all ranks
@@ -299,6 +298,7 @@ class RollCall:
             for rank in range(self._size)
             if (text := self._read("at", rank)) and Whereabouts.from_json(text).number == self.number
         }
+        leave_groups_alone()  # a host that is gone closes no connection
         late = [rank for rank in range(self._size) if rank not in come | {self._rank}]
         ranks = f"rank {', '.join(map(str, late))}" if late else "another rank"
         self._out_of_step = str(self.here)
@@ -383,10 +383,10 @@ class RollCall:
         `was_left` is whether it had at the last check: everything that it had sent has arrived since.
 
         Raises:
-            RankFailedError: it had, and nothing has arrived; or the next rank has ended.
+            RankFailedError: it had, and nothing has arrived; or a rank on this host has ended.
             RanksDifferError: another rank has made a different call.
         """
-        self._check_keep_alive()
+        self._raise_if_ended()
         if not self._inside:  # a message between calls, such as a vote
             return False
         here = self.here
@@ -410,11 +410,10 @@ class RollCall:
             raise cause
         return is_left
 
-    def _check_keep_alive(self) -> None:
-        """Raise a `RankFailedError` if the next rank was found gone repeatedly, so that its last data has arrived."""
-        self._times_broken = self._times_broken + 1 if self.next_has_ended else 0
-        if self._times_broken > _MOST_TIMES_BROKEN and (cause := self._cause()):
-            leave_groups_alone()
+    def _raise_if_ended(self) -> None:
+        """Raise a `RankFailedError` if a rank was found gone repeatedly, so that its last data has arrived."""
+        self._times_ended = self._times_ended + 1 if self.ended_ranks else 0
+        if self._times_ended > _MAX_TIMES_ENDED and (cause := self._cause()):
             raise cause
 
     def _apart(self, stands: Sequence[str]) -> RanksDifferError:
@@ -457,6 +456,25 @@ def _read(key: str) -> str:
     found: list[str] = []
     _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
     return found[0] if found else ""
+
+
+def _own_host() -> list[str]:
+    """Return the name of this host, and the namespace of its process numbers, which containers share or not."""
+    namespace = Path("/proc/self/ns/pid")
+    return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
+
+
+def _has_ended(process: str) -> bool:
+    """Whether a process on this host, as published by its rank, has ended; False on other hosts."""
+    *host, number = json.loads(process or "[0]")
+    if host != _own_host():
+        return False
+    try:
+        os.kill(number, 0)  # sends nothing
+        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)  # and not a process of another user, or a system without /proc
+    return state.split()[0] == "Z"  # its parent has not read its exit status yet
 
 
 def _at(step: int | None) -> str:

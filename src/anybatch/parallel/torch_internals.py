@@ -2,7 +2,8 @@
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +32,17 @@ __all__ = [
     "begin_as_root",
     "carry_over",
     "default_store",
-    "drop_engine_hooks",
-    "has_thread_state",
-    "keeps_graph",
     "leave_groups_alone",
     "local_offset",
     "num_storage_users",
-    "replica_of",
     "root_of",
     "set_timeout",
     "sharded_group",
-    "store_address",
+    "user_hooks_only",
     "without_hooks",
 ]
 _SHARDING = "Training sharded parameters"
-_REPLICAS = "Training replicas in threads (strategy='data_parallel')"
+_REPLICAS = "Training replicas (strategy='data_parallel')"
 
 
 def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
@@ -77,47 +74,19 @@ def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (tor
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def store_address(store: Store) -> tuple[str, int] | None:
-    """Return the host and port of a store; None for another kind, such as a file."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
-
-
-def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Return a module that computes like another, with other parameters and copies of its buffers.
-
-    It consists of shallow copies of the modules, as in `nn.DataParallel`: the same classes, attributes and user hooks;
-    modules that are shared inside the original are shared in the replica. The engine's hooks stay with the original.
-    `parameters` maps the id of each parameter to its replacement.
-    """
-    buffers = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+@contextmanager
+def user_hooks_only(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the user's forward hooks alone: the engine's read the statistics of the first replica."""
     with needed_for(_REPLICAS):
-        pairs = [(original, original._replicate_for_data_parallel()) for original in module.modules()]
-        replicas: dict[int, nn.Module] = {id(original): replica for original, replica in pairs}
-        for original, replica in pairs:
-            for name, child in original._modules.items():
-                replica._modules[name] = None if child is None else replicas[id(child)]
-            for name, parameter in original._parameters.items():
-                if parameter is None:
-                    replica._parameters[name] = None
-                else:  # in the module itself: recurrent layers also keep a list of them
-                    setattr(replica, name, parameters[id(parameter)])
-            for name, buffer in original._buffers.items():
-                replica._buffers[name] = None if buffer is None else buffers[id(buffer)]
-    drop_engine_hooks(replicas[id(module)])
-    return replicas[id(module)]
-
-
-def drop_engine_hooks(replica: nn.Module) -> None:
-    """Keep only the user's forward hooks on a replica: the engine's apply to the original module.
-
-    The replica shares its hook tables with others, so it gets its own.
-    """
-    with needed_for(_REPLICAS):
-        for part in replica.modules():
-            kept = [(k, h) for k, h in part._forward_hooks.items() if not type(h).__module__.startswith("anybatch.")]
+        tables = [(part, part._forward_hooks) for module in modules for part in module.modules()]
+    try:
+        for part, hooks in tables:  # replicas share them with the original
+            kept = [(key, hook) for key, hook in hooks.items() if not type(hook).__module__.startswith("anybatch.")]
             part._forward_hooks = OrderedDict(kept)
+        yield
+    finally:
+        for part, hooks in tables:
+            part._forward_hooks = hooks
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
@@ -126,23 +95,6 @@ def without_hooks(module: nn.Module) -> nn.Module:
     vars(copy).update(vars(module))
     vars(copy).update({name: value for name, value in vars(nn.Module()).items() if "_hooks" in name})
     return copy
-
-
-def has_thread_state() -> bool:
-    """Whether torch has state in this thread that a new thread lacks: modes, hooks on saved tensors."""
-    with needed_for(_REPLICAS):
-        return bool(
-            torch._C._len_torch_function_stack()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 (it takes no name)
-        )
-
-
-def keeps_graph() -> bool:
-    """Whether the running backward of this thread was called with retain_graph=True."""
-    with needed_for(_REPLICAS):
-        keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return keeps
 
 
 def begin_as_root(root: nn.Module) -> None:

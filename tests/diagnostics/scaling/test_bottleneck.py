@@ -81,7 +81,7 @@ def test_the_link() -> None:
     slow = causes(reduction=0.07, four_buckets=0.07, messages=((4, 0.001), (1000, 0.08)), compressed=0.03)
     assert [cause.code for cause in slow] == ["slow_link"]
     assert slow[0].settings is not None
-    assert slow[0].settings.compression == "bf16"
+    assert (slow[0].settings.strategy, slow[0].settings.compression) == ("ddp", "bf16")
     assert slow[0].predicted_step == pytest.approx(COMPUTE + UPDATE + 0.03, abs=1e-4)
 
     late = causes(reduction=0.07, four_buckets=0.07, messages=((4, 0.02), (1000, 0.021)))

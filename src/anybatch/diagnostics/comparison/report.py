@@ -154,6 +154,10 @@ class ComparisonReport:
         else:
             worst = max((one.gradient_error or 0.0 for one in self._of_the_batch), default=0.0)
             found.append(f"all of these have the gradient of the un-split batch (relative error at most {worst:.0e}).")
+        if "DataParallel" in by_name and by_name["DataParallel"].reserved_bytes is None:
+            found.append(
+                "DataParallel ran its replicas one after another, as there are no GPUs: read DDP's time instead."
+            )
         if varying := sum(one.varies for one in self.results):
             found.append(
                 f"the times of {varying} of {len(self.results)} ways vary by more than a quarter: for a closer "

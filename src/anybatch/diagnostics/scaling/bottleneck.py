@@ -171,7 +171,7 @@ def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause
     larger = f"a larger effective batch, if training allows: twice the samples per message save {_ms(left / 2)}"
     tries = evidence.compressed is not None and evidence.compressed.is_sure
     saved = min(evidence.compressed.seconds, left) if tries and evidence.compressed else 0.0
-    compress = f'compression="bf16" ({_ms(saved)} less, two roundings of gradients); or ' if tries else ""
+    compress = f'DDP(compression="bf16") ({_ms(saved)} less, a rounding of gradients per rank); or ' if tries else ""
     return [
         Cause(
             code="high_latency",
@@ -186,7 +186,7 @@ def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause
             what=f"{in_bytes(evidence.gradient_bytes)} of gradients at {_rate(link)}: {_ms(rate)} a step",
             change=f"{compress}{larger}",
             predicted_step=parts.step - (saved if tries else left / 2),
-            settings=replace(settings, compression="bf16") if tries else None,
+            settings=replace(settings, strategy="ddp", compression="bf16") if tries else None,
         ),
     ]
 

@@ -21,8 +21,7 @@ from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.compressed_sum import Compression
-from anybatch.parallel.ddp import DDP
+from anybatch.parallel.ddp import DDP, Compression
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.strategy import Strategy, trainable
 from anybatch.parallel.world import World
@@ -60,11 +59,13 @@ class RunSettings:
         checked_int("num_workers", self.num_workers, least=0)
         if self.micro_batch_size is not None:
             checked_int("micro_batch_size", self.micro_batch_size)
+        self.make_strategy()  # refuses options of another strategy
 
     def make_strategy(self) -> Strategy:
         """Return a new strategy with these settings."""
-        kind = DDP if self.strategy == "ddp" else AllReduce
-        return kind(bucket_bytes=self.bucket_bytes, compression=self.compression)
+        if self.strategy == "ddp":
+            return DDP(bucket_bytes=self.bucket_bytes, compression=self.compression)
+        return AllReduce(bucket_bytes=self.bucket_bytes, compression=self.compression)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +161,14 @@ class _RankMeasurement:
         spec = self._request.train()
         modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)
         parameters = list(trainable(modules).values())
-        # Float64 gradients are not compressed.
-        narrow = all(one.dtype != torch.float64 for one in parameters)
+        # DDP compresses float32 gradients alone, and cannot accumulate bf16 and fp16 ones.
+        compresses = all(one.dtype == torch.float32 for one in parameters) and self._settings.compression is None
         sizes = [gradient_bytes([one]) for one in parameters]
         # torch takes buckets of DDP in MiB.
         least = MEBIBYTE if self._settings.strategy == "ddp" else 1
         cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes, least=least)
         largest = max((unit.num_samples for unit in share), default=0)
-        steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
+        steps = self._in_turns(self._kinds(cuts, largest, compresses=compresses))
         loading: list[RankSeconds] = []
         loading_alone: list[RankSeconds] = []
         for number in range(NUM_REPEATS):
@@ -213,7 +214,7 @@ class _RankMeasurement:
         if share > largest_unit:
             kinds[LARGER] = dataclasses.replace(settings, micro_batch_size=share)
         if compresses:
-            kinds[COMPRESSED] = dataclasses.replace(settings, compression="bf16")
+            kinds[COMPRESSED] = dataclasses.replace(settings, strategy="ddp", compression="bf16")
         for number, cut in enumerate(cuts):
             if settings.bucket_bytes not in cut.sizes:
                 kinds[f"buckets {number}"] = dataclasses.replace(settings, bucket_bytes=cut.sizes[0])

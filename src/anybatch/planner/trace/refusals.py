@@ -26,7 +26,7 @@ def refuse_strategy(strategy: str | Callable[[], Strategy]) -> None:
     """
     if strategy == "data_parallel" or (callable(strategy) and strategy().capabilities.splits_micro_batches):
         message = (
-            "cannot plan, will probe: replicas in threads of one process are not supported. Plan strategy='ddp', whose "
+            "cannot plan, will probe: several replicas in one process are not supported. Plan strategy='ddp', whose "
             "ranks need less memory than the first replica."
         )
         raise CannotPlanError(message)

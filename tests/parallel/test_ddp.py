@@ -1,59 +1,26 @@
-"""Sums over ranks with bf16 messages and float32 additions, and other options of DDP."""
+"""Options of DDP: compressed messages, and gradients as views of buckets."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.errors import CompositionError, RankFailedError, UserError
 from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.compressed_sum import CompressedSum
 from anybatch.parallel.ddp import DDP
-from anybatch.parallel.strategy import Strategy
 from anybatch.records import ReductionRecord
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, InMemory
 from tests.ranks_fixture import Ranks
 
-LENGTHS = [1, 7, 4099]
 SAMPLES = 22
+NUM_NUMBERS = 5 * 9 + 9 + 9 * 3 + 4
 ROUNDED = 2.0**-9
 """Relative error of one rounding to bf16, which keeps 8 significant bits."""
-
-
-def sums(length: int) -> tuple[float, float, list[float]]:
-    """Run on every rank: return the errors of a compressed sum and a bf16 all-reduce, and the first values."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = [torch.randn(length, generator=torch.Generator().manual_seed(number)) for number in range(size)]
-    exact = torch.stack(own).double().sum(0)
-    found = own[rank].clone()
-    summed = CompressedSum(found, rank, size)
-    for _ in range(2):  # the second sum must not contain values of the first
-        found.copy_(own[rank])
-        summed.start(None, 0).wait()
-        summed.gather(None, 0).wait()
-        summed.finish()
-    plain = own[rank].bfloat16()
-    dist.all_reduce(plain)
-    scale = torch.stack(own).double().square().sum(0).sum().sqrt()
-    return float((found - exact).norm() / scale), float((plain - exact).norm() / scale), found[:5].tolist()
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_number_is_rounded_twice(length: int, two_ranks: Ranks, three_ranks: Ranks) -> None:
-    """For any number of ranks the error is at most two roundings, and all ranks get bitwise the same sum."""
-    found: list[tuple[float, float, list[float]]] = []
-    for ranks in (two_ranks, three_ranks):
-        found = ranks.run(sums, length)
-        assert all(error <= 2 * ROUNDED for error, _, _ in found)
-        assert [shown for _, _, shown in found] == [found[0][2]] * ranks.world_size
-    if length == max(LENGTHS):  # a bf16 all-reduce rounds once more per rank
-        assert found[0][0] < 0.9 * found[0][1]
 
 
 class Records:
@@ -90,11 +57,9 @@ def data(seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
     }
 
 
-STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
-    "all_reduce": lambda: AllReduce(bucket_bytes=100, compression="bf16"),
-    "all_reduce, after": lambda: AllReduce(overlap=False, compression="bf16"),
-    "ddp": lambda: DDP(compression="bf16"),
-    "ddp, views": lambda: DDP(gradient_as_bucket_view=True),
+STRATEGIES: Mapping[str, Callable[[], DDP]] = {
+    "compressed": lambda: DDP(compression="bf16"),
+    "views": lambda: DDP(gradient_as_bucket_view=True),
 }
 
 
@@ -129,21 +94,19 @@ def steps(name: str) -> tuple[float, list[float], dict[str, int], str]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_gradients_are_those_of_one_device(name: str, two_ranks: Ranks, three_ranks: Ranks) -> None:
-    """Accumulated gradients are rounded at most twice, unused parameters stay unchanged, and replicas are equal."""
+    """Accumulated gradients are rounded once per rank, unused parameters stay unchanged, and replicas are equal."""
     for ranks in (two_ranks, three_ranks):
         found = ranks.run(steps, name)
-        compressed = "views" not in name
+        compressed = name == "compressed"
         for error, weights, handed, told in found:
-            assert error <= (2 * ROUNDED if compressed else 1e-6)
+            assert error <= (ranks.world_size * ROUNDED if compressed else 1e-6)
             assert (error > ROUNDED / 8) is compressed
             assert weights == found[0][1]
-            assert ("rounded twice" in told) is compressed
-            if name == "all_reduce, after":
-                padded = -(-85 // ranks.world_size)
-                assert handed == {"all_to_all": 2 * padded * ranks.world_size, "all_gather": 2 * padded}
+            assert ("once per rank" in told) is compressed
+            assert handed == {"all_reduce": (2 if compressed else 4) * NUM_NUMBERS}
 
 
-def goes_on(name: str) -> tuple[str, list[float]]:
+def goes_on() -> tuple[str, list[float]]:
     """Run on every rank: the loss of one rank fails once; return the error and the final weights."""
     model, world = network(), ab.World.from_environment()
     calls = [0]
@@ -161,7 +124,7 @@ def goes_on(name: str) -> tuple[str, list[float]]:
         sgd,
         ab.mean_over_samples(failing),
         micro_batch_size=4,
-        strategy=STRATEGIES[name](),
+        strategy=DDP(compression="bf16"),
         world=world,
         check_loss=False,
     ) as engine:
@@ -173,10 +136,9 @@ def goes_on(name: str) -> tuple[str, list[float]]:
     return said, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "ddp"])
-def test_ranks_go_on_behind_a_failure(name: str, two_ranks: Ranks) -> None:
+def test_ranks_go_on_behind_a_failure(two_ranks: Ranks) -> None:
     """If the loss of one rank fails, both ranks leave the step and continue with equal weights."""
-    (one, weights), (other, others) = two_ranks.run(goes_on, name)
+    (one, weights), (other, others) = two_ranks.run(goes_on)
 
     assert "sample 17 is unreadable" in one
     assert "sample 17 is unreadable" in other
@@ -184,29 +146,28 @@ def test_ranks_go_on_behind_a_failure(name: str, two_ranks: Ranks) -> None:
     assert weights != torch.cat([p.detach().flatten() for p in network().parameters()]).tolist()
 
 
-def refused() -> list[str]:
-    """Run on every rank: return the errors for float64 parameters."""
-    found = []
-    for strategy in (AllReduce(compression="bf16"), DDP(compression="bf16")):
-        model = network(torch.float64)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(CompositionError) as caught:
-            ab.Engine(model, sgd, ab.mean_over_samples(loss), strategy=strategy, world=ab.World.from_environment())
-        found.append(str(caught.value))
-    return found
+def refused() -> str:
+    """Run on every rank: return the error for float64 parameters."""
+    model, strategy = network(torch.float64), DDP(compression="bf16")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CompositionError) as caught:
+        ab.Engine(model, sgd, ab.mean_over_samples(loss), strategy=strategy, world=ab.World.from_environment())
+    return str(caught.value)
 
 
 def test_float64_is_refused(two_ranks: Ranks) -> None:
     """Compression refuses float64 parameters, and the error names the precision that would be lost."""
-    for reasons in two_ranks.run(refused):
-        assert all("'idle' is one" in reason and "keeps 8 of them" in reason for reason in reasons)
+    for reason in two_ranks.run(refused):
+        assert "'idle' is one" in reason
+        assert "keeps 8 of them" in reason
 
 
 def test_arguments() -> None:
-    """An unknown compression and DDP's static graph are refused."""
+    """An unknown compression, compression under all_reduce and DDP's static graph are refused."""
     unknown: Any = "int8"
-    for strategy in (AllReduce, DDP):
-        with pytest.raises(UserError, match="compression='int8' must be"):
-            strategy(compression=unknown)
+    with pytest.raises(UserError, match="compression='int8' must be"):
+        DDP(compression=unknown)
+    with pytest.raises(UserError, match=r"pass strategies.DDP\(compression='bf16'\)"):
+        AllReduce(compression="bf16")
     with pytest.raises(UserError, match="leave later steps unreduced"):
         DDP(static_graph=True)
