@@ -14,12 +14,12 @@ MAX_FUNCTION_LINES = 45
 SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
     "engine": (15_750, 73),
-    "diagnostics": (8_250, 52),
+    "diagnostics": (8_000, 49),
     "planner": (8_000, 48),
     "parallel": (6_150, 37),
     "core": (5_650, 30),
-    "recipes": (3_800, 28),
-    "cli": (3_000, 34),
+    "recipes": (3_600, 24),
+    "cli": (2_900, 32),
     "data": (3_050, 19),
     "events": (2_400, 19),
     "checkpoints": (1_800, 12),
