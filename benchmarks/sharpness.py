@@ -25,8 +25,8 @@ import torch
 from learning_rate_rules import EPS, OPTIMIZERS, STUDENT_95, scaled
 from small_runs import OptimizerName, Setting, task_of, train
 
-from anybatch.diagnostics.sharpness import measure_sharpness
 from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch_guide.sharpness import measure_sharpness
 
 SEEDS = range(5)
 SIZES = (16, 64, 256, 1024)

@@ -13,18 +13,18 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 45
 SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
-    "engine": (15_750, 73),
-    "diagnostics": (8_250, 52),
+    "engine": (15_700, 72),
+    "diagnostics": (8_000, 49),
     "planner": (8_000, 48),
-    "parallel": (5_450, 34),
-    "core": (5_650, 30),
-    "recipes": (3_800, 28),
-    "cli": (2_950, 33),
+    "parallel": (5_500, 34),
+    "core": (5_750, 31),
+    "recipes": (3_450, 24),
+    "cli": (2_900, 32),
     "data": (3_050, 19),
     "events": (2_400, 19),
     "checkpoints": (1_800, 12),
     "norms": (1_700, 13),
-    "testing": (1_150, 9),
+    "testing": (1_100, 9),
     "memory": (1_100, 8),
     ".": (750, 12),
 }

@@ -18,7 +18,7 @@ from anybatch.data import Packed, Padded, PaddedOrPacked
 from anybatch.data.prefetch import Prefetcher
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from anybatch.engine.micro_batch_size import budget_trials
-from anybatch.engine.micro_batch_size.cut_choice import SampledUnit, sampled_units, seconds_of_steps
+from anybatch.engine.micro_batch_size.budget_trials import SampledUnit, sampled_units, seconds_of_steps
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from anybatch.errors import DataError
 from anybatch.testing import relative_error
@@ -405,8 +405,8 @@ def test_ways_are_timed_in_turns() -> None:
     }
     order = []
 
-    def runs(make: Any, num_samples: int) -> Any:
-        ((way, positions),) = make(num_samples, 1)
+    def runs(batch: Any, num_samples: int) -> Any:
+        way, positions = batch
         order.append(way)
         assert len(positions) == num_samples
         return Timed(TrialResult("ran", (next(times[way]),)))
@@ -431,8 +431,8 @@ def test_ways_are_timed_in_turns() -> None:
 def test_a_layout_that_fails_has_no_time(result: TrialResult) -> None:
     """A layout that fails is not chosen, and the reason is reported."""
 
-    def runs(make: Any, num_samples: int) -> Any:
-        ((packed, _),) = make(num_samples, 1)
+    def runs(batch: Any, _: int) -> Any:
+        packed, _positions = batch
         return Timed(result if packed else TrialResult("ran", (1.0,)))
 
     units = {packed: [SampledUnit([0], 1.0)] for packed in (False, True)}

@@ -1,14 +1,14 @@
 """The fixed cost of a micro-batch in tokens, and the cap with the fastest step, from given times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import anybatch as ab
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths
-from anybatch.engine.micro_batch_size.cut_choice import Way, best_cap, caps_to_time, seconds_of_steps, units_by_cut
-from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs, micro_batches_to_time
+from anybatch.engine.micro_batch_size.budget_trials import Way, best_cap, caps_to_time, seconds_of_steps, units_by_cap
+from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 
 LENGTHS = SampleLengths(tokens=[10, 12, 14, 20, 40] * 4 + [500] * 8)
@@ -29,16 +29,13 @@ class Timed:
 
 def costs(seconds: Callable[[int], float], lengths: SampleLengths = LENGTHS) -> TokenCosts:
     """Return the measured costs for a given time per micro-batch, by padded tokens."""
-    pieces = micro_batches_to_time(lengths, BUDGET)
-    assert pieces is not None
-    return measured_costs(timed(seconds, lengths), list, pieces, lengths, BUDGET)
+    return measured_costs(timed(seconds, lengths), list, lengths, BUDGET)
 
 
 def timed(seconds: Callable[[int], float], lengths: SampleLengths) -> Any:
     """Return a function that simulates micro-batches with a given time."""
 
-    def runs(make: Callable[[int, int], Sequence[Any]], num_samples: int) -> Any:
-        (positions,) = make(num_samples, 1)
+    def runs(positions: Any, num_samples: int) -> Any:
         assert len(positions) == num_samples
         return Timed(seconds(len(positions) * max(lengths.tokens[place] for place in positions)))
 
@@ -47,7 +44,7 @@ def timed(seconds: Callable[[int], float], lengths: SampleLengths) -> Any:
 
 def cap_of(seconds: Callable[[int], float]) -> int:
     """Return the chosen cap for a given time per micro-batch, by padded tokens."""
-    units = units_by_cut({False: LENGTHS}, {False: costs(seconds)}, BUDGET)
+    units = units_by_cap(LENGTHS, costs(seconds), BUDGET)
     found, failed = seconds_of_steps(timed(seconds, LENGTHS), dict.fromkeys(units, list), units)
     assert not failed
     best = best_cap(found, packed=False)
@@ -83,7 +80,7 @@ def test_caps_to_time_are_less_than_what_the_batch_has() -> None:
 def test_few_shapes_are_not_cut_smaller() -> None:
     """Batches with fixed shapes get no smaller cap, which could leave a sample without a shape."""
     lengths = SampleLengths(tokens=LENGTHS.tokens, shapes=((64, 64), (8, 512)))
-    ways = units_by_cut({False: lengths}, {False: TokenCosts(fixed_tokens=36.0, words="")}, BUDGET)
+    ways = units_by_cap(lengths, TokenCosts(fixed_tokens=36.0, words=""), BUDGET)
     assert list(ways) == [Way(packed=False, cap=BUDGET.tokens)]
 
 

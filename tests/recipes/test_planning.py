@@ -1,4 +1,4 @@
-"""`ab.plan` for every kind of subject, and `anybatch demo`."""
+"""`ab.plan` for every kind of subject."""
 
 import dataclasses
 from collections import Counter
@@ -16,7 +16,6 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.report import Plan
-from anybatch.recipes.demonstration import run as demonstration
 
 RATES = Rates(
     name="made up",
@@ -195,27 +194,6 @@ def test_what_is_missing(arguments: dict[str, object], said: str) -> None:
     """A missing required argument raises with its name."""
     with pytest.raises(UserError, match=said):
         ab.plan(device="24GiB", **arguments)  # type: ignore[arg-type]
-
-
-def test_three_lines_change() -> None:
-    """The two loops of the demonstration differ by three added lines."""
-    lines = demonstration.changed_lines()
-
-    assert len([line for line in lines if line.startswith("+")]) == 3
-    assert any("optimizer.step()" in line for line in lines if line.startswith("-"))
-
-
-@pytest.mark.slow
-def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain loop runs out of memory, and the engine's finishes with the exact gradient."""
-    monkeypatch.setattr(demonstration, "NUM_STEPS", 1)
-    said: list[str] = []
-
-    assert demonstration.demonstrate(said.append) == 0
-
-    text = "".join(said)
-    assert "OutOfMemoryError" in text
-    assert "64 samples = 1 rank x" in text
 
 
 @pytest.mark.slow

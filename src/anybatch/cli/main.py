@@ -44,7 +44,7 @@ VERBS = (
     Verb("trace", "Show what each rank did, and when"),
     Verb("watch", "Follow runs in the browser, live and side by side", extra="guide"),
     Verb("memory", "Show where the memory of a step goes"),
-    Verb("demo", "See it work in a minute"),
+    Verb("demo", "See it work in a minute", extra="guide"),
     Verb("guide", "Explore what happens in a step, in the browser", extra="guide"),
     Verb("init", "Write a starter recipe"),
     Verb("env", "Print versions and hardware for a bug report"),

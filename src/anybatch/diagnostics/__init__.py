@@ -7,7 +7,6 @@ from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.diagnostics.loop_check.report import LoopReport
 from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
-from anybatch.diagnostics.sharpness import measure_sharpness
 from anybatch.diagnostics.tune import tune
 from anybatch.diagnostics.tune_report import TuneReport
 
@@ -22,7 +21,6 @@ __all__ = [
     "check",
     "check_loop",
     "compare",
-    "measure_sharpness",
     "record_memory",
     "tune",
 ]

@@ -11,7 +11,6 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.diagnostics.loop_check.check_loop import check_loop
-from anybatch.recipes.demonstration.run import changed_lines
 from anybatch_guide.claims import loops
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import (
@@ -26,6 +25,7 @@ from anybatch_guide.claims.measuring import (
     weighted_gradient,
     weights_by_items,
 )
+from anybatch_guide.demo.run import changed_lines
 from anybatch_guide.experiment import Emit
 from anybatch_guide.tasks.task import PlaygroundTask, cross_entropy, load
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from anybatch.diagnostics.sharpness import measure_sharpness
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.experiments.rates_by_batch import scaled
+from anybatch_guide.sharpness import measure_sharpness
 from anybatch_guide.study import BETAS, StudyRun, judged, trained, whole_spec
 
 SEEDS = (0, 1)

@@ -6,30 +6,19 @@ import math
 import multiprocessing
 import pickle
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from anybatch.diagnostics.loop_check.judge import Evidence, judge
-from anybatch.diagnostics.loop_check.judged_loop import (
-    ACCUMULATION_STEPS,
-    LOUD_GAIN,
-    MICRO_BATCH_SIZE,
-    NUM_EPOCHS,
-    JudgedLoop,
-    prepare_process,
-)
-from anybatch.diagnostics.loop_check.parameters import read_parameters
+from anybatch.diagnostics.loop_check.judge import judge
+from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process, read_parameters
 from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, TargetKind
-from anybatch.diagnostics.loop_check.recorder import LoopStopped, LoopTrace, is_close, time_limit
-from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict, ranges
+from anybatch.diagnostics.loop_check.recorder import LoopStopped, LoopTrace, time_limit
+from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
-from anybatch.diagnostics.loop_check.steps import micro_batches_of, steps_of
-from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, visible
 from anybatch.errors import LoopError
 from anybatch.parallel.fork_server import rank_context
 from anybatch.parallel.launchers import set_launch_variables
@@ -37,7 +26,6 @@ from anybatch.testing.ranks import PRELOADED, RankOutcome, RankPool
 
 NUM_RANKS = 2
 IMPORT_SECONDS, MAX_RUNS = 60.0, 20
-LOSS_SCALE = 1024.0
 Loop = Callable[..., Any]
 
 
@@ -51,7 +39,7 @@ def check_loop(
     """Judge an unchanged training loop: does each optimizer step use the gradient of its un-split batch?
 
     The loop is a function of a model, a loader or data set, and usually an optimizer and a number of accumulation
-    steps; `parameters.ROLES` has the names that parameters may have. It runs for two epochs on 31 samples in
+    steps; `judged_loop.ROLES` has the names that parameters may have. It runs for two epochs on 31 samples in
     micro-batches of 4 and windows of 3, on a model whose gradient shows the weight of each sample. A loop that uses
     torch.distributed runs on two processes with gloo.
 
@@ -120,7 +108,7 @@ def _judge(
         prepare_process(in_group=parameters.uses_ranks)
     for kind, (loop, traces) in ran.items():
         try:
-            reports[kind] = _report(loop, traces)
+            reports[kind] = judge(loop, traces)
         except LoopError as error:
             failures[kind] = error
     if not reports:
@@ -155,77 +143,6 @@ def _opened(outcome: RankOutcome) -> LoopTrace:
         raise LoopError(message, cause=message.rpartition("\n")[2].partition(":")[0])
     trace: LoopTrace = pickle.loads(outcome.value)  # noqa: S301 (from `run_on_rank`)
     return trace
-
-
-def _report(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> LoopReport:
-    """Return the report on one kind of data. Expected gradients are measured on one rank in any case."""
-    if traces[0].has_more_passes and not traces[0].steps:
-        message = (
-            f"{loop.name} made no step in {len(traces[0].forwards)} micro-batches, and was stopped. Give it a "
-            f"parameter accumulation_steps (it will be {ACCUMULATION_STEPS}), or accumulate over fewer micro-batches."
-        )
-        raise LoopError(message)
-    evidence = _evidence(loop, traces)
-    windows, findings = judge(evidence)
-    return LoopReport(
-        loop=loop.name,
-        findings=findings,
-        windows=windows,
-        accumulation_steps=evidence.accumulation_steps,
-        num_ranks=len(traces),
-        remarks=tuple(_remarks(evidence)),
-    )
-
-
-def _evidence(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> Evidence:
-    """Run the loop under other settings, and return everything recorded about it."""
-    loud, scaled, is_random = None, [], False
-    if len(traces) == 1:
-        loud, again = loop.run(gain=LOUD_GAIN), loop.run(seed=1)
-        pairs = zip(traces[0].steps, again.steps, strict=False)
-        is_random = any(not is_close(step.gradient, other.gradient) for step, other in pairs)
-        if loop.parameters.uses_scaler:
-            scaled = [(traces[0], loop.run(loss_scale=LOSS_SCALE))]
-            scaled.append((loud, loop.run(gain=LOUD_GAIN, loss_scale=LOSS_SCALE)))
-    # Shares of ranks differ by one sample at most.
-    batches_per_epoch = math.ceil(math.ceil(len(loop.ids) / len(traces)) / MICRO_BATCH_SIZE)
-    # A loop that counts steps may end anywhere.
-    num_epochs = 0 if {"max_steps", "epochs"} & loop.parameters.needed == {"max_steps"} else NUM_EPOCHS
-    micro_batches = [micro_batches_of(trace, rank, num_epochs, batches_per_epoch) for rank, trace in enumerate(traces)]
-    steps = steps_of(traces, micro_batches)
-    sizes = Counter(step.size for step in steps)
-    return Evidence(
-        loop=loop,
-        traces=traces,
-        loud=loud,
-        scaled=scaled,
-        is_random=is_random,
-        micro_batches=micro_batches,
-        steps=steps,
-        units=UnitGradients(loop, traces[0]),
-        accumulation_steps=ACCUMULATION_STEPS
-        if loop.knows_steps or not sizes
-        else max(sizes, key=lambda size: (sizes[size], size)),
-    )
-
-
-def _remarks(evidence: Evidence) -> Iterator[str]:
-    """Yield aspects of the loop that could not be judged."""
-    loop, trace, units = evidence.loop, evidence.traces[0], evidence.units
-    if trace.has_more_passes:
-        yield f"The loop was stopped after {NUM_EPOCHS} passes over the data."
-    if loop.parameters.is_stream:
-        yield "The loop asks for one batch at a time, so a smaller last batch and padding were not tested."
-    if guesses := ", ".join(f"{name}={value!r}" for name, value in trace.guesses.items()):
-        yield f"Unknown settings, with the values that the loop got: {guesses}."
-    if not units.scale_is_known:
-        yield (
-            "The loop has no parameter for accumulation steps and an uncommon loss, so a factor that all gradients "
-            "share cannot be detected."
-        )
-    rows = units.of(loop.ids)
-    if rows is not None and (hidden := sorted(set(loop.ids) - set(visible(loop.ids, rows)))):
-        yield f"The loss has no gradient for these samples, so they have no weight: {ranges(hidden)}."
 
 
 def _joined(reports: Mapping[TargetKind, LoopReport]) -> LoopReport:

@@ -1,16 +1,37 @@
-"""From steps to findings: each fault of a loop, reported once."""
+"""From the runs of a loop to its report: each fault is found once, with the first step that shows it."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
-from anybatch.diagnostics.loop_check.judged_loop import ACCUMULATION_STEPS, MICRO_BATCH_SIZE, JudgedLoop
-from anybatch.diagnostics.loop_check.recorder import LoopTrace, is_close, near
-from anybatch.diagnostics.loop_check.report import LoopFinding, Window, fraction, ranges
-from anybatch.diagnostics.loop_check.steps import MicroBatch, Share, Step, all_near, shares_of, total_of
-from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, is_combination, visible, weights
+from anybatch.diagnostics.loop_check.judged_loop import (
+    ACCUMULATION_STEPS,
+    LOUD_GAIN,
+    MICRO_BATCH_SIZE,
+    NUM_EPOCHS,
+    JudgedLoop,
+)
+from anybatch.diagnostics.loop_check.recorder import Forward, LoopTrace, is_close, near
+from anybatch.diagnostics.loop_check.report import LoopFinding, LoopReport, Window, fraction, ranges
+from anybatch.diagnostics.loop_check.steps import (
+    Share,
+    Step,
+    UnitGradients,
+    all_near,
+    is_combination,
+    set_epochs,
+    shares_of,
+    steps_of,
+    total_of,
+    visible,
+    weights,
+)
+from anybatch.errors import LoopError
+
+LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +43,6 @@ class Evidence:
     loud: LoopTrace | None  # with gradients that always are; None on several ranks
     scaled: Sequence[tuple[LoopTrace, LoopTrace]]  # pairs with gradient scales 1 and 1024; one rank and GradScaler only
     is_random: bool  # another seed gives another gradient
-    micro_batches: Sequence[Sequence[MicroBatch]]  # of each rank
     steps: Sequence[Step]
     units: UnitGradients
     accumulation_steps: int  # given to the loop, or those it seems to use
@@ -35,32 +55,87 @@ class Evidence:
         return LoopFinding(code=code, found=found, expected=str(expected), file=name, lines=known)
 
     @property
+    def micro_batches(self) -> list[Forward]:
+        """The micro-batches of all ranks."""
+        return list(chain.from_iterable(trace.forwards for trace in self.traces))
+
+    @property
     def ended(self) -> bool:
         """Whether the loop ended without help, or after the passes that are looked at."""
         return all(trace.ended for trace in self.traces)
 
 
-def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
-    """Return the steps of a loop, and its faults, with those in the gradient first."""
-    findings = [*_about_end(evidence)]
-    if not evidence.steps:
-        return (), (evidence.finding("never_steps", "0 steps in two epochs", "one per window"), *findings)
-    findings += _about_places(evidence)
-    # A step per micro-batch explains all later symptoms.
-    if "steps_every_micro_batch" not in _codes(findings):
-        findings += [*_about_clearing(evidence), *_about_tails(evidence), *_about_rates(evidence)]
-        findings += _about_weights(evidence, has_carried="tail_carried" in _codes(findings))
-    findings += _about_samples(evidence, has_dropped="tail_dropped" in _codes(findings))
-    findings += [*_about_reductions(evidence), *_about_clipping(evidence), *_about_scaling(evidence)]
-    findings += _about_loss(evidence)
-    if not any(finding.in_gradient for finding in findings):
-        findings += _about_the_rest(evidence)
-    windows = tuple(_window(step, evidence.units) for step in evidence.steps)
-    return windows, tuple(sorted(findings, key=lambda finding: not finding.in_gradient))
+def judge(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> LoopReport:
+    """Return the report on one kind of data, with faults in the gradient first.
+
+    Raises:
+        LoopError: the loop made no step within the passes over the data that are looked at.
+    """
+    if traces[0].has_more_passes and not traces[0].steps:
+        message = (
+            f"{loop.name} made no step in {len(traces[0].forwards)} micro-batches, and was stopped. Give it a "
+            f"parameter accumulation_steps (it will be {ACCUMULATION_STEPS}), or accumulate over fewer micro-batches."
+        )
+        raise LoopError(message)
+    evidence = _evidence(loop, traces)
+    return LoopReport(
+        loop=loop.name,
+        findings=tuple(sorted(_findings(evidence), key=lambda finding: not finding.in_gradient)),
+        windows=tuple(_window(step, evidence.units) for step in evidence.steps),
+        accumulation_steps=evidence.accumulation_steps,
+        num_ranks=len(traces),
+        remarks=tuple(_remarks(evidence)),
+    )
 
 
-def _codes(findings: Sequence[LoopFinding]) -> set[str]:
-    return {finding.code for finding in findings}
+def _evidence(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> Evidence:
+    """Run the loop under other settings, and return everything recorded about it. Unit gradients need one rank."""
+    loud, scaled, is_random = None, [], False
+    if len(traces) == 1:
+        loud, again = loop.run(gain=LOUD_GAIN), loop.run(seed=1)
+        pairs = zip(traces[0].steps, again.steps, strict=False)
+        is_random = any(not is_close(step.gradient, other.gradient) for step, other in pairs)
+        if loop.parameters.uses_scaler:
+            scaled = [(traces[0], loop.run(loss_scale=LOSS_SCALE))]
+            scaled.append((loud, loop.run(gain=LOUD_GAIN, loss_scale=LOSS_SCALE)))
+    # Shares of ranks differ by one sample at most.
+    batches_per_epoch = math.ceil(math.ceil(len(loop.ids) / len(traces)) / MICRO_BATCH_SIZE)
+    # A loop that counts steps may end anywhere.
+    num_epochs = 0 if {"max_steps", "epochs"} & loop.parameters.needed == {"max_steps"} else NUM_EPOCHS
+    for rank, trace in enumerate(traces):
+        set_epochs(trace, rank, num_epochs, batches_per_epoch)
+    steps = steps_of(traces)
+    sizes = Counter(step.size for step in steps)
+    usual = max(sizes, key=lambda size: (sizes[size], size), default=ACCUMULATION_STEPS)
+    return Evidence(
+        loop=loop,
+        traces=traces,
+        loud=loud,
+        scaled=scaled,
+        is_random=is_random,
+        steps=steps,
+        units=UnitGradients(loop, traces[0]),
+        accumulation_steps=ACCUMULATION_STEPS if loop.knows_steps else usual,
+    )
+
+
+def _remarks(evidence: Evidence) -> Iterator[str]:
+    """Yield aspects of the loop that could not be judged."""
+    loop, trace, units = evidence.loop, evidence.traces[0], evidence.units
+    if trace.has_more_passes:
+        yield f"The loop was stopped after {NUM_EPOCHS} passes over the data."
+    if loop.parameters.is_stream:
+        yield "The loop asks for one batch at a time, so a smaller last batch and padding were not tested."
+    if guesses := ", ".join(f"{name}={value!r}" for name, value in trace.guesses.items()):
+        yield f"Unknown settings, with the values that the loop got: {guesses}."
+    if not units.scale_is_known:
+        yield (
+            "The loop has no parameter for accumulation steps and an uncommon loss, so a factor that all gradients "
+            "share cannot be detected."
+        )
+    rows = units.of(loop.ids)
+    if rows is not None and (hidden := sorted(set(loop.ids) - set(visible(loop.ids, rows)))):
+        yield f"The loss has no gradient for these samples, so they have no weight: {ranges(hidden)}."
 
 
 def _window(step: Step, units: UnitGradients) -> Window:
@@ -76,6 +151,25 @@ def _window(step: Step, units: UnitGradients) -> Window:
     )
 
 
+def _findings(evidence: Evidence) -> list[LoopFinding]:
+    """Return all faults. A fault that explains later symptoms hides them."""
+    findings = [*_about_end(evidence)]
+    if not evidence.steps:
+        return [evidence.finding("never_steps", "0 steps in two epochs", "one per window"), *findings]
+    findings += _about_places(evidence)
+    codes = {finding.code for finding in findings}
+    if "steps_every_micro_batch" not in codes:
+        findings += [*_about_clearing(evidence), *_about_tails(evidence), *_about_rates(evidence)]
+        codes = {finding.code for finding in findings}
+        findings += _about_weights(evidence, has_carried="tail_carried" in codes)
+    findings += _about_samples(evidence, has_dropped="tail_dropped" in codes)
+    findings += [*_about_reductions(evidence), *_about_clipping(evidence), *_about_scaling(evidence)]
+    findings += _about_loss(evidence)
+    if not any(finding.in_gradient for finding in findings):
+        findings += _about_the_rest(evidence)
+    return findings
+
+
 def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether the loop had to be stopped."""
     if not evidence.ended:
@@ -86,8 +180,7 @@ def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
 
 def _about_places(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `optimizer.step()`."""
-    steps, expected = evidence.steps, evidence.accumulation_steps
-    every = [each for of_rank in evidence.micro_batches for each in of_rank]
+    steps, expected, every = evidence.steps, evidence.accumulation_steps, evidence.micro_batches
     largest = min(MICRO_BATCH_SIZE, len(evidence.loop.ids))
     cuts_batches = max(len(each.ids) for each in every) < largest and all(max(step.ids.values()) == 1 for step in steps)
     if cuts_batches or not evidence.loop.knows_steps:  # then no number of micro-batches is expected
@@ -108,7 +201,7 @@ def _about_places(evidence: Evidence) -> Iterator[LoopFinding]:
 def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `zero_grad()`."""
     steps, backward = evidence.steps, evidence.traces[0].backward_line
-    if stale := [step for step in steps if step.is_stale]:
+    if stale := [step for step in steps if step.of_rank.is_stale]:
         value = f"old gradients in {len(stale)} steps, first in step {stale[0].number}"
         yield evidence.finding("zero_grad_missing", value, "none", stale[0].line)
     if lost := [step for step in steps if step.lost]:
@@ -130,8 +223,7 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
     lost = next((step.lost_tail for step in steps if step.lost_tail), ())
     # A loop that was stopped has micro-batches left because of that.
     if not lost and evidence.ended and not any(trace.has_more_passes for trace in evidence.traces):
-        ends = [trace.steps[-1].num_forwards for trace in evidence.traces]
-        lost = tuple(each for of_rank, end in zip(evidence.micro_batches, ends, strict=True) for each in of_rank[end:])
+        lost = tuple(each for trace in evidence.traces for each in trace.forwards[trace.steps[-1].num_forwards :])
     if lost:
         value = f"{sum(len(each.ids) for each in lost)} samples of the last window without effect"
         yield evidence.finding("tail_dropped", value, 0, steps[-1].line)
@@ -139,9 +231,8 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
 
 def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether the learning rate changes inside a window."""
-    forwards = evidence.traces[0].forwards
     for step in evidence.steps:
-        of_step = [forwards[each.number] for each in step.micro_batches if each.rank == 0]
+        of_step = [each for each in step.micro_batches if each.rank == 0]
         for before, after in pairwise(forward.learning_rates for forward in of_step):
             # An optimizer that the loop makes is recorded from its first step on, which makes the list longer.
             if len(before) == len(after) and before != after:
@@ -157,14 +248,17 @@ def _about_weights(evidence: Evidence, *, has_carried: bool) -> Iterator[LoopFin
     is_sum = True
     for step in evidence.steps:
         rows = evidence.units.of(tuple(step.ids)) if step.is_clean else None
-        if rows is not None and is_sum and not is_combination(step.gradient, rows):
+        if rows is None:
+            continue
+        if is_combination(step.gradient, rows):
+            shares = shares_of(step, evidence.units)
+            # A window over two epochs has a finding already.
+            if shares and not (has_carried and len(step.epochs) > 1):
+                weighed.append((step, shares))
+        elif is_sum:
             is_sum = False
             code = "draws_random_numbers" if evidence.is_random else "not_a_weighted_sum"
             yield evidence.finding(code, f"another gradient in step {step.number}", "a weighted sum", step.line)
-        elif rows is not None and is_combination(step.gradient, rows) and (shares := shares_of(step, evidence.units)):
-            weighed.append((step, shares))
-    # A window over two epochs has a finding already.
-    weighed = [(step, shares) for step, shares in weighed if not has_carried or len(step.epochs) == 1]
     if weighed:
         yield from _about_totals(evidence, weighed)
         yield from _about_shares(evidence, weighed)
@@ -209,7 +303,7 @@ def _cause(shares: Sequence[Share], *, has_targets: bool) -> str:
     by_rank: dict[int, list[float]] = defaultdict(list)
     for share in shares:
         by_rank[share.micro_batch.rank].append(share.found / share.expected)
-    if all_near([share.found / share.expected for share in shares]):
+    if all_near([ratio for ratios in by_rank.values() for ratio in ratios]):
         return ""
     if all(all_near(ratios) for ratios in by_rank.values()):
         return "uneven_ranks"
@@ -227,10 +321,9 @@ def _about_samples(evidence: Evidence, *, has_dropped: bool) -> Iterator[LoopFin
     if not evidence.ended:
         return
     line, total = evidence.traces[0].forwards[0].line, len(evidence.loop.ids)
-    seen: Counter[tuple[int, int]] = Counter()
+    seen = Counter((each.epoch, sample) for each in evidence.micro_batches for sample in each.ids)
     ranks: dict[int, set[int]] = defaultdict(set)
-    for each in (each for of_rank in evidence.micro_batches for each in of_rank):
-        seen.update((each.epoch, sample) for sample in each.ids)
+    for each in evidence.micro_batches:
         for sample in each.ids:
             ranks[sample].add(each.rank)
     shared = sum(len(of_sample) > 1 for of_sample in ranks.values())
@@ -278,10 +371,10 @@ def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
     if apart is not None:
         value = f"different gradients in step {apart.number}"
         yield evidence.finding("not_reduced", value, "the same on every rank", apart.line)
-    often = next((step for step in evidence.steps if step.num_reductions > 1), None)
+    often = next((step for step in evidence.steps if step.of_rank.num_reductions > 1), None)
     if often is not None and len(evidence.traces) > 1:
         code = "no_sync_around_backward_only" if trace.has_late_no_sync else "reduces_every_micro_batch"
-        value = f"{often.num_reductions} reductions in step {often.number}"
+        value = f"{often.of_rank.num_reductions} reductions in step {often.number}"
         yield evidence.finding(code, value, 1, trace.backward_line)
 
 

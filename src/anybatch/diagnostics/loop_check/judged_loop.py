@@ -1,10 +1,12 @@
 """Runs a loop on the probe model, as a user would call it. Only for processes that do nothing else."""
 
 import inspect
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from anybatch.data.random_state import seed_generators
-from anybatch.diagnostics.loop_check.parameters import GuessedSettings, LoopParameters
 from anybatch.diagnostics.loop_check.probe import ProbeData, ProbeLoader, RowModel, TargetKind, make_data
 from anybatch.diagnostics.loop_check.recorder import LoopTrace, Recorder, time_limit
 from anybatch.errors import LoopError
@@ -26,6 +27,162 @@ MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
 """On one rank and on two, the last micro-batch is smaller than the others, and the last window shorter."""
 QUIET_GAIN, LOUD_GAIN = 2.0**-20, 2.0**20
 """Gradients that are never clipped, and gradients that always are."""
+ROLES: Mapping[str, str] = MappingProxyType(
+    {
+        "model": r"model|net|network|module|ddp_model",
+        "loader": r"(train_?|training_)?(data_?)?(loader|dl)(_train)?|(train_)?batches|(train|data)_iter",
+        "get_batch": r"(get|next|sample)_(train_)?batch|get_next_batch",
+        "dataset": r"(train_)?dataset|train_?set|(train_)?data",
+        "optimizer": r"optimizer|optim|opt",
+        "settings": r"args|cfg|config|conf|hparams|hps|params|flags|settings",
+        "accumulation_steps": r"\w*accum\w*|grad_acc(_steps)?|update_freq|k",
+        "criterion": r"criterion|loss_(fn|func|function)",
+        "scheduler": r"(lr_)?sched(uler)?",
+        "scaler": r"(grad_)?scaler",
+        "device": r"device",
+        "epochs": r"(num_|n_|max_|num_train_)?epochs|max_epoch",
+        "epoch": r"epoch",
+        "max_steps": r"(max|max_train|num|n|total)_steps|max_iters",
+        "micro_batch_size": r"(micro_|per_device_)?batch_size",
+        "max_norm": r"max_(grad_)?norm|(grad_)?clip|clip_(grad_)?norm|clip_grad",
+        "rank": r"(local_)?rank",
+        "world_size": r"world_size",
+    }
+)
+"""Role -> names of the parameters that have it, as a regular expression. A required parameter of another name is
+refused; an optional one keeps its default."""
+_SETTINGS = frozenset({"accumulation_steps", "epochs", "max_steps", "micro_batch_size", "max_norm", "device", "scaler"})
+"""Roles that the attributes of a settings object may have."""
+_GUESSES: tuple[tuple[str, Any], ...] = (
+    ("interval|freq|every|_steps|iters|patience", 1_000_000),
+    ("gpu|resume|ema", None),
+    ("dir|path|file|folder|output|name", "judged"),
+    ("lr|learning_rate", 0.1),
+    ("world_size|num_", 1),
+)
+"""Words in the names of unknown settings, and values that turn logging, evaluation and saving off. Others are 0."""
+_SECTIONS = frozenset({"train", "training", "optim", "solver", "data", "model", "trainer", "optimization"})
+_RANK_WORDS = frozenset(
+    {"DistributedDataParallel", "no_sync", "DistributedSampler", "all_reduce", "get_rank", "get_world_size"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParameters:
+    """The arguments that a loop needs."""
+
+    roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
+    needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
+    is_stream: bool  # asks for one batch at a time, so that none is the last
+    uses_ranks: bool  # uses torch.distributed
+    expects_wrapper: bool  # expects a model that DistributedDataParallel wraps already
+    uses_scaler: bool  # uses a GradScaler
+
+
+def read_parameters(function: Callable[..., Any]) -> LoopParameters:
+    """Read the arguments that a loop needs from its signature and from the names it uses.
+
+    Raises:
+        LoopError: a required parameter has an unknown name, or there is none for a model or for data.
+    """
+    roles = _roles_in_signature(function)
+    words = _names_used(function)
+    streams = {word for word in words if role_of(word) == "get_batch"}
+    if "loader" not in roles.values() and streams - roles.keys():  # a data set that hands out batches is a loader
+        roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
+    asked = {role_of(word) for word in words} & _SETTINGS if "settings" in roles.values() else set()
+    return LoopParameters(
+        roles=roles,
+        needed=frozenset(roles.values()) | asked,
+        is_stream=bool(streams),
+        uses_ranks=bool(words & _RANK_WORDS),
+        # Only a wrapped model has no_sync.
+        expects_wrapper="no_sync" in words and "DistributedDataParallel" not in words,
+        uses_scaler=any("scaler" in word.lower() for word in words),
+    )
+
+
+def role_of(name: str) -> str:
+    """Return the role of a parameter or setting, or ""."""
+    return next((role for role, names in ROLES.items() if re.fullmatch(names, name.lower())), "")
+
+
+def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
+    if not callable(function):
+        message = f"a loop is a function such as train(model, loader, optimizer, accumulation_steps), not {function!r}."
+        raise LoopError(message)
+    roles: dict[str, str] = {}
+    unknown = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        role, is_required = role_of(name), parameter.default is parameter.empty
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if role and role not in roles.values() and (is_required or role != "max_steps"):
+            roles[name] = role
+        elif is_required:
+            unknown.append(name)
+    name = getattr(function, "__name__", "the loop")
+    known = f"Recognised names are {', '.join(ROLES)}, and common variants of them."
+    if unknown:
+        message = (
+            f"{name} has unknown parameters: {', '.join(unknown)}. Rename them, give them defaults, or wrap the loop: "
+            f"def loop(model, loader, optimizer, accumulation_steps): return {name}(...). {known}"
+        )
+        raise LoopError(message, parameters=tuple(unknown))
+    if "model" not in roles.values() or not {"loader", "dataset", "get_batch"} & set(roles.values()):
+        message = (
+            f"{name} needs a parameter for a model and one for a loader or a data set; it has: "
+            f"{', '.join(roles) or 'none'}. {known}"
+        )
+        raise LoopError(message, parameters=tuple(roles))
+    return roles
+
+
+def _names_used(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names in a function, in functions of its module that it calls, and the real names of aliases."""
+    words = set(inspect.signature(function).parameters)
+    inner = inspect.unwrap(function)
+    scope: Mapping[str, Any] = getattr(inner, "__globals__", {})
+    waiting, seen = [getattr(inner, "__code__", None)], set[CodeType]()
+    while waiting:
+        code = waiting.pop()
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        words.update(code.co_names)
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # nested functions
+        for value in (scope[name] for name in code.co_names if name in scope):
+            if inspect.isclass(value) or inspect.isfunction(value):
+                words.add(value.__name__)
+            if inspect.isfunction(value) and value.__globals__ is scope:
+                waiting.append(value.__code__)
+    return frozenset(words)
+
+
+class GuessedSettings:
+    """A settings object: attributes with a known role have its value; others are guessed and recorded."""
+
+    def __init__(self, values: Mapping[str, Any], guesses: dict[str, Any]) -> None:
+        vars(self).update(_values=values, _guesses=guesses)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any setting)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self:
+            return self._values[role_of(name)]
+        if name.lower() in _SECTIONS:
+            return self
+        guess = next((value for words, value in _GUESSES if re.search(words, name.lower())), 0)
+        return self._guesses.setdefault(name, guess)
+
+    __getitem__ = __getattr__
+
+    def __contains__(self, name: str) -> bool:
+        return role_of(name) in _SETTINGS
+
+    def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 (any setting)
+        """Return a setting with a known role, or the default."""
+        return getattr(self, name) if name in self else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +253,7 @@ class JudgedLoop:
             values["settings"] = GuessedSettings(values, recorder.trace.guesses)
             recorder.watch(model.table, [values["optimizer"]] if "optimizer" in needed else [])
             for epoch in range(1 if {"epochs", "max_steps"} & needed else epochs):
-                bound = self.parameters.bind(self.function, {**values, "epoch": epoch})
-                recorder.trace.returned_loss = _loss_in(_call(self.function, bound))
+                recorder.trace.returned_loss = _loss_in(self._call({**values, "epoch": epoch}))
                 recorder.trace.call_ends.append(len(recorder.trace.forwards))
         return recorder.trace
 
@@ -125,18 +281,20 @@ class JudgedLoop:
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         }
 
-
-def _call(function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 (the user's)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return function(*bound.args, **bound.kwargs)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of the user's)
-        if isinstance(error, SystemExit) and error.code in {None, 0}:
-            return None
-        trace = error.__traceback__  # without this frame, it begins in the user's loop
-        lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
-        raise LoopError("".join(lines).rstrip(), cause=type(error).__name__) from None
+    def _call(self, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 (the user's)
+        """Call the loop with the value of each role."""
+        bound = inspect.signature(self.function).bind_partial()
+        bound.arguments.update({name: values[role] for name, role in self.parameters.roles.items()})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return self.function(*bound.args, **bound.kwargs)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of the user's)
+            if isinstance(error, SystemExit) and error.code in {None, 0}:
+                return None
+            trace = error.__traceback__  # without this frame, it begins in the user's loop
+            lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
+            raise LoopError("".join(lines).rstrip(), cause=type(error).__name__) from None
 
 
 def _loss_in(value: Any) -> float | None:  # noqa: ANN401 (the loop's result)

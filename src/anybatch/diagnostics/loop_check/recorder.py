@@ -31,15 +31,17 @@ class SeenEnoughStopped(LoopStopped):
     """Stops a loop after all the passes over its data that are looked at."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Forward:
-    """A forward that a backward can follow."""
+    """A micro-batch: a forward that a backward can follow."""
 
     ids: tuple[int, ...]
     learning_rates: tuple[float, ...]
     is_synced: bool | None  # whether DistributedDataParallel would reduce its backward; None without that wrapper
     line: int | None
     has_gradient: bool = False  # whether a backward came, with a gradient other than zero
+    rank: int = 0
+    epoch: int = 0
 
 
 @dataclass(slots=True)

@@ -1,21 +1,34 @@
-"""The optimizer steps of a loop over all ranks, and the factor of each micro-batch in their gradients."""
+"""The optimizer steps of a loop over all ranks, and the weights of samples in their gradients.
 
+A weight is relative to the gradient that the same loop has on one un-split batch. The loss is the user's and unknown,
+so the loop itself runs on one batch, with accumulation steps of one. This gives its un-split gradient, and with it the
+gradient of each sample with weight one. Where it cannot be run like that, the scale comes from the common loss whose
+gradient has the same direction; without one, the scale is unknown.
+"""
+
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from anybatch.diagnostics.loop_check.recorder import LoopTrace, RankStep, TableGradient, is_close, near
-from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, weights
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop
+from anybatch.diagnostics.loop_check.probe import NUM_ROWS, TargetKind
+from anybatch.diagnostics.loop_check.recorder import (
+    TOLERANCE,
+    Forward,
+    LoopTrace,
+    RankStep,
+    TableGradient,
+    is_close,
+    near,
+)
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A micro-batch: its rank, the number of its forward there, its epoch, its samples."""
-
-    rank: int
-    number: int
-    epoch: int
-    ids: tuple[int, ...]
+OutputLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +36,21 @@ class Step:
     """An optimizer step over all ranks, with all micro-batches whose backward came since the step before."""
 
     number: int  # from 1
-    micro_batches: tuple[MicroBatch, ...]
-    lost: tuple[MicroBatch, ...]  # with cleared gradients
-    lost_tail: tuple[MicroBatch, ...]  # of the epoch before, with cleared gradients; not in `micro_batches`
-    gradient: TableGradient  # used by the optimizer on rank 0
-    is_stale: bool  # the first backward found the gradient of an earlier step
-    is_cleared: bool  # the optimizer found no gradient, although there were backwards
+    micro_batches: tuple[Forward, ...]
+    lost: tuple[Forward, ...]  # with cleared gradients
+    lost_tail: tuple[Forward, ...]  # of the epoch before, with cleared gradients; not in `micro_batches`
+    of_rank: RankStep  # on rank 0
     is_equal_on_ranks: bool
-    num_reductions: int
-    line: int | None
+
+    @property
+    def gradient(self) -> TableGradient:
+        """The gradient that the optimizer used."""
+        return self.of_rank.gradient
+
+    @property
+    def line(self) -> int | None:
+        """The line of the optimizer step."""
+        return self.of_rank.line
 
     @property
     def ids(self) -> Counter[int]:
@@ -50,67 +69,168 @@ class Step:
         return frozenset(each.epoch for each in self.micro_batches)
 
     @property
+    def is_cleared(self) -> bool:
+        """Whether the optimizer found no gradient, although there were backwards."""
+        return self.of_rank.is_accumulated and not self.gradient.any()
+
+    @property
     def is_clean(self) -> bool:
         """Whether the gradient is made of all these micro-batches, and nothing else."""
-        return bool(self.ids) and self.is_equal_on_ranks and not (self.lost or self.is_cleared or self.is_stale)
+        return bool(self.ids) and self.is_equal_on_ranks and not (self.lost or self.is_cleared or self.of_rank.is_stale)
 
 
-def micro_batches_of(trace: LoopTrace, rank: int, num_epochs: int, batches_per_epoch: int) -> list[MicroBatch]:
-    """Return the micro-batches of a rank with their epochs; `num_epochs` is 0 if the loop may end anywhere."""
-    total = len(trace.forwards)
-    ends = trace.call_ends
+def set_epochs(trace: LoopTrace, rank: int, num_epochs: int, batches_per_epoch: int) -> None:
+    """Set the rank and epoch of each micro-batch; `num_epochs` is 0 if the loop may end anywhere."""
+    total, ends = len(trace.forwards), trace.call_ends
     if not num_epochs or len(ends) != num_epochs:
         # Hooks do not see epochs, so forwards are counted.
         is_even = num_epochs and total and total % num_epochs == 0 and trace.ended
         per_epoch = total // num_epochs if is_even else batches_per_epoch
         ends = [per_epoch * (1 + epoch) for epoch in range(total)]
-    return [
-        MicroBatch(rank, number, next(epoch for epoch, end in enumerate(ends) if number < end), forward.ids)
-        for number, forward in enumerate(trace.forwards)
-    ]
+    for number, forward in enumerate(trace.forwards):
+        forward.rank, forward.epoch = rank, bisect_right(ends, number)
 
 
-def steps_of(traces: Sequence[LoopTrace], micro_batches: Sequence[Sequence[MicroBatch]]) -> list[Step]:
+def steps_of(traces: Sequence[LoopTrace]) -> list[Step]:
     """Return the optimizer steps that all ranks made."""
     steps = []
     for number, rank_steps in enumerate(zip(*(trace.steps for trace in traces), strict=False), start=1):
-        used: list[MicroBatch] = []
-        lost: list[MicroBatch] = []
-        for trace, step, of_rank in zip(traces, rank_steps, micro_batches, strict=True):
-            used += [of_rank[forward] for forward in sorted(step.forwards)]
-            lost += [of_rank[forward] for forward in _lost_forwards(trace, step)]
+        used: list[Forward] = []
+        lost: list[Forward] = []
+        for trace, step in zip(traces, rank_steps, strict=True):
+            forwards = [trace.forwards[each] for each in sorted(step.forwards)]
+            used += forwards
+            if step.is_accumulated and step.gradient.any():  # otherwise nothing is left of any micro-batch
+                lost += [each for each in forwards if each.has_gradient and not step.gradient[list(each.ids)].any()]
         last_epoch = max((each.epoch for each in used), default=0)
-        gradient = rank_steps[0].gradient
         steps.append(
             Step(
                 number=number,
                 micro_batches=tuple(each for each in used if each not in lost or each.epoch == last_epoch),
                 lost=tuple(each for each in lost if each.epoch == last_epoch),
                 lost_tail=tuple(each for each in lost if each.epoch < last_epoch),
-                gradient=gradient,
-                is_stale=rank_steps[0].is_stale,
-                is_cleared=rank_steps[0].is_accumulated and not gradient.any(),
-                is_equal_on_ranks=all(is_close(step.gradient, gradient) for step in rank_steps),
-                num_reductions=rank_steps[0].num_reductions,
-                line=rank_steps[0].line,
+                of_rank=rank_steps[0],
+                is_equal_on_ranks=all(is_close(step.gradient, rank_steps[0].gradient) for step in rank_steps),
             )
         )
     return steps
 
 
-def _lost_forwards(trace: LoopTrace, step: RankStep) -> list[int]:
-    """Return the forwards whose gradients were cleared before the step, if it has any gradient at all."""
-    if not step.is_accumulated or not step.gradient.any():
-        return []
-    had_gradient = [number for number in sorted(step.forwards) if trace.forwards[number].has_gradient]
-    return [number for number in had_gradient if not step.gradient[list(trace.forwards[number].ids)].any()]
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def _shifted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return _cross_entropy(outputs[:, :-1], targets[:, 1:])
+
+
+COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
+    {
+        "classes": (_cross_entropy,),
+        "tokens": (_cross_entropy, _shifted_cross_entropy),
+        "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
+    }
+)
+"""Means over their targets; for "values", of outputs without a position axis."""
+
+
+class UnitGradients:
+    """Gradients of single samples with weight one, measured with the loop."""
+
+    def __init__(self, loop: JudgedLoop, trace: LoopTrace) -> None:
+        self.scale_is_known = True
+        self._loop, self._data = loop, loop.data
+        self._takes_batch = loop.takes_loader or "micro_batch_size" in loop.parameters.needed
+        self._trace = trace if loop.takes_loader else loop.run(range(NUM_ROWS), steps=1, epochs=1)
+        self._measured: dict[tuple[int, ...], TableGradient | None] = {}
+        self.of(loop.ids)  # decides whether the scale is known
+
+    def of(self, ids: Sequence[int]) -> TableGradient | None:
+        """Return one row per sample, whose mean over these samples is their un-split gradient; None if unknown.
+
+        The row of a sample without a gradient (a masked target, say) is zero.
+        """
+        key = tuple(sorted(set(ids)))
+        if key not in self._measured:
+            self._measured[key] = self._measure(key)
+        return self._measured[key]
+
+    def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
+        loop, gradient, has_scale = self._loop, None, self._loop.knows_steps
+        if self._takes_batch:
+            trace = loop.run(ids, size=len(ids), steps=1, epochs=1)
+            if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
+                gradient = self._of_outputs(trace, ids)
+                used = trace.steps[0].gradient if trace.steps else None
+                # Otherwise the optimizer used the gradients of some samples only.
+                if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
+                    gradient = used
+        if gradient is None:  # it makes micro-batches itself: measured on its own, as if the loss were a mean
+            gradient = self._of_outputs(self._trace, ids)
+            has_scale = loop.knows_steps and not loop.takes_loader
+        if gradient is None or not gradient.isfinite().all():
+            return None
+        if not has_scale:
+            scaled = self._scaled(gradient, ids)
+            # Unknown for one window is unknown for all, since windows are then compared with each other.
+            self.scale_is_known = self.scale_is_known and scaled is not None
+            gradient = gradient if scaled is None else scaled
+        return gradient * len(ids)
+
+    def _of_outputs(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
+        """Return the gradients of the samples' outputs, with micro-batches weighted by their size."""
+        if not set(ids) <= trace.output_gradients.keys():
+            return None
+        # Reversed, so that the first forward of a sample counts, as in `output_gradients`.
+        sizes = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
+        rows = torch.zeros(self._data.outputs.shape, dtype=torch.float64)
+        for sample in ids:
+            rows[sample] = trace.output_gradients[sample] * sizes[sample] / len(ids)
+        return rows
+
+    def _scaled(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
+        """Return the gradient of the common loss that has this direction."""
+        for loss in COMMON_LOSSES[self._data.kind]:
+            outputs = self._data.outputs[list(ids)].clone().requires_grad_()
+            given = outputs.squeeze(1) if self._data.kind == "values" else outputs
+            (rows,) = torch.autograd.grad(loss(given, self._data.targets[list(ids)]), outputs)
+            common = torch.zeros_like(gradient)
+            common[list(ids)] = rows.to(common.dtype)
+            ratio = float((gradient * common).sum() / common.square().sum())
+            if ratio > 0 and is_close(ratio * common, gradient):
+                return common
+        return None
+
+
+def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float]:
+    """Return the weight of each sample in a gradient: the nearest multiple of its unit gradient.
+
+    Samples without weight, or without a unit gradient, are left out.
+    """
+    # Rows do not mix, so each is a least-squares problem in one dimension.
+    products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
+    multiples = torch.where(squares > 0, products / squares, 0.0)
+    return {sample: weight for sample, weight in enumerate(multiples.tolist()) if abs(weight) > TOLERANCE / 100}
+
+
+def visible(ids: Sequence[int], units: TableGradient) -> list[int]:
+    """Return the samples that have a gradient, so that their weight can be seen."""
+    return [sample for sample in ids if units[sample].any()]
+
+
+def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
+    """Return whether a gradient is a weighted sum of the samples' unit gradients."""
+    nearest = torch.zeros(len(units), 1, 1, dtype=units.dtype)
+    for sample, weight in weights(gradient, units).items():
+        nearest[sample] = weight
+    return is_close(nearest * units, gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """The factor of a micro-batch's own mean gradient in a step, and the factor it has in the un-split batch."""
 
-    micro_batch: MicroBatch
+    micro_batch: Forward
     found: float
     expected: float
 
@@ -125,9 +245,9 @@ def shares_of(step: Step, units: UnitGradients) -> list[Share]:
             return []
         factors, expected = weights(step.gradient, rows), weights(unsplit, rows)
         # A sample that occurs twice has the sum of two weights, so one that occurs once is preferred.
-        visible = sorted(expected.keys() & micro_batch.ids, key=lambda sample: (step.ids[sample] > 1, sample))
-        if visible:
-            sample, size = visible[0], len(micro_batch.ids)
+        seen = sorted(expected.keys() & micro_batch.ids, key=lambda sample: (step.ids[sample] > 1, sample))
+        if seen:
+            sample, size = seen[0], len(micro_batch.ids)
             factor = factors.get(sample, 0.0) / step.ids[sample] * size
             shares.append(Share(micro_batch, factor, expected[sample] * size / step.ids.total()))
     return shares

@@ -1,29 +1,31 @@
-"""Trial runs under a token budget on the first batch: the cost of a micro-batch, its cap, and padded or packed."""
+"""Trial runs under a token budget on the first batch: the fastest cap on a micro-batch's tokens, and padded or packed.
+
+Full steps are timed, since a cost per token does not predict them: a token takes longer in a micro-batch whose
+activations exceed the processor's caches, by an amount that depends on the lengths, and attention in a packed row is
+not linear in its tokens.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from anybatch.core.batch import lengths_of
-from anybatch.core.token_budget import SampleLengths, TokenBudget
-from anybatch.core.tree import Batch
+from anybatch.core.geometry import ceil_div
+from anybatch.core.splitting import Cut, even_parts
+from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
+from anybatch.core.tree import Batch, copied
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.loss_check.runs import LossRuns
-from anybatch.engine.micro_batch_size.cut_choice import (
-    Load,
-    Way,
-    best_cap,
-    seconds_of_steps,
-    units_by_cut,
-    why_not_packed,
-)
-from anybatch.engine.micro_batch_size.token_costs import TokenCosts, assumed, measured_costs, micro_batches_to_time
+from anybatch.engine.loss_check.held import HeldDraws
+from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
+from anybatch.engine.micro_batch_size.token_costs import Load, Runs, TokenCosts, assumed, measured_costs, tokens_of
 from anybatch.engine.micro_batch_size.trial_run import Execute, TrialRuns
 from anybatch.engine.rng.per_sample_dropout import SampleRandomness
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
@@ -32,6 +34,159 @@ from anybatch.parallel.world import World
 
 WORTH_TIMING = 1_000_000
 """Minimum of parameters times samples of a rank share for timing sizes; below it, a step takes milliseconds."""
+_TIMES = 3  # the median counts: large micro-batches are usually slower than their best time
+_NOT_AGAIN = 1.1  # ways that take longer than this times the fastest are run once
+_MOST_TIMED = 8
+_MOST_HALVINGS = 6
+_WORTH_A_SMALLER_CAP = 0.98  # a smaller gain may be noise, and a smaller cap makes more micro-batches
+_NUM_COMPARED = 4
+_DIFFERS = 1e-3  # in float32, for two layouts whose sums round in different order
+_LOW = 30.0  # multiplies this tolerance in bf16 and fp16
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Way(NamedTuple):
+    """A way to cut: packed (samples are concatenated without padding) or padded, and the cap on its tokens."""
+
+    packed: bool
+    cap: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledUnit:
+    """A micro-batch that represents several in a timing.
+
+    Attributes:
+        positions: positions of its samples in the effective batch.
+        factor: cost of all represented micro-batches over the cost of this one.
+    """
+
+    positions: Sequence[int]
+    factor: float
+
+
+def sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[SampledUnit]:
+    """Return micro-batches that represent an effective batch on one rank: all of them if they are few."""
+    plan = plan_by_length(lengths, 1, Cut(), budget)
+    weighed = []
+    for unit in plan.units:
+        positions = plan.positions(unit)
+        costs = [budget.cost(lengths.laid_out[place]) for place in positions]
+        weighed.append((sum(costs) / len(costs), (budget.fixed_tokens or 0.0) + tokens_of(costs, lengths), positions))
+    # By the lengths of their samples, which determine the cost of a token, so that neighbours are similar. Weights
+    # distinguish them less, since a smaller cap fills most micro-batches alike.
+    weighed.sort(key=lambda entry: entry[:2])
+    ends = itertools.accumulate(even_parts(len(weighed), min(_MOST_TIMED, len(weighed))), initial=0)
+    sampled = []
+    for start, stop in itertools.pairwise(ends):
+        _, weight, positions = weighed[(start + stop) // 2]
+        total = sum(other for _, other, _ in weighed[start:stop])
+        sampled.append(SampledUnit(positions, total / weight if weight else float(stop - start)))
+    return sampled
+
+
+def units_by_cap(lengths: SampleLengths, costs: TokenCosts, budget: TokenBudget) -> dict[Way, list[SampledUnit]]:
+    """Return the micro-batches that represent a step at each cap, without caps that give the same cut.
+
+    Args:
+        lengths: lengths of its samples, in one layout.
+        costs: cost of a micro-batch, and its cap if known.
+        budget: the largest cap, and the cost of tokens.
+    """
+    found: dict[Way, list[SampledUnit]] = {}
+    for cap in caps_to_time(lengths, budget) if costs.cut_at is None else [costs.cut_at]:
+        units = sampled_units(lengths, dataclasses.replace(costs, cut_at=cap).settled(budget))
+        if units not in found.values():
+            found[Way(lengths.packed, cap)] = units
+    return found
+
+
+def caps_to_time(lengths: SampleLengths, budget: TokenBudget) -> list[int]:
+    """Return the budget, and its halvings below its largest micro-batch that have room for every sample."""
+    laid_out = lengths.laid_out
+    plan = plan_by_length(lengths, 1, Cut(), budget)
+    if lengths.shapes or not plan.units:  # with given shapes, a smaller cap could leave a sample without a shape
+        return [budget.tokens]
+    largest = max(tokens_of([laid_out[place] for place in plan.positions(unit)], lengths) for unit in plan.units)
+    halvings = (ceil_div(budget.tokens, 2**number) for number in range(1, budget.tokens.bit_length()))
+    return [budget.tokens, *[cap for cap in halvings if max(laid_out) <= cap < largest][:_MOST_HALVINGS]]
+
+
+def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
+    """Return the largest cap of a layout within 2% of its fastest; None if none was timed."""
+    ways = [way for way in seconds if way.packed == packed]
+    least = min((seconds[way] for way in ways), default=0.0)
+    good = (way for way in ways if seconds[way] * _WORTH_A_SMALLER_CAP <= least)
+    return max(good, key=lambda way: way.cap, default=None)
+
+
+def seconds_of_steps(
+    runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]], *, drops_slow: bool = True
+) -> tuple[dict[K, float], dict[K, str]]:
+    """Time the micro-batches of a step in several ways, interleaved, so that a slower machine slows all ways.
+
+    Args:
+        runs: makes trial runs.
+        loads: loads samples in the layout of each way.
+        units: the micro-batches that represent a step, by way.
+        drops_slow: run clearly slower ways only once; False if ranks, which have separate clocks, must run the same.
+
+    Returns:
+        Seconds of all micro-batches of a step by way, and the reason (a clause) for each way that could not be timed.
+    """
+    loaded = {way: [loads[way](unit.positions) for unit in chosen] for way, chosen in units.items()}
+    times: dict[K, list[list[float]]] = {way: [[] for _ in chosen] for way, chosen in units.items()}
+    failed: dict[K, str] = {}
+
+    def run_once(way: K) -> None:
+        for unit, batch, taken in zip(units[way], loaded[way], times[way], strict=True):
+            result = runs(batch, len(unit.positions)).run(len(unit.positions), 1)
+            if result.outcome != "ran":
+                failed[way] = result.error or "it runs out of memory"
+                return
+            taken.extend(result.seconds)  # empty for a micro-batch with a count of 0, which is not run
+
+    def seconds() -> dict[K, float]:
+        return {
+            way: sum(unit.factor * median(taken) for unit, taken in zip(chosen, times[way], strict=True) if taken)
+            for way, chosen in units.items()
+            if way not in failed
+        }
+
+    for way in units:
+        run_once(way)
+    first = seconds()
+    least = min(first.values(), default=0.0)
+    for _ in range(_TIMES - 1):
+        for way, taken in first.items():
+            if way not in failed and (taken <= _NOT_AGAIN * least or not drops_slow):
+                run_once(way)
+    return seconds(), failed
+
+
+def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLengths) -> str:
+    """Return why packing must not be used, as a clause; empty if it leaves the gradient of a few samples unchanged."""
+    by_length = sorted(range(len(lengths.tokens)), key=lengths.tokens.__getitem__)
+    middle = max(0, (len(by_length) - _NUM_COMPARED) // 2)
+    chosen = by_length[middle : middle + _NUM_COMPARED]
+    if len(chosen) < 2:  # noqa: PLR2004 (a single sample)
+        return "there is only one sample"
+    # The layouts share no sample axis, so random draws must be constant.
+    runs.draws = HeldDraws(constant=True)
+    try:
+        packed = runs.gradient([Piece(loads[True](chosen), len(chosen))], is_full=True)
+        error, _ = difference(packed, runs.gradient([Piece(loads[False]([place]), 1) for place in chosen]))
+    except UndecidedError as failed:
+        return f"the gradient of packed samples cannot be compared: {failed}"
+    except torch.OutOfMemoryError:
+        return "a few packed samples run out of memory"
+    except Exception as failed:  # noqa: BLE001 (a model may fail on packed samples only)
+        return f"the model does not accept packed samples ({type(failed).__name__}: {failed})"
+    if error > _DIFFERS * (_LOW if runs.narrowest.itemsize < torch.float32.itemsize else 1.0):
+        return f"the model mixes packed samples: their gradient differs by {error:.1e} from separate samples"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,27 +280,23 @@ class BudgetTrials:
         lengths = lengths_of(batch)
         if lengths is None:  # the planner refuses it
             return FoundBudget(costs=known or assumed("the batch has no lengths"))
+        loads = {lengths.packed: _load_of(batch)}
+        if lengths.either:
+            loads = {packed: _load_of(batch.in_layout(packed=packed)) for packed in (False, True)}
         reason = self._why_not_timed(lengths)
-        if not lengths.either:
-            return self._of_layout(batch, lengths, known, reason)
-        why_padded = self._why_padded() or reason
-        if why_padded:
-            found = self._of_layout(batch.in_layout(packed=False), lengths.in_layout(packed=False), known, reason)
-            return dataclasses.replace(found, packed=False, layout=f"padded, because {why_padded}")
-        return self._on_all_ranks(lambda generators: self._faster(batch, lengths, known, generators))
+        why_padded = (self._why_padded() or reason) if lengths.either else ""
 
-    def _of_layout(
-        self,
-        batch: Any,  # noqa: ANN401 (any nested batch)
-        lengths: SampleLengths,
-        known: TokenCosts | None,
-        reason: str,
-    ) -> FoundBudget:
-        """Return the result for one layout; assumed costs if there is a reason not to time."""
-        if known is not None or reason:
-            return FoundBudget(costs=known or assumed(reason))
-        layouts = {lengths.packed: _Layout(lengths, _load_of(batch))}
-        return self._on_all_ranks(lambda _: self._timed(layouts, None))
+        def find(generators: SeededGenerators) -> FoundBudget:
+            why = why_padded
+            if lengths.either and not why:
+                why = why_not_packed(self._trial.loss_runs(generators), loads, lengths)
+            found = self._timed({False: loads[False]} if why else loads, lengths, known)
+            return _padded(found, why) if why else found
+
+        if reason or (known is not None and (why_padded or not lengths.either)):
+            found = FoundBudget(costs=known or assumed(reason))
+            return _padded(found, why_padded) if why_padded else found
+        return self._on_all_ranks(find)
 
     def _on_all_ranks(self, find: Callable[[SeededGenerators], FoundBudget]) -> FoundBudget:
         """Return rank 0's result, and restore everything that the trials change."""
@@ -174,43 +325,27 @@ class BudgetTrials:
             return "ranks run in lockstep and cannot run alone"
         return self._trial.why_clocks_do_not_count
 
-    def _faster(
-        self,
-        batch: Any,  # noqa: ANN401 (any nested batch)
-        lengths: SampleLengths,
-        known: TokenCosts | None,
-        generators: SeededGenerators,
-    ) -> FoundBudget:
-        """Time steps in both layouts, if the model accepts packed samples, and choose the fastest way."""
-        layouts = {
-            packed: _Layout(lengths.in_layout(packed=packed), _load_of(batch.in_layout(packed=packed)))
-            for packed in (False, True)
-        }
-        loads = {packed: layout.load for packed, layout in layouts.items()}
-        reason = why_not_packed(self._trial.loss_runs(generators), loads, lengths)
-        if not reason:
-            return self._timed(layouts, known)
-        found = self._timed({False: layouts[False]}, known)
-        return dataclasses.replace(found, packed=False, layout=f"padded, because {reason}")
-
-    def _timed(self, layouts: Mapping[bool, "_Layout"], known: TokenCosts | None) -> FoundBudget:
+    def _timed(self, loads: Mapping[bool, Load], lengths: SampleLengths, known: TokenCosts | None) -> FoundBudget:
         """Time a step in each layout, cut at the budget and at halvings of it, and choose the fastest way."""
-        costs = {packed: known or self._costs(layout) for packed, layout in layouts.items()}
-        lengths = {packed: layout.lengths for packed, layout in layouts.items()}
-        units = units_by_cut(lengths, costs, self._budget)
+        num_samples, budget = len(lengths.tokens), self._budget
+        runs = functools.partial(self._runs, num_samples)
+        costs: dict[bool, TokenCosts] = {}
+        units: dict[Way, list[SampledUnit]] = {}
+        for packed, load in loads.items():
+            laid_out = lengths.in_layout(packed=packed)
+            costs[packed] = known or measured_costs(runs, load, laid_out, budget)
+            units |= units_by_cap(laid_out, costs[packed], budget)
         if len(units) == 1:  # there is only one way to cut
             return FoundBudget(costs=next(iter(costs.values())))
-        num_samples = len(next(iter(lengths.values())).tokens)
-        loads = {way: layouts[way.packed].load for way in units}
-        runs = functools.partial(self._runs, num_samples)
-        seconds, failed = seconds_of_steps(runs, loads, units, drops_slow=not self._waits)
-        best = {packed: way for packed in layouts if (way := best_cap(seconds, packed=packed)) is not None}
-        is_open = len(layouts) > 1
+        of_ways = {way: loads[way.packed] for way in units}
+        seconds, failed = seconds_of_steps(runs, of_ways, units, drops_slow=not self._waits)
+        best = {packed: way for packed in loads if (way := best_cap(seconds, packed=packed)) is not None}
+        is_open = len(loads) > 1
         if not best:  # the step itself raises the error
             words = "padded, because no micro-batch could be timed" if is_open else ""
             return FoundBudget(costs=costs[min(costs)], packed=False if is_open else None, layout=words)
         chosen = min(best.values(), key=seconds.__getitem__)
-        found = _cut_at(chosen, costs[chosen.packed], seconds, self._budget)
+        found = _cut_at(chosen, costs[chosen.packed], seconds, budget)
         if not is_open:
             return FoundBudget(costs=found)
         name, other = ("packed", "padded") if chosen.packed else ("padded", "packed")
@@ -223,19 +358,12 @@ class BudgetTrials:
             words = f"{name}, measured: {words}, and {seconds[slower] * 1e3:.4g} ms {other}"
         return FoundBudget(costs=found, packed=chosen.packed, layout=words)
 
-    def _costs(self, layout: "_Layout") -> TokenCosts:
-        pieces = micro_batches_to_time(layout.lengths, self._budget)
-        if pieces is None:
-            return assumed("the batch has no two micro-batches of clearly different sizes")
-        runs = functools.partial(self._runs, len(layout.lengths.tokens))
-        return measured_costs(runs, layout.load, pieces, layout.lengths, self._budget)
-
-    def _runs(self, num_in_batch: int, make: Callable[[int, int], Iterable[Batch]], num_samples: int) -> TrialRuns:
+    def _runs(self, num_in_batch: int, batch: Batch, num_samples: int) -> TrialRuns:
         trial = self._trial
         return TrialRuns(
             trial.context,
             trial.modules,
-            make,
+            lambda _size, _most: [copied(batch)],
             num_samples,
             num_in_batch=num_in_batch,
             execute=trial.execute,
@@ -243,14 +371,6 @@ class BudgetTrials:
             device=self._world.device,
             clock=self._clock,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A batch in one layout, padded or packed: the lengths of its samples, and a function to load them."""
-
-    lengths: SampleLengths
-    load: Load
 
 
 def _cut_at(chosen: Way, costs: TokenCosts, seconds: Mapping[Way, float], budget: TokenBudget) -> TokenCosts:
@@ -261,6 +381,10 @@ def _cut_at(chosen: Way, costs: TokenCosts, seconds: Mapping[Way, float], budget
     whole = seconds.get(Way(chosen.packed, budget.tokens))
     why = "larger ones do not run" if whole is None else f"a step then takes {1 - seconds[chosen] / whole:.0%} less"
     return dataclasses.replace(found, words=f"{costs.words}; cut at {chosen.cap:,}, because {why}")
+
+
+def _padded(found: FoundBudget, reason: str) -> FoundBudget:
+    return dataclasses.replace(found, packed=False, layout=f"padded, because {reason}")
 
 
 def _load_of(batch: Any) -> Load:  # noqa: ANN401 (an effective batch)

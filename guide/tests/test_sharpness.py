@@ -9,9 +9,9 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.loss import Loss
-from anybatch.diagnostics.sharpness import Sharpness, measure_sharpness
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import CompositionError, LossError
+from anybatch_guide.sharpness import Sharpness, measure_sharpness
 from tests.ranks_fixture import Ranks
 
 Batch = dict[str, torch.Tensor]

@@ -16,6 +16,6 @@ def run(words: Sequence[str]) -> int:
     """Run the demonstration; return the exit status."""
     Parser("demo", _DESCRIPTION).parse(words)
     let_threads_sleep()
-    from anybatch.recipes.demonstration.run import demonstrate  # noqa: PLC0415 (imports torch)
+    from anybatch_guide.demo.run import demonstrate  # noqa: PLC0415 (imports torch)
 
     return int(demonstrate())

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 import anybatch as ab
 from anybatch.core.units import in_bytes
-from anybatch.recipes.demonstration import plain, three_lines
 from anybatch.recipes.text import Transformer, loss, text
 from anybatch.testing import memory_budget, relative_error
+from anybatch_guide.demo import plain, three_lines
 
 BUDGET_BYTES: Final = 160 * 2**20
 BATCH_SIZE: Final = 64
