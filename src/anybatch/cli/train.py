@@ -106,7 +106,7 @@ def make_parser() -> Parser:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=count, metavar="N", help="passes over the data, counted from the start")
     length.add_argument("--steps", type=count, metavar="N", help="optimizer steps, counted from the start")
-    add("--learning-rate", type=number, metavar="X", help="at the base batch size")
+    add("--learning-rate", type=number, metavar="X", help="learning rate at the base batch size")
     add("--base-batch-size", type=count, metavar="N", help="samples per step for which the learning rate was tuned")
     add(
         "--learning-rate-rule",

@@ -67,14 +67,14 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Return each 64-bit word mixed; the sign bits that shifts of signed words fill in are masked off."""
+    """Mix each 64-bit word. The masks clear the sign bits that a right shift of a signed word inserts."""
     words = (words ^ ((words >> 30) & (1 << 34) - 1)) * _ODD[1]
     words = (words ^ ((words >> 27) & (1 << 37) - 1)) * _ODD[2]
     return words ^ ((words >> 31) & (1 << 33) - 1)
 
 
 def _refuse_unlike(tensors: Mapping[str, torch.Tensor], digests: Sequence[Sequence[int]], world: World) -> None:
-    """Raise a `ReplicaError` for plain tensors that differ within one rank: they may be parts of a whole."""
+    """Raise a `ReplicaError` for plain tensors that differ between the processes of one rank: they may be shards."""
     for group in world.model_groups:
         for number, (name, tensor) in enumerate(tensors.items()):
             other = next((one for one in group if digests[one][number] != digests[group[0]][number]), None)
