@@ -80,10 +80,9 @@ def _refuse_unlike(tensors: Mapping[str, torch.Tensor], digests: Sequence[Sequen
             other = next((one for one in group if digests[one][number] != digests[group[0]][number]), None)
             if other is not None and is_whole(tensor):
                 message = (
-                    f"{name!r} is a plain tensor, and processes {group[0]} and {other}, which run one model together, "
-                    "hold different values of it. Seed every process alike before the model is built "
-                    "(torch.manual_seed); if they hold different parts of it, make it a DTensor, as "
-                    "parallelize_module does."
+                    f"{name!r} is a plain tensor but differs between processes {group[0]} and {other}, which run one "
+                    "model together. Seed every process alike before building the model (torch.manual_seed). If the "
+                    "processes hold different shards, make it a DTensor, as parallelize_module does."
                 )
                 raise ReplicaError(message, ranks=(other,), names=(name,))
 
