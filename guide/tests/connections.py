@@ -1,4 +1,4 @@
-"""Record all connections and DNS requests of a process, to show that there are none."""
+"""Record all connections and DNS requests of a process, so that tests can assert that it makes none."""
 
 import sys
 from pathlib import Path

@@ -77,10 +77,10 @@ def hostile_logs() -> Iterator[tuple[str, bytes]]:
         start(seed=10**4200) + step(0, loss=10**4200) + step(1).replace(b"1.0", b"9" * 5000),
     )
     yield "numbers that JSON lacks", start() + step(0).replace(b"1.0", b"NaN") + step(1).replace(b"1.0", b"Infinity")
-    yield "bytes that are no text", start() + bytes(range(256)) * 40 + b"\n" + step(0)
+    yield "bytes that are not text", start() + bytes(range(256)) * 40 + b"\n" + step(0)
     yield "zeros", b"\0" * 100_000 + b"\n" + start() + step(0)
     yield (
-        "steps that are none",
+        "invalid steps",
         start() + b"".join(map(step, (-1, 1.5, "2", None, True, [3], 2**70, {"4": 4}))) + step(0),
     )
     yield "steps that go back and forth", start() + (step(1) + step(0)) * 10_000
@@ -108,7 +108,7 @@ def hostile_logs() -> Iterator[tuple[str, bytes]]:
     yield "half a character", start() + line("diagnosis", message="\ud800", code="\udfff") + step(0)
     yield "other versions", b"".join(start(version=v) for v in (0, 2, "1", None, [1])) + start() + step(0)
     yield "lists for objects", start(decisions=[1], versions=2) + b"[1,2]\n3\nnull\n" + step(0, learning_rates={"a": 1})
-    yield "sizes that are none", start(world_size=2**60, rank=-5) + step(0) + line(
+    yield "invalid sizes", start(world_size=2**60, rank=-5) + step(0) + line(
         "memory", rank=0, step=0, peak_bytes=2**53 - 1, allocated_bytes=-1, limit_bytes=-7,
         category_bytes={"a": -3, "b": 2**80, "c": 5},
     )  # fmt: skip

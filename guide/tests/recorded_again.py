@@ -1,7 +1,7 @@
 """Reproduce recordings with their commands, and report differences.
 
-python -m guide.tests.recorded_again              all of them, which takes the better part of an hour
-python -m guide.tests.recorded_again claims_ walk those with one of these in their name
+python -m guide.tests.recorded_again              all of them, in almost an hour
+python -m guide.tests.recorded_again claims_ walk recordings whose names contain one of these
 """
 
 import shlex
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
             found = made_again(name, Path(folder))
         same += not found
         print(f"{name}: {'; '.join(found[:5]) or 'the same'} ({time.monotonic() - start:.0f} s)", flush=True)  # noqa: T201
-    print(f"{same} of {len(names)} came out the same")  # noqa: T201 (a script)
+    print(f"{same} of {len(names)} were reproduced")  # noqa: T201 (a script)
     return int(same != len(names))
 
 

@@ -121,7 +121,7 @@ DOORS: Sequence[Attempt] = (
     Attempt("foreign Host that begins like loopback", get(Host="127.evil.example:{port}"), 421, "host"),
     Attempt("foreign Host that ends like loopback", get(Host="evil-localhost:{port}"), 421, "host"),
     Attempt("foreign Host with loopback as its user", get(Host="127.0.0.1@evil.example"), 421, "host"),
-    Attempt("Host with a dot behind", get(Host="localhost.:{port}"), 421, "host"),
+    Attempt("Host with a trailing dot", get(Host="localhost.:{port}"), 421, "host"),
     Attempt("rebinding: Host and Origin", post(Host="evil.example", Origin="http://evil.example"), 421, "host"),
     Attempt("rebinding, read only", get("/api/state", Host="evil.example", Sec_Fetch_Site="same-origin"), 421, "host"),
     Attempt("two Hosts", raw("GET / HTTP/1.1\r\nHost: {host}\r\nHost: evil.example\r\n\r\n"), 400, ""),
@@ -176,8 +176,8 @@ FORMS: Sequence[Attempt] = (
     Attempt("nested 2,000 deep", post("[" * 2000 + "]" * 2000), 422, "form"),
     Attempt("a number of 4,000 digits", post('{"kind":' + "9" * 4000 + "}"), 422, "form"),
     Attempt("NaN", post('{"kind":NaN}'), 422, "form"),
-    Attempt("a name twice", post('{"kind":"experiment","name":"a","name":"b"}'), 422, "form"),
-    Attempt("kind of its own", post('{"kind":"shell","name":"a"}'), 422, "form"),
+    Attempt("a duplicate name", post('{"kind":"experiment","name":"a","name":"b"}'), 422, "form"),
+    Attempt("unknown kind", post('{"kind":"shell","name":"a"}'), 422, "form"),
     Attempt("kind that is a list", post('{"kind":["experiment"],"name":"a"}'), 422, "form"),
     Attempt("one key too many", post('{"kind":"experiment","name":"a","module":"os"}'), 422, "form"),
     Attempt("path as a name", post('{"kind":"experiment","name":"../../etc/passwd"}'), 422, "form"),
@@ -186,10 +186,10 @@ FORMS: Sequence[Attempt] = (
     Attempt("paused that is a number", post('{"kind":"experiment","name":"a","paused":1}'), 422, "form"),
     Attempt("setting that is a list", post('{"kind":"playground","setting":[1]}'), 422, "form"),
     Attempt("setting with a list in it", post('{"kind":"playground","setting":{"steps":[1]}}'), 422, "form"),
-    Attempt("pause of a run that is not there", post("{}", "/api/runs/aaaaaaaaaaaa/pause"), 404, "unknown_run"),
-    Attempt("cancel of a run that is not there", post("", "/api/runs/aaaaaaaaaaaa", "DELETE"), 404, "unknown_run"),
+    Attempt("pause of an unknown run", post("{}", "/api/runs/aaaaaaaaaaaa/pause"), 404, "unknown_run"),
+    Attempt("cancel of an unknown run", post("", "/api/runs/aaaaaaaaaaaa", "DELETE"), 404, "unknown_run"),
     Attempt("run by a path", post("", "/api/runs/..%2f..%2fetc", "DELETE"), 405, "method_not_allowed"),
-    Attempt("command of its own", post("{}", "/api/runs/aaaaaaaaaaaa/exec"), 404, "not_found"),
+    Attempt("unknown command", post("{}", "/api/runs/aaaaaaaaaaaa/exec"), 404, "not_found"),
 )
 SETTINGS: Sequence[Attempt] = tuple(
     Attempt(f"setting: {name}", post(setting(**changed)), 422, code)
@@ -203,10 +203,10 @@ SETTINGS: Sequence[Attempt] = tuple(
         ("one key missing", {"seed": None}, "keys"),
         ("one key too many", {"module": "os"}, "keys"),
         ("task by a path", {"task": "../../data.pkl"}, "task"),
-        ("mistake of its own", {"mistake": "__import__('os')"}, "mistake"),
+        ("unknown mistake", {"mistake": "__import__('os')"}, "mistake"),
         ("a thousand ranks", {"ranks": 1000}, "ranks"),
         ("policy by an expression", {"norm_policy": "Ghost(4)"}, "norm_policy"),
-        ("limit below nothing", {"memory_limit_kib": -1}, "memory_limit_kib"),
+        ("negative limit", {"memory_limit_kib": -1}, "memory_limit_kib"),
         ("batch too large", {"micro_batch_size": 256, "accumulation_steps": 64}, "batch_too_large"),
         ("too much work", {"micro_batch_size": 64, "accumulation_steps": 64, "steps": 2000}, "too_much_work"),
     )
@@ -217,12 +217,12 @@ def while_busy(server: Served) -> Iterator[tuple[str, str, str]]:
     """Yield the attempts around a run: name, response, verdict."""
     run = server.begin("endless")
     second = server.ask("POST", "/api/runs", {"kind": "experiment", "name": "counting"})
-    yield "second start", told(second), verdict((second.status, json.loads(second.body)["id"]), (409, run))
+    yield "second start", short(second), verdict((second.status, json.loads(second.body)["id"]), (409, run))
     with server.events() as events:
         next(data for event, data, _ in events if event == "lines")
         cancelled = server.ask("DELETE", f"/api/runs/{run}")
         ends = next(event for event, data, _ in events if event in ("cancelled", "failed"))
-    yield "cancel while it runs", f"{told(cancelled)}, then event: {ends}", verdict(ends, "cancelled")
+    yield "cancel while it runs", f"{short(cancelled)}, then event: {ends}", verdict(ends, "cancelled")
     for name, signals in (("stuck", "SIGTERM"), ("deaf", "SIGKILL")):
         run = server.begin(name)
         with server.events() as events:
@@ -258,7 +258,7 @@ def orphan(server: Served) -> tuple[str, str, str]:
     return "kill -9 of the server", answer, verdict(has_ended, wanted=True)
 
 
-def told(answer: Answer) -> str:
+def short(answer: Answer) -> str:
     """Return a short form of a response."""
     return f"{answer.status} {answer.code}".strip()
 
@@ -276,7 +276,7 @@ def main() -> int:
         for attempt in (*DOORS, *FORMS, *SETTINGS):
             answer = attempt.send(server)
             rows.append(
-                (attempt.name, told(answer), verdict((answer.status, answer.code), (attempt.status, attempt.code)))
+                (attempt.name, short(answer), verdict((answer.status, answer.code), (attempt.status, attempt.code)))
             )
         rows += [*while_busy(server), orphan(server)]
         lines = server.connections.read_text().splitlines() if server.connections.exists() else []

@@ -20,7 +20,7 @@ from tests.extras import skip_without
 skip_without("sklearn", "anybatch[guide]")
 
 ALL = (batch_strategies, noise_scale, rates_by_batch, sharp_minima, spikes)
-MOST_BYTES = 60_000
+MAX_BYTES = 60_000
 
 
 def data_of(name: str) -> Any:
@@ -37,7 +37,7 @@ def test_recordings_are_small_and_name_their_study() -> None:
     """Each is small, lists its seeds, and names the larger study it represents."""
     for module in ALL:
         name = module.EXPERIMENT.name
-        assert (RECORDINGS / f"{name}.json").stat().st_size <= MOST_BYTES, name
+        assert (RECORDINGS / f"{name}.json").stat().st_size <= MAX_BYTES, name
         stands_for = data_of(name)["stands_for"]
         assert (RECORDINGS.parents[2] / stands_for.partition(":")[0]).exists(), name
         assert '"seed' in (RECORDINGS / f"{name}.json").read_text(encoding="utf-8"), name

@@ -16,7 +16,7 @@ from tests.architecture.source_tree import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.published]
 
-LEAST_NODE = 20
+MIN_NODE = 20
 OUT_OF_REACH = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED")
 NUM_WRONG = 2
 WRONG = "const wrong: number = 'text';\n"
@@ -39,8 +39,8 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Rebuilt:
         if shutil.which(program) is None:
             pytest.skip(f"the page cannot be built again: no {program} on the PATH")
     version = run(ROOT, str(shutil.which("node")), "--version")[1].strip()
-    if int(version.lstrip("v").split(".")[0]) < LEAST_NODE:
-        pytest.skip(f"the page cannot be built again: it needs Node {LEAST_NODE}, and this is {version}")
+    if int(version.lstrip("v").split(".")[0]) < MIN_NODE:
+        pytest.skip(f"the page cannot be built again: it needs Node {MIN_NODE}, and this is {version}")
     root = tmp_path_factory.mktemp("clone")
     shutil.copytree(WEB, root / WEB.relative_to(ROOT), ignore=APART)
     shutil.copytree(DIST, root / DIST.relative_to(ROOT))

@@ -105,7 +105,7 @@ MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("name", "verdict", "numbers"), MADE_UP)
-def test_rules_say_yes_and_no(name: str, verdict: Verdict, numbers: Mapping[str, float]) -> None:
+def test_rules_give_each_verdict(name: str, verdict: Verdict, numbers: Mapping[str, float]) -> None:
     """Each rule gives each of its verdicts for suitable numbers."""
     assert CLAIMS[name].rule(numbers) == verdict
 
@@ -119,7 +119,7 @@ def test_every_verdict_that_has_a_text_is_given() -> None:
     assert given == {name: set(claim.texts) for name, claim in CLAIMS.items()}
 
 
-def test_texts_name_numbers_that_there_are() -> None:
+def test_texts_use_existing_numbers() -> None:
     """Each `{name}` of a text is a number of its claim; texts contain no literal digits."""
     for claim in CLAIMS.values():
         for text in claim.texts.values():
@@ -127,7 +127,7 @@ def test_texts_name_numbers_that_there_are() -> None:
             assert {name for _, name, _, _ in parts if name} <= set(claim.numbers), claim.name
 
 
-def test_the_lists_are_whole() -> None:
+def test_the_lists_are_complete() -> None:
     """The four usual advantages and four usual limitations exist, with an experiment for each claim."""
     sides = {
         side: [claim.name for claim in CLAIMS.values() if claim.side == side] for side in ("advantage", "limitation")
@@ -146,7 +146,7 @@ def test_other_numbers_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_a_recording_comes_out_again(name: str) -> None:
+def test_a_recording_is_reproducible(name: str) -> None:
     """A new measurement of a claim has the recorded numbers, within its tolerance, and the same verdict."""
     experiment = experiments()[f"claims_{name}"]
     recording = read_recording(RECORDINGS / f"claims_{name}.json")
@@ -156,7 +156,7 @@ def test_a_recording_comes_out_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_recording_is_of_the_claim_as_it_is(name: str) -> None:
+def test_a_recording_matches_its_claim(name: str) -> None:
     """Claim, rule and text of a recording match the current code."""
     claim = CLAIMS[name]
     data = read_recording(RECORDINGS / f"claims_{name}.json").data
@@ -178,17 +178,17 @@ def test_changed_lines_are_counted() -> None:
 
 def test_claims_are_in_our_words() -> None:
     """No claim is a quotation, because its source could not be shown."""
-    assert [name for name, claim in CLAIMS.items() if quotes(claim.said)] == []
+    assert [name for name, claim in CLAIMS.items() if quotes(claim.statement)] == []
 
 
 def test_a_quotation_is_seen() -> None:
     """The check above recognizes all usual quotation marks, and ignores apostrophes."""
     assert all(
-        quotes(said) for said in ('They say "faster".', "They say \u201cfaster\u201d.", "They say \u00abfaster\u00bb.")
+        quotes(text) for text in ('They say "faster".', "They say \u201cfaster\u201d.", "They say \u00abfaster\u00bb.")
     )
     assert not quotes("A batch's gradient is the mean.")
 
 
-def quotes(said: str) -> bool:
+def quotes(text: str) -> bool:
     """Return whether a claim has words in quotation marks."""
-    return any(mark in said for mark in '"\u201c\u201d\u201e\u00ab\u00bb')
+    return any(mark in text for mark in '"\u201c\u201d\u201e\u00ab\u00bb')

@@ -57,7 +57,7 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_secret_is_told_once(tmp_path: Path) -> None:
+def test_secret_is_printed_once(tmp_path: Path) -> None:
     """The address with the secret is printed once, and requests are not logged."""
     with Served(tmp_path, command=SERVE) as server:
         for path in (f"/?k={server.secret}", "/?k=wrong", "/", "/nothing"):

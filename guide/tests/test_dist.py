@@ -184,7 +184,7 @@ def test_forbidden_constructs_are_seen(text: str) -> None:
     assert forbidden(text)
 
 
-def test_colours_can_be_told_apart() -> None:
+def test_colours_are_distinguishable() -> None:
     """In light and dark mode, text and marks have enough contrast with the page and with figures."""
     tokens = colours((WEB / "src" / "tokens.css").read_text(encoding="utf-8"))
 

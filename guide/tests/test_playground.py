@@ -147,7 +147,7 @@ def test_a_mistake_leaves_the_native_batch(mistake: MistakeName) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_told_by_category() -> None:
+def test_memory_is_reported_by_category() -> None:
     """A step holds all categories; its peak is the maximum over its phases."""
     data, lines = played()
     parts = of_kind(lines, "guide.memory")

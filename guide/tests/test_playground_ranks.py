@@ -125,7 +125,7 @@ def test_a_run_that_is_cancelled_leaves_no_rank(started: Callable[[], list[BaseP
     assert started() == []
 
 
-def test_a_rank_that_dies_is_told(started: Callable[[], list[BaseProcess]]) -> None:
+def test_a_dead_rank_is_reported(started: Callable[[], list[BaseProcess]]) -> None:
     """If a rank is killed during a run, the run ends with an error, and the other rank ends too."""
     lines: list[Line] = []
 

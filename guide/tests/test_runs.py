@@ -383,7 +383,7 @@ def test_a_run_that_is_kept(runner: asyncio.Runner) -> None:
     runner.run(scene())
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the system does not tell what a process holds")  # noqa: PTH110 (a condition)
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not report memory of processes")  # noqa: PTH110 (a condition)
 def test_memory_is_limited(runner: asyncio.Runner) -> None:
     """A run whose process exceeds the memory limit is ended, with its process if necessary."""
 

@@ -98,7 +98,7 @@ def test_each_refusal_has_its_code(change: dict[str, Any], code: str) -> None:
 
 
 def test_a_missing_key_is_refused() -> None:
-    """All keys are required; there are no silent defaults."""
+    """All keys are required, without silent defaults."""
     for name in GOOD:
         assert code_of({key: value for key, value in GOOD.items() if key != name}) == "keys"
 

@@ -72,7 +72,7 @@ def test_repeats_are_left_out_and_counted(program: TracedFile) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_fails_is_told(program: TracedFile) -> None:
+def test_a_failed_program_is_reported(program: TracedFile) -> None:
     """A program that raises gives no trace, and leaves this process untraced."""
     before = sys.gettrace()
     program.path.write_text("raise OSError", encoding="utf-8")

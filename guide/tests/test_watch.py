@@ -17,8 +17,8 @@ from anybatch.cli.status import Status
 from anybatch.errors import UserError
 from anybatch_guide.limits import Limits
 from anybatch_guide.watch import command, curve, sketch
-from anybatch_guide.watch.curve import CLIPPED, MOST_BUCKETS, SKIPPED, Curve, Step
-from anybatch_guide.watch.fields import MOST_TEXT, shown
+from anybatch_guide.watch.curve import CLIPPED, MAX_BUCKETS, SKIPPED, Curve, Step
+from anybatch_guide.watch.fields import MAX_TEXT, shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import SpanLines
 from anybatch_guide.watch.repeat import command_of
@@ -87,7 +87,7 @@ def test_no_jump_is_lost() -> None:
     losses[7_777], losses[4_444] = 90.0, -90.0
     points = curve_of(losses).points()["loss"]
 
-    assert len(points["step"]) <= 2 * MOST_BUCKETS
+    assert len(points["step"]) <= 2 * MAX_BUCKETS
     assert (max(points["value"]), min(points["value"])) == (90.0, -90.0)
     for number, value in zip(points["step"], points["value"], strict=True):
         assert value == pytest.approx(losses[number], rel=1e-6)
@@ -128,7 +128,7 @@ def test_a_resumed_run_is_the_run_that_went_through() -> None:
 
 def test_a_long_run_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above its limit, a curve keeps every second step, then every fourth, from start to end."""
-    monkeypatch.setattr(curve, "MOST_STEPS", 100)
+    monkeypatch.setattr(curve, "MAX_STEPS", 100)
     long = curve_of([float(number) for number in range(1_000)])
 
     assert long.stride == 16
@@ -250,7 +250,7 @@ def test_another_log_in_its_place(tmp_path: Path) -> None:
     assert view["curves"]["loss"]["value"] == [5.0] * 9
 
 
-def test_only_what_has_changed_is_told(tmp_path: Path) -> None:
+def test_only_changed_runs_are_returned(tmp_path: Path) -> None:
     """A read returns the runs that have grown, and runs whose verdict changed because the reference grew."""
     one, other = (written(tmp_path / name, start() + step(0)) for name in ("one", "other"))
     watching = Watching([one, other])
@@ -334,8 +334,8 @@ def test_hostile_logs_are_data(tmp_path: Path, hostile: list[tuple[str, bytes]],
     assert len(text) < 700_000
     assert view["last"] is not None, "the good step in it is read"
     for one in texts(json.loads(text)):
-        assert len(one) <= MOST_TEXT
-        assert shown(one, MOST_TEXT) == one
+        assert len(one) <= MAX_TEXT
+        assert shown(one, MAX_TEXT) == one
 
 
 def test_texts_lose_what_is_unseen() -> None:
@@ -389,12 +389,12 @@ def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
     assert command_of(tmp_path / "run.json", tmp_path)["command"] is None
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_without_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path without a log, and a missing default folder, are reported; a pipe does not block."""
     with pytest.raises(UserError, match=r"events\.jsonl is missing"):
         Watching([tmp_path])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no folder runs here"):
+    with pytest.raises(UserError, match="folder runs does not exist here"):
         command.run(["--no-browser"])
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "events.jsonl")

@@ -31,13 +31,13 @@ LIMITS = {
     "README.md": 1.0,
     "CONTRIBUTING.md": 1.0,
     "ARCHITECTURE.md": 1.0,
-    "CHANGELOG.md": 1.0,
+    "CHANGELOG.md": 0.5,
     "docs": 1.0,
     "docs/decisions": 1.0,
     "benchmarks": 1.5,
     "src": 0.5,
-    "guide/src": 3.0,
-    "guide/tests": 1.5,
+    "guide/src": 0.5,
+    "guide/tests": 0.5,
     "tests": 1.0,
 }
 UNLIMITED = ("docs/decisions/", "docs/log.md", "benchmarks/results/", "tests/architecture/test_plain_english.py")

@@ -487,7 +487,7 @@ class Checkpointed(nn.Module):
     ("model", "number", "size", "kind", "said"),
     [
         (Wayward, 9, 3, CompositionError, "do not come to the same BatchNorm layers"),
-        (Checkpointed, 9, 3, CompositionError, "a block that is run again in the backward would wait there"),
+        (Checkpointed, 9, 3, CompositionError, "recomputing a block in the backward would wait there"),
         (Wayward, 1, 1, BatchSizeError, "1 value per channel"),
     ],
 )

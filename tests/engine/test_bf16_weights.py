@@ -236,7 +236,7 @@ def test_ranks_round_alike(way: Bf16Weights, two_ranks: Ranks) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "the optimizer is an instance": {"optimizer": lambda network: torch.optim.SGD(network.parameters(), lr=0.1)},
-    "it shares the update out over ranks": {"strategy": "zero1"},
+    "which this strategy shards or copies": {"strategy": "zero1"},
     "its scaler may skip an update": {"precision": "fp16"},
     "no trainable parameter is in bf16": {"to": torch.float32},
     "is in fp16": {"to": torch.float16},

@@ -466,5 +466,5 @@ def test_wrong_declarations_are_refused(dims: dict[str, int], words: tuple[str, 
 def test_a_compiled_model_is_refused() -> None:
     """torch.compile is refused even if no layer drops, because its dropout functions could not be keyed."""
     network: Any = torch.compile(Inside(F.dropout), backend="eager")
-    with pytest.raises(CompositionError, match="compiled code draws by itself"):
+    with pytest.raises(CompositionError, match="compiled code draws its own"):
         make_engine(network)

@@ -57,5 +57,5 @@ def test_processes_of_a_rank_are_a_model_group() -> None:
 )
 def test_dimensions_that_are_no_mesh_are_refused(told: Told) -> None:
     """Dimensions that do not form one mesh are refused, because gradients of different parts would be summed."""
-    with pytest.raises(WorldError, match="do not make up a mesh of all of them"):
+    with pytest.raises(WorldError, match="are not slices of one mesh over all ranks"):
         grid_of(0, told)

@@ -17,7 +17,9 @@ def names() -> tuple[str, ...]:
 def experiments() -> dict[str, Experiment]:
     """Return all experiments by name, sorted."""
     modules = [
-        importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)
+        importlib.import_module(f"{folder.__name__}.{module.name}") for module in pkgutil.iter_modules(folder.__path__)
     ]
-    found = [*(module.EXPERIMENT for module in modules), *map(experiment_of, CLAIMS.values())]
-    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
+    all_experiments = [*(module.EXPERIMENT for module in modules), *map(experiment_of, CLAIMS.values())]
+    return {
+        experiment.name: experiment for experiment in sorted(all_experiments, key=lambda experiment: experiment.name)
+    }

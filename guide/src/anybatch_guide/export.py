@@ -41,7 +41,10 @@ def export_folder(page: Path, folder: Path) -> Path:
         message = f"{folder} exists and is not an empty folder. Give a new one, or empty it."
         raise UserError(message)
     html = with_policy(with_transport(files["index.html"].content.decode(), "static"), _FOLDER_POLICY)
-    for path, content in {**{path: one.content for path, one in files.items()}, "index.html": html.encode()}.items():
+    for path, content in {
+        **{path: asset.content for path, asset in files.items()},
+        "index.html": html.encode(),
+    }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
     return folder

@@ -59,23 +59,23 @@ def opening_settings() -> list[PlaygroundSetting]:
 
 def digits_settings() -> list[PlaygroundSetting]:
     """Return twelve splits with two optimizers, each mistake at three of them, two ranks, and three memory limits."""
-    found = [
+    settings = [
         task_setting("digits", micro, accumulation, optimizer)
         for optimizer in get_args(OptimizerName)
         for micro in (1, 4, 16, 64)
         for accumulation in (1, 4, 16)
     ]
-    found += [
+    settings += [
         task_setting("digits", micro, 4, optimizer, mistake=mistake)
         for optimizer in get_args(OptimizerName)
         for micro in (4, 16, 64)
         for mistake in _MISTAKES
     ]
-    found += [task_setting("digits", micro, 4, "sgd", ranks=2) for micro in (4, 16, 64)]
-    found += [task_setting("digits", 64, 4, "sgd", memory_limit_kib=limit) for limit in DIGITS_LIMITS_KIB]
+    settings += [task_setting("digits", micro, 4, "sgd", ranks=2) for micro in (4, 16, 64)]
+    settings += [task_setting("digits", 64, 4, "sgd", memory_limit_kib=limit) for limit in DIGITS_LIMITS_KIB]
     # The initial runs are in a separate recording.
     known = opening_settings()
-    return [setting for setting in found if setting not in known]
+    return [setting for setting in settings if setting not in known]
 
 
 def spirals_settings() -> list[PlaygroundSetting]:
@@ -90,17 +90,17 @@ def spirals_settings() -> list[PlaygroundSetting]:
 
 def shapes_settings() -> list[PlaygroundSetting]:
     """Return three splits of one batch with each norm and BatchNorm policy, and three policies on two ranks."""
-    found = [
+    settings = [
         task_setting("shapes", micro, 64 // micro, norm=norm)
         for norm in ("batch", "group", "none")
         for micro in (64, 16, 4)
     ]
-    found += [
+    settings += [
         task_setting("shapes", micro, 64 // micro, norm_policy=policy)
         for policy in ("exact", "ghost", "freeze")
         for micro in (64, 16, 4)
     ]
-    return found + [
+    return settings + [
         task_setting("shapes", micro, 32 // micro, norm_policy=policy, ranks=2)
         for policy in ("keep", "sync", "exact")
         for micro in (32, 16, 4)
@@ -109,17 +109,17 @@ def shapes_settings() -> list[PlaygroundSetting]:
 
 def text_settings() -> list[PlaygroundSetting]:
     """Return three splits of one batch, and the mean of means at two of them."""
-    found = [task_setting("text", micro, 64 // micro) for micro in (64, 16, 4)]
-    return found + [task_setting("text", micro, 64 // micro, mistake="mean_of_means") for micro in (16, 4)]
+    settings = [task_setting("text", micro, 64 // micro) for micro in (64, 16, 4)]
+    return settings + [task_setting("text", micro, 64 // micro, mistake="mean_of_means") for micro in (16, 4)]
 
 
 def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[str, Any]]:
     """Run settings one after another, and return each in compact form: setting, metrics by step, memory."""
-    found = []
+    runs = []
     for done, setting in enumerate(settings):
         emit({"kind": "guide.progress", "done": done, "of": len(settings), "what": as_command(setting)})
-        found.append(record_run(setting, emit))
-    return found
+        runs.append(record_run(setting, emit))
+    return runs
 
 
 def first_micro_batches(setting: PlaygroundSetting) -> list[dict[str, Any]]:
@@ -185,7 +185,8 @@ def run_opening(emit: Emit) -> Data:
         "first_micro_batches": first_micro_batches(PlaygroundSetting()),
         "programs": templates(),
         "examples": [
-            {"setting": asdict(one), "python": as_python(one), "command": as_command(one)} for one in examples
+            {"setting": asdict(setting), "python": as_python(setting), "command": as_command(setting)}
+            for setting in examples
         ],
     }
 

@@ -95,8 +95,8 @@ class Answer:
     async def send(self, send: Send) -> None:
         """Send it as JSON, and close the connection without reading the rest of it."""
         body = json.dumps({"code": self.code, "message": self.message}).encode()
-        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers = [*own, (b"connection", b"close"), *self.headers]
+        entity_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [*entity_headers, (b"connection", b"close"), *self.headers]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -186,9 +186,9 @@ class _Request:
 
     def all(self, name: bytes) -> list[bytes]:
         """Return every value of a header."""
-        return [value for found, value in self._headers if found == name]
+        return [value for key, value in self._headers if key == name]
 
-    def one(self, name: bytes) -> bytes | None:
+    def first(self, name: bytes) -> bytes | None:
         """Return the first value of a header; None if it is missing."""
         return next(iter(self.all(name)), None)
 
@@ -214,14 +214,14 @@ def _look_at_host(request: _Request, admission: Admission, _limits: Limits) -> A
 
 
 def _look_at_origin(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
-    site = request.one(b"sec-fetch-site")
+    site = request.first(b"sec-fetch-site")
     # A typed address has no requesting site; only the page may be opened like this.
-    is_page = request.path == "/" and request.one(b"sec-fetch-dest") in (None, b"document")
+    is_page = request.path == "/" and request.first(b"sec-fetch-dest") in (None, b"document")
     if site not in (None, b"same-origin") and not (site == b"none" and is_page):
         message = "Another page sent this request. Open the guide with its printed address, in the address bar."
         return Answer(HTTPStatus.FORBIDDEN, "site", message)
     # Browsers without Fetch metadata still send an Origin with changing requests.
-    origin, host = request.one(b"origin"), request.one(b"host")
+    origin, host = request.first(b"origin"), request.first(b"host")
     if origin is not None and origin.lower() != b"http://" + (host or b"").lower():
         return Answer(HTTPStatus.FORBIDDEN, "origin", "Another page sent this request.")
     return None
@@ -251,7 +251,7 @@ def _look_at_secret(request: _Request, admission: Admission, _limits: Limits) ->
 
 
 def _launch_key(request: _Request) -> str | None:
-    """Return the key in the address; None if there is no key."""
+    """Return the key in the address, or None."""
     if request.path != "/" or request.method != "GET" or not 0 < len(request.query) <= _MAX_QUERY_BYTES:
         return None
     return next(iter(parse_qs(request.query.decode("latin-1")).get("k", [])), None)
@@ -261,13 +261,13 @@ def _look_at_form(request: _Request, _admission: Admission, limits: Limits) -> A
     if request.method not in _CHANGING:
         return None
     # A foreign page cannot set this header without a preflight request, which is always refused here.
-    if request.one(b"x-anybatch") != b"1":
+    if request.first(b"x-anybatch") != b"1":
         return Answer(HTTPStatus.FORBIDDEN, "header", "A change needs the header X-Anybatch: 1.")
-    media_type = (request.one(b"content-type") or b"").partition(b";")[0].strip().lower()
+    media_type = (request.first(b"content-type") or b"").partition(b";")[0].strip().lower()
     # A DELETE may have no body, and then no type.
     if media_type != b"application/json" and not (request.method == "DELETE" and not media_type):
         return Answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "type", "The body must be application/json.")
-    length = request.one(b"content-length")
+    length = request.first(b"content-length")
     # Truncate first, because converting thousands of digits is slow.
     if length is not None and (not length.isdigit() or int(length[:20]) > limits.body_bytes):
         return _too_large(limits)
@@ -284,8 +284,8 @@ def _with_headers(send: Send) -> Send:
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            own = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in names]
-            message = {**message, "headers": [*own, *HEADERS]}
+            other_headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in names]
+            message = {**message, "headers": [*other_headers, *HEADERS]}
         await send(message)
 
     return send_with_headers

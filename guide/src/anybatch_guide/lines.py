@@ -34,7 +34,7 @@ class RecordLines:
         if not isinstance(record, NOT_SHOWN):
             self._emit(line_of(record, sequence=self._next(), time_seconds=self._clock()))
 
-    def emit(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (whatever JSON has)
+    def emit(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (any JSON value)
         """Emit an event of the guide, of kind `guide.<kind>`."""
         head = {"version": SCHEMA_VERSION, "sequence": self._next(), "time_seconds": round(self._clock(), 6)}
         self._emit({**head, "kind": f"guide.{kind}", **fields})

@@ -101,7 +101,7 @@ class LoopWatch:
         self._view.begin(args[0])
 
     def _end_micro_batch(self) -> None:
-        # There is no hook after a backward: the next forward, or the update, ends the micro-batch.
+        # PyTorch has no hook after a backward, so the next forward, or the update, ends the micro-batch.
         if self._open_samples is not None:
             self._categorize_persistent()
             self._report_micro_batch("end")
@@ -212,7 +212,7 @@ class LoopWatch:
             geometry=f"{setting.effective_batch_size} = {size} x {steps}",
             effective_batch_size=setting.effective_batch_size,
             micro_batch_size=size,
-            strategy=f"a loop of plain PyTorch: {setting.mistake}",
+            strategy=f"a loop in plain PyTorch: {setting.mistake}",
             precision=setting.precision,
             device="cpu",
             dtype="float32",

@@ -19,20 +19,20 @@ from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entrop
 from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, engine_of, limited, make, policy_of
 
 
-def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, own: Tensor | None) -> float | None:
+def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
     """Return |g - g_native| / |g_native| for the first gradients; None if one is missing or not finite.
 
     Args:
         setting: setting of the run.
         task: its data, network and loss.
-        own: change of the parameters in the first step of the run, from `first_step`.
+        change: change of the parameters in the first step of the run, from `first_step`.
     """
-    if own is None:
+    if change is None:
         return None
     parts = _first_parts(setting, task)
     engine = engine_of(setting, task, parts, micro_batch_size=setting.effective_batch_size)
     native = _moved(parts, setting, task, engine, nullcontext())
-    difference = float((own - native).norm() / native.norm())
+    difference = float((change - native).norm() / native.norm())
     return difference if math.isfinite(difference) else None
 
 
@@ -120,8 +120,8 @@ class ReferenceRun:
             # One batch, or none at the end of the data.
             for batch in itertools.islice(self._data, 1):
                 self._engine.step(batch)
-        own = flat(self._model)
-        return float((flat(model) - own).norm() / own.norm())
+        expected = flat(self._model)
+        return float((flat(model) - expected).norm() / expected.norm())
 
     def close(self) -> None:
         """Drop the reference to the model."""

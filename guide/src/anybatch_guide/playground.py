@@ -76,7 +76,7 @@ def run(
 
 def warm() -> None:
     """Warm up: import scikit-learn for the images, and make one step."""
-    # Without scikit-learn, there are no digits to warm up with.
+    # Without scikit-learn, warming up with digits is not possible.
     with suppress(DataError):
         run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 

@@ -151,9 +151,9 @@ def as_command(setting: PlaygroundSetting) -> str:
 
 def values_of(setting: PlaygroundSetting) -> Mapping[str, str]:
     """Return the value of each name in a template."""
-    own = {field.name: str(getattr(setting, field.name)) for field in fields(setting)}
+    values = {field.name: str(getattr(setting, field.name)) for field in fields(setting)}
     return {
-        **own,
+        **values,
         "effective_batch_size": str(setting.effective_batch_size),
         "cut": setting.cut,
         "launch": "python" if setting.ranks == 1 else f"torchrun --nproc-per-node {setting.ranks}",

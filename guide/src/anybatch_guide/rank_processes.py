@@ -119,13 +119,13 @@ class RankProcesses:
     def _receive(pipe: Connection) -> tuple[str, Any]:
         """Return a message of a rank: its kind and its content."""
         try:
-            word, told = pickle.loads(pipe.recv_bytes())  # noqa: S301 (of our own process)
+            word, content = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from a process that this one started)
         except (EOFError, ConnectionError):
             message = "A rank ended in the middle of its run."
             raise RankError(message) from None
         if word == "failed":
-            raise RankError(told)
-        return word, told
+            raise RankError(content)
+        return word, content
 
 
 class _Sender:
@@ -155,9 +155,9 @@ class _Sender:
         if self._is_first:
             self._tell("after_step", (step, self._model.state_dict()))
 
-    def _tell(self, word: str, told: object) -> None:
-        _send(self._pipe, (word, told))
-        self.is_stepped = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 (of our own process)
+    def _tell(self, word: str, content: object) -> None:
+        _send(self._pipe, (word, content))
+        self.is_stepped = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 (from a process that this one started)
 
 
 def _next_of(pipes: Sequence[Connection], looked_at: Connection | None) -> Connection:
@@ -173,9 +173,9 @@ def _next_of(pipes: Sequence[Connection], looked_at: Connection | None) -> Conne
     return ready
 
 
-def _send(pipe: Connection, told: object) -> None:
+def _send(pipe: Connection, content: object) -> None:
     # Pickle explicitly: a torch pipe would move the parameters of the model into shared memory.
-    pipe.send_bytes(pickle.dumps(told))
+    pipe.send_bytes(pickle.dumps(content))
 
 
 def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous: str) -> None:
@@ -194,7 +194,7 @@ def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous
                 run_engine(setting, task, _Sender(pipe, rank, setting, parts[0]), parts)
     except (EOFError, ConnectionError):
         return  # the parent has closed the pipe
-    except Exception as error:  # noqa: BLE001 (whatever it is, the page shows it)
+    except Exception as error:  # noqa: BLE001 (the page shows every error)
         traceback.print_exc()
         _send(pipe, ("failed", f"{type(error).__name__} on rank {rank}: {error}"))
         return

@@ -61,7 +61,7 @@ def record(name: str, folder: Path) -> Path:
     """Run an experiment on one thread, write its result, and return the file.
 
     Raises:
-        UserError: there is no experiment with this name.
+        UserError: the experiment does not exist.
     """
     return write_recording(recorded(experiments()[known([name])[0]]), folder)
 
@@ -118,9 +118,9 @@ def read_recording(file: Path) -> Recording:
         message = f"{file} has {file.stat().st_size} bytes; the limit for a recording is {MAX_FILE_BYTES}."
         raise UserError(message)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        made = Provenance(**found["made"])
-        recording = Recording(name=found["name"], question=found["question"], made=made, data=found["data"])
+        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        made = Provenance(**content["made"])
+        recording = Recording(name=content["name"], question=content["question"], made=made, data=content["data"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         message = f"{file} is not a recording ({type(error).__name__}: {error}). Run again: anybatch guide record"
         raise UserError(message) from error

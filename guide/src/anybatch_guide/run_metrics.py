@@ -149,7 +149,7 @@ class RunMetrics:
         try:
             return finite(self._reference.step(self._model))
         except NonFiniteError:
-            # The reference run has diverged, so there is nothing left to compare with.
+            # The reference run has diverged: stop comparing.
             self._reference = None
             return None
 
@@ -166,23 +166,23 @@ class RunMetrics:
 def phase_peaks(timeline: MemoryTimeline) -> list[tuple[int | None, str, int]]:
     """Return micro-batch (None for the update), phase and peak of each phase of a step, in order."""
     totals = timeline.totals.tolist()
-    found: dict[tuple[int | None, str], int] = {}
+    peaks: dict[tuple[int | None, str], int] = {}
     for moment, phase in enumerate(timeline.phases):
         mark = timeline.mark_before(moment) or ""
         word, _, number = mark.rpartition(" ")
         part = (int(number) - 1 if word == "micro-batch" else None, phase)
-        if part not in found or totals[moment] > totals[found[part]]:
-            found[part] = moment
-    return [(position, phase, moment) for (position, phase), moment in found.items()]
+        if part not in peaks or totals[moment] > totals[peaks[part]]:
+            peaks[part] = moment
+    return [(position, phase, moment) for (position, phase), moment in peaks.items()]
 
 
 def digest_of(model: nn.Module) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of all parameters and buffers."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         # Hash bytes, so that equal digests mean equal bits, including -0.0 and NaN.
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def surface_of(model: nn.Module) -> str:

@@ -190,7 +190,7 @@ class Runs:
 
     def _current(self, run_id: str) -> LiveRun:
         if self._run is None or self._run.id != run_id or not self._run.accepted.done():
-            raise RefusedError(HTTPStatus.NOT_FOUND, Failure("unknown_run", "There is no such run, or it has ended."))
+            raise RefusedError(HTTPStatus.NOT_FOUND, Failure("unknown_run", "This run has ended or does not exist."))
         return self._run
 
     async def _keep_worker(self) -> None:

@@ -103,10 +103,11 @@ def engine_of(run: StudyRun, model: nn.Module, **options: Any) -> ab.Engine:  # 
     else:
         betas = (run.betas[0], run.betas[1])
         optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=betas, eps=run.eps)
-    whole = num_steps_of(run)
-    rising = max(1, round(WARM_UP * whole))
+    total_steps = num_steps_of(run)
+    rising = max(1, round(WARM_UP * total_steps))
     schedule = join_schedules(
-        WarmUp(num_steps=rising, start_factor=1 / (rising + 1)), Cosine(num_steps=max(1, whole - rising), floor=0.1)
+        WarmUp(num_steps=rising, start_factor=1 / (rising + 1)),
+        Cosine(num_steps=max(1, total_steps - rising), floor=0.1),
     )
     return ab.Engine(
         model,
@@ -140,9 +141,9 @@ def judged(model: nn.Module, run: StudyRun) -> tuple[float, float]:
     """Return loss and accuracy over the held-out samples."""
     task = task_of(run.task)
     batch = {"inputs": task.held_out.inputs, "targets": task.held_out.targets}
-    found = model(batch["inputs"]).argmax(-1) == batch["targets"]
+    is_correct = model(batch["inputs"]).argmax(-1) == batch["targets"]
     loss = float(task.loss.function(model, batch))
-    return (loss if math.isfinite(loss) else math.inf), float(found.double().mean())
+    return (loss if math.isfinite(loss) else math.inf), float(is_correct.double().mean())
 
 
 def noise_scale_of(run: StudyRun) -> float:

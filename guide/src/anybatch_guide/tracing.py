@@ -56,8 +56,8 @@ class TracedFile:
     def main_line(self) -> int:
         """Return the line of `if __name__ == "__main__"`; module-level lines before it are not recorded."""
         body = ast.parse(self.path.read_text(encoding="utf-8")).body
-        found = [node.lineno for node in body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
-        return found[-1] if found else 0
+        lines = [node.lineno for node in body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+        return lines[-1] if lines else 0
 
 
 @dataclass(slots=True)
@@ -167,9 +167,9 @@ class LineTrace:
             self.printed[-1] = self.output.tell()
 
     def _look(self, names: Mapping[str, Any]) -> None:
-        found = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
-        if found is not None:
-            self._model = weakref.ref(found)  # DDP has to be freed before its process group: keep no reference to it
+        module = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
+        if module is not None:
+            self._model = weakref.ref(module)  # DDP has to be freed before its process group: keep no reference to it
         model = None if self._model is None else self._model()
         gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         if gradients:
@@ -186,12 +186,12 @@ class LineTrace:
 def state_of(model: nn.Module | None) -> dict[str, list[float]]:
     """Return weights and gradient of a model as flat lists; None for a cleared gradient."""
     parameters = [] if model is None else list(model.parameters())
-    found = {"weights": [parameter.detach() for parameter in parameters]}
+    state = {"weights": [parameter.detach() for parameter in parameters]}
     if parameters and all(parameter.grad is not None for parameter in parameters):
-        found["gradients"] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        state["gradients"] = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {
         name: [float(f"{value:.4g}") for value in torch.cat([tensor.flatten() for tensor in tensors]).tolist()]
-        for name, tensors in found.items()
+        for name, tensors in state.items()
         if tensors
     }
 
@@ -225,12 +225,12 @@ def columns(lines: LineTrace) -> dict[str, Any]:
 
 def _changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[Any]]]:
     """Return only the changes of weights and gradient: [index of the line, numbers or None]."""
-    found: dict[str, list[list[Any]]] = {"weights": [], "gradients": []}
+    by_name: dict[str, list[list[Any]]] = {"weights": [], "gradients": []}
     for index, state in enumerate(states):
-        for name, changes in found.items():
+        for name, changes in by_name.items():
             if not changes or changes[-1][1] != state.get(name):
                 changes.append([index, state.get(name)])
-    return found
+    return by_name
 
 
 def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6, vectors: bool = False) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
         if not ours.poll(TIME_LIMIT_SECONDS):
             message = f"{what} did not end within {TIME_LIMIT_SECONDS} seconds"
             raise TimeoutError(message)
-        found: dict[str, Any] = ours.recv()
+        answer: dict[str, Any] = ours.recv()
     finally:
         ours.close()
         for process in processes:
@@ -307,7 +307,7 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
             process.join(10)
             process.kill()
             process.join()
-    return found
+    return answer
 
 
 def _serve_rank(

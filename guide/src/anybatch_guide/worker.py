@@ -160,7 +160,7 @@ class Worker:
             return {"failed": {"code": str(getattr(error, "code", "refused")), "message": str(error)}}
         except MemoryError:
             return {"failed": {"code": "memory", "message": "Not enough memory."}}
-        except Exception as error:  # noqa: BLE001 (whatever it is, the next run has to find a worker)
+        except Exception as error:  # noqa: BLE001 (no error may end the worker)
             traceback.print_exc()
             message = f"The run ended with {type(error).__name__}; see the terminal for details."
             return {"failed": {"code": "error", "message": message}}

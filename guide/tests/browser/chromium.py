@@ -111,7 +111,7 @@ def launched() -> Iterator[Browser]:
     """Start the system's Chromium, or report it as missing."""
     program = os.environ.get("ANYBATCH_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
     if not Path(program).exists():
-        absent(f"THE PAGE IS NOT TESTED: there is no Chromium at {program}; `make browser` installs one")
+        absent(f"THE PAGE IS NOT TESTED: Chromium is missing at {program}; `make browser` installs it")
     with sync_playwright() as playwright:
         options = ["--no-sandbox", f"--disable-features={','.join(UNUSED)}"]
         browser = playwright.chromium.launch(executable_path=program, args=options)

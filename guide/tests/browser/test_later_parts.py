@@ -39,7 +39,7 @@ def summary(page: Page, title: str) -> Locator:
 
 
 def said(part: Locator) -> list[str]:
-    """Return the words of a part, except those of table buttons, which appear after hydration."""
+    """Return the words of a part, without table buttons, which appear after hydration."""
     return re.sub(r"Data table\s+for “[^”]*”", "", part.inner_text()).split()
 
 

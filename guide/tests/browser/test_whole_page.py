@@ -166,7 +166,7 @@ def pages(desktop: Watched, phone: Watched) -> dict[str, Watched]:
 def judged(pages: dict[str, Watched]) -> dict[str, Watched]:
     """Both pages, with axe loaded."""
     if not AXE.exists():
-        absent(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
+        absent(f"ACCESSIBILITY IS NOT TESTED: {AXE} is missing; `make browser` installs it if npm is available")
     for watched in pages.values():
         watched.page.evaluate(AXE.read_text(encoding="utf-8"))
     return pages

@@ -49,7 +49,7 @@ def make_parser() -> Parser:
         type=count,
         action="append",
         metavar="N",
-        help="a micro-batch size to try; repeatable (default: 1, and two and three fifths of the batch)",
+        help="a micro-batch size to try; repeatable (default: 1, 2/5 and 3/5 of the batch)",
     )
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="seed of all random numbers (default: 0)")
     parser.add_argument(

@@ -78,13 +78,13 @@ def make_parser() -> Parser:
     add("--devices", type=count, metavar="N", help="devices for the multi-device runs (default: all GPUs; 2 on a CPU)")
     add("--device", choices=("cpu", "cuda"), help="device type (default: cuda if there are enough GPUs)")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (default: fp32)")
-    add("--samples", type=count, default=1_000_000, metavar="N", help="samples for device-hours (default: 1,000,000)")
+    add("--samples", type=count, default=1_000_000, metavar="N", help="estimate cost of N samples (default: 1,000,000)")
     add("--price", type=number, metavar="X", help="price per device-hour; adds a cost column")
     add(
         "--link",
         type=link,
         metavar="RATE,LATENCY",
-        help="a network, such as 25Gbit,20us; adds the largest useful ranks",
+        help="a network, such as 25Gbit,20us; adds the largest useful number of ranks",
     )
     add(
         "--seconds", type=number, default=60.0, metavar="X", help="start no round after this many seconds (default: 60)"

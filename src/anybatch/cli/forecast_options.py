@@ -78,7 +78,7 @@ def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection
         metavar="X",
         help="seconds of one micro-batch, instead of timing the recipe",
     )
-    add("--fixed-seconds", type=number, default=0.0, metavar="X", help="the part independent of samples (default: 0)")
+    add("--fixed-seconds", type=number, default=0.0, metavar="X", help="fixed seconds of a micro-batch (default: 0)")
     add("--update-seconds", type=number, default=0.0, metavar="X", help="seconds of the optimizer update (default: 0)")
     add(
         "--gradient-bytes",

@@ -22,7 +22,7 @@ _EFFECTIVE = (
     "the ranks."
 )
 _MICRO = (
-    "samples per forward and backward on one device, as there. It only has to fit into memory and does not "
+    "samples per forward and backward on one device, the same number. It only has to fit into memory and does not "
     "determine the batch: set that with --effective-batch-size (theirs x accumulation steps x ranks)."
 )
 _STEPS = (
@@ -54,7 +54,7 @@ HINTS: Final = (
     (
         "--effective-batch-size 32,128@20000",
         "rampup-batch-size",
-        "128 samples per optimizer step after 20,000 samples of 32; theirs grows by one increment again and again.",
+        "32 samples per optimizer step, and 128 after 20,000 samples; Megatron-LM adds a fixed increment repeatedly.",
     ),
     (
         "--ranks N",
@@ -133,5 +133,5 @@ def explain_unknown(words: Sequence[str]) -> str:
 
 
 def plain(option: str) -> str:
-    """Return an option's name the way the table has it: `--Max_Steps=3` is `max-steps`."""
+    """Return an option's name in the form of the table: `max-steps` for `--Max_Steps=3`."""
     return option.lstrip("-").partition("=")[0].replace("_", "-").casefold()

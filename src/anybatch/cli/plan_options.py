@@ -98,7 +98,7 @@ def _add_step(parser: Parser) -> None:
 def _add_answer(parser: Parser) -> None:
     add = parser.add_argument
     add("--fit", action="store_true", help="find the fastest combination of changes that fits")
-    add("--no-proposals", action="store_true", help="do not plan single changes, which takes as long for each")
+    add("--no-proposals", action="store_true", help="do not plan single changes; each takes as long as the plan")
     add(
         "--verify",
         action="store_true",
@@ -116,7 +116,7 @@ def changes_of(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     optimizer, lora, weights = given.pop("optimizer"), given.pop("lora"), given.pop("weights")
     checkpointing, offload = given.pop("checkpointing"), given.pop("offload")
     if weights == "4bit" and lora is None:
-        parser.error("--weights 4bit is a base that is not trained: add --lora RANK.")
+        parser.error("--weights 4bit freezes the base weights: add --lora RANK to train adapters.")
     if checkpointing and offload:
         parser.error("--offload and --checkpointing exclude each other: recomputed blocks save no activations.")
     changes = []

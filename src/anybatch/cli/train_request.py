@@ -9,7 +9,7 @@ from anybatch.core.run_config import RunConfig
 DEFAULT_RECIPE = "digits"
 RUNS = Path("runs")
 PRELOADED = ("anybatch.cli.local_ranks", "torch._dynamo")
-"""What the server that ranks are forked from imports; the first optimizer of a rank would import torch._dynamo."""
+"""Modules that the fork server of the ranks imports, so that a rank's first optimizer need not import torch._dynamo."""
 Resume = Literal["always", "auto", "never"]
 
 

@@ -81,27 +81,27 @@ class Feature(Enum):
     ALONE = (_RANKS, "one rank without torch.distributed")
     ONE_RANK = (_RANKS, "one rank under torch.distributed")
     SEVERAL_RANKS = (_RANKS, "several ranks")
-    COMPRESSED = (_MESSAGES, "gradients compressed on their way (compression='bf16')")
+    COMPRESSED = (_MESSAGES, "gradients compressed for communication (compression='bf16')")
     FP32 = (_PRECISION, "precision='fp32'")
     BF16 = (_PRECISION, "precision='bf16'")
     FP16 = (_PRECISION, "precision='fp16'")
     WIDE_PARAMETERS = (_PARAMETERS, "float32 or float64 parameters")
     LOW_PARAMETERS = (_PARAMETERS, "bf16 or fp16 parameters")
-    DIRECT = (_UPDATE, "an update of the parameters themselves")
+    DIRECT = (_UPDATE, "an update without float32 copies")
     MASTER_WEIGHTS = (_UPDATE, "float32 master weights (an optimizer given as a function)")
     CAST = (_UPDATE, "gradients cast to bf16 or fp16 (an optimizer instance over such parameters)")
     SPLIT_WEIGHTS = (_UPDATE, "bf16_weights='split'")
     ROUNDED_WEIGHTS = (_UPDATE, "bf16_weights='stochastic'")
     BALANCED = (_DEAL, "deal='balanced'")
     FIXED = (_DEAL, "deal='fixed'")
-    MICRO_BATCH_SIZE = (_CUT, "a named micro_batch_size")
-    ACCUMULATION_STEPS = (_CUT, "named accumulation_steps")
+    MICRO_BATCH_SIZE = (_CUT, "a fixed micro_batch_size")
+    ACCUMULATION_STEPS = (_CUT, "fixed accumulation_steps")
     AUTO_SIZE = (_CUT, "micro_batch_size='auto'")
     TOKEN_BUDGET = (_CUT, "micro_batch_size=token_budget(...)")
     DEALT = (_BATCH, "batches of ab.batches")
     RANK_SHARES = (_BATCH, "rank shares from the user's loader")
     COUNT_BEFORE = (_LOSS, "a loss with its count known before the forward")
-    COUNT_LATE = (_LOSS, "a loss that brings its count along")
+    COUNT_LATE = (_LOSS, "a loss that returns its count")
     SEVERAL_TERMS = (_LOSS, "a loss of several terms (ab.sum_of)")
     JOINT = (_LOSS, "a loss across samples (ab.joint)")
     LOSS_PARAMETERS = (_LOSS_MODULE, "a loss module with parameters")
@@ -162,7 +162,7 @@ _DENSE_BUCKETS = Cell(
 )
 _NARROW_DDP = Cell(
     Verdict.REFUSED,
-    "DDP takes no float32 gradient for such parameters, and their sum in the low precision stalls",
+    "DDP accumulates gradients in the type of the parameters, and sums in bf16 or fp16 lose small gradients",
     "Use strategy='all_reduce', or float32 parameters with precision='bf16'.",
 )
 _NARROW_FSDP = Cell(
@@ -174,8 +174,8 @@ _NARROW_FSDP = Cell(
 
 _WHOLE_WEIGHTS = Cell(
     Verdict.REFUSED,
-    "it shares the update out over ranks, replaces parameters or copies them, and an update in pieces needs whole ones "
-    "on each rank",
+    "the update of split or rounded weights needs the model's own, complete parameters on each rank, which this "
+    "strategy shards or copies",
     "Use strategy='all_reduce', or leave bf16_weights out.",
 )
 _WIDE_WEIGHTS = Cell(
@@ -185,7 +185,7 @@ _WIDE_WEIGHTS = Cell(
 )
 _SKIPPED_PIECES = Cell(
     Verdict.REFUSED,
-    "its scaler may skip an update, which is in pieces here",
+    "its scaler may skip an update, which is several calls of optimizer.step() here",
     "Use precision='bf16' or 'fp32'.",
 )
 _ONE_PROCESS = Cell(
@@ -196,7 +196,7 @@ _ONE_PROCESS = Cell(
 _NOT_SENT = Cell(Verdict.EXCLUSIVE, "compression is an option of DDP")
 _REPLICAS_NORMALISE = Cell(
     Verdict.REFUSED,
-    "the policy normalises within the layers of the model itself, and replicas have copies of them",
+    "the policy works in the layers of the model itself, but replicas run copies of them",
     "Use norms='keep' or 'freeze', or strategy='all_reduce' (torchrun).",
 )
 
@@ -211,7 +211,7 @@ _JOINS_RANKS = Cell(
     "Use norms='exact', or norms=Ghost(group_size=...) for the same function at any cut.",
 )
 
-_ONE_CUT = "Use deal='fixed' with a named micro_batch_size, so that the cut does not depend on the number of ranks."
+_ONE_CUT = "Use deal='fixed' with a fixed micro_batch_size, so that the cut does not depend on the number of ranks."
 
 _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.REENTRANT: Cell(
@@ -226,7 +226,7 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     ),
     Feature.DROPOUT_KEYED: Cell(
         Verdict.SAME_CUT,
-        "its random numbers belong to micro-batches: another cut draws others from the same distribution",
+        "its random numbers depend on the micro-batch, so another cut draws others from the same distribution",
         _ONE_CUT,
     ),
     Feature.DROPOUT_UNKEYED: Cell(
@@ -251,7 +251,7 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     **{frozenset((Feature.FSDP, narrow)): _NARROW_FSDP for narrow in _NARROW},
     frozenset((Feature.FSDP, Feature.NORMS_EXACT)): Cell(
         Verdict.REFUSED,
-        "micro-batches take turns in the middle of their forwards, and ranks gather weights there in lockstep",
+        "it switches between micro-batches in the middle of a forward, where FSDP gathers weights in lockstep",
         "Use norms=Exact(method='checkpoint'), or strategy='all_reduce'.",
     ),
     frozenset((Feature.DATA_PARALLEL, Feature.SEVERAL_RANKS)): _ONE_PROCESS,
@@ -260,18 +260,18 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     **{frozenset((Feature.COMPRESSED, narrow)): _NARROW_DDP for narrow in _NARROW},
     frozenset((Feature.DATA_PARALLEL, Feature.COMPILED)): Cell(
         Verdict.REFUSED,
-        "compiled code is bound to the parameters of the model itself, and replicas have copies of them",
+        "compiled code uses the parameters of the model itself, but replicas have copies of them",
         "Leave torch.compile out, or use strategy='all_reduce' (torchrun).",
     ),
     frozenset((Feature.DATA_PARALLEL, Feature.DROPOUT_KEYED)): Cell(
         Verdict.SAME_CUT,
-        "random numbers belong to micro-batches, and the replicas of one draw from them one after another: another "
-        "cut, or another number of replicas, draws others",
+        "the replicas of a micro-batch draw from its random numbers one after another, so another cut or number of "
+        "replicas draws different numbers",
         "Keep micro_batch_size and replicas unchanged.",
     ),
     frozenset((Feature.DATA_PARALLEL, Feature.DROPOUT_PER_SAMPLE)): Cell(
         Verdict.REFUSED,
-        "masks are counted within one forward over all samples of a micro-batch, and replicas run some of them each",
+        "masks are drawn in one forward over all samples of a micro-batch, but each replica runs only some of them",
         "Use rng='micro_batch', or strategy='all_reduce' (torchrun).",
     ),
     **{
@@ -287,19 +287,19 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     ),
     frozenset((Feature.FIXED, Feature.RANK_SHARES)): Cell(
         Verdict.REFUSED,
-        "keeping units whole across world sizes needs a batch that can be dealt freely",
+        "fixed units need a batch whose samples can go to any rank",
         "Feed the engine from ab.batches, or use deal='balanced'.",
     ),
     frozenset((Feature.TOKEN_BUDGET, Feature.RANK_SHARES)): Cell(
         Verdict.REFUSED,
-        "samples of the user's loader have been padded together already, before they are cut",
-        "Feed the engine from ab.batches(dataset, lengths=..., collate=anybatch.data.Padded()), or name a number of "
+        "the user's loader has already padded the samples to one length before they are cut",
+        "Feed the engine from ab.batches(dataset, lengths=..., collate=anybatch.data.Padded()), or give a number of "
         "samples.",
     ),
     **{
         frozenset((Feature.TOKEN_BUDGET, policy)): Cell(
             Verdict.REFUSED,
-            "the policy normalises over padding too, and each cut pads otherwise",
+            "the policy also normalises over padding, and each cut has different padding",
             "Use norms='freeze' or a layer that normalises each sample alone, or pass a number of samples.",
         )
         for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
@@ -319,7 +319,7 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     },
     frozenset((Feature.COMPILED, Feature.DROPOUT_KEYED)): Cell(
         Verdict.SAME_CUT,
-        "random numbers belong to micro-batches: another cut draws others, and so does compiled code, from equal seeds",
+        "another cut draws different random numbers, and so does compiled code from the same seed",
         _ONE_CUT,
     ),
     **{
@@ -333,17 +333,17 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     },
     frozenset((Feature.DROPOUT_PER_SAMPLE, Feature.NORMS_EXACT)): Cell(
         Verdict.REFUSED,
-        "micro-batches take turns in the middle of their forwards, and masks are counted within one forward at a time",
+        "it switches between micro-batches in the middle of a forward, but masks are drawn for one forward at a time",
         "Use norms=Exact(method='checkpoint'), or rng='micro_batch'.",
     ),
     frozenset((Feature.NON_REENTRANT, Feature.NORMS_EXACT)): Cell(
         Verdict.REFUSED,
-        "a block that is run again in the backward would wait there for all other micro-batches",
+        "recomputing a block in the backward would wait there for all other micro-batches",
         "Leave checkpointing to norms=Exact(method='checkpoint'), or checkpoint blocks without BatchNorm only.",
     ),
     frozenset((Feature.COMPILED, Feature.DROPOUT_PER_SAMPLE)): Cell(
         Verdict.REFUSED,
-        "compiled code draws by itself, where masks cannot be given by sample",
+        "compiled code draws its own random numbers, so masks cannot be set by sample",
         "Leave torch.compile out, or use rng='micro_batch'.",
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint with its own

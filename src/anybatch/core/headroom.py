@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from anybatch.core.units import in_bytes
 
 HEADROOM = 0.15
-"""Share of the memory that is kept free: a margin for unplanned use such as fragmentation, not a speed-up."""
+"""Share of the memory that is kept free, as a margin for unplanned use such as fragmentation."""
 MEASURED_HEADROOM = 0.10
-"""Share kept free beyond the measured memory of a step, once a step has been measured on the device."""
+"""Share that is kept free once a step has been measured on the device."""
 
 
 def measured_headroom(excess: float) -> float:
     """Return the headroom to plan with so that `MEASURED_HEADROOM` stays free if steps exceed the plan.
 
-    A plan of `P` bytes takes `(1 + excess) P`, so `(1 + excess) (1 - headroom) = 1 - MEASURED_HEADROOM`: 10% if the
-    plan was right, and 15% if it was 5.9% too low.
+    A step with a plan of `P` bytes takes `(1 + excess) P`, so `(1 + excess) (1 - headroom) = 1 - MEASURED_HEADROOM`.
+    The headroom is 10% if the plan was correct, and 15% if the step took 5.9% more.
     """
     return 1.0 - (1.0 - MEASURED_HEADROOM) / (1.0 + excess)
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """The peak memory on a device, and the rest.
+    """Memory that a peak leaves free on a device.
 
     Attributes:
         peak_bytes: peak memory in use.
@@ -46,9 +46,9 @@ class Reserve:
 
 
 def describe_reserve(reserve: Reserve) -> str:
-    """Return the peak and the rest of a memory in words: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
+    """Return the peak and the free memory as text: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
 
-    Percentages are rounded down, so that the rest is never overstated.
+    Percentages are rounded down, so that free memory is never overstated.
     """
     of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
     if reserve.left < 0:

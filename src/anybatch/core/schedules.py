@@ -175,8 +175,8 @@ def join_schedules(first: BoundedSchedule, *rest: BoundedSchedule) -> Sequential
 def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp) -> int:
     """Return the number of optimizer steps that `num_samples` samples take, over all ranks, rounded up.
 
-    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. It
-    stays the same when the batch grows: the SDE of Malladi et al. 2022 runs on samples, not on steps.
+    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`.
+    Keep the number of samples when the batch grows: time in the SDE of Malladi et al. 2022 is samples, not steps.
 
     Args:
         num_samples: counted from the beginning of a run.
@@ -195,7 +195,7 @@ def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp)
 
 
 def steps_of_epochs(num_epochs: float, *, samples_per_epoch: int, effective_batch_size: int) -> int:
-    """Return the number of optimizer steps of `num_epochs` epochs, rounded up; an epoch's smaller last batch is a step.
+    """Return the number of optimizer steps of `num_epochs` epochs, rounded up; a smaller last batch is also a step.
 
     Raises:
         BatchSizeError: `effective_batch_size` is below 1.
@@ -205,7 +205,7 @@ def steps_of_epochs(num_epochs: float, *, samples_per_epoch: int, effective_batc
     steps_per_epoch = steps_of_samples(samples_per_epoch, effective_batch_size=effective_batch_size)
     exact = num_epochs * steps_per_epoch
     nearest = round(exact)
-    # 0.1 epochs of 30 steps are 3 steps, though 0.1 * 30 is a little more in floating point
+    # 0.1 epochs of 30 steps are 3 steps, although 0.1 * 30 > 3 in floating point
     return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.ceil(exact)
 
 
@@ -213,19 +213,19 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Lam
     """Return a torch scheduler that multiplies each group's learning rate by `schedule(step)`.
 
     Call its `step` once after each optimizer step; its `last_epoch` counts optimizer steps. Its state_dict has the step
-    and the base rates, but not the schedule, which comes from the code: it loads with `weights_only=True`, and a
-    resumed run uses the schedule that the code passes then.
+    and the base rates, so it loads with `weights_only=True`. It does not have the schedule: a resumed run uses the
+    schedule that is passed here.
 
     Args:
         optimizer: its groups' learning rates are multiplied by the factor.
         schedule: function (step) -> factor, from step 0 on.
     """
-    # LambdaLR saves, and on loading overwrites, the __dict__ of a callable object: a partial's is empty
+    # LambdaLR saves and restores the __dict__ of a callable object; the __dict__ of a partial is empty
     return LambdaLR(optimizer, partial(schedule))
 
 
 def _progress(step: int, num_steps: int) -> float:
-    """Return the finished fraction of `num_steps` before `step`, from 0 to 1."""
+    """Return the fraction of `num_steps` that is complete before `step`, from 0 to 1."""
     checked_int("step", step, least=0)
     # In this order, so that 0 steps need no division.
     return 1.0 if step >= num_steps else step / num_steps

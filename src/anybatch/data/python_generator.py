@@ -1,9 +1,9 @@
 """Read the state of Python's global generator directly from CPython's memory.
 
-`random.getstate` makes a tuple of 625 whole numbers: 10 to 20 microseconds, before and after each load, longer than
-many samples take to load. CPython's `_random.Random` stores the same words after the object header: the index as a C
-int, then 624 words of 32 bits. The layout is verified against `getstate`, which is used instead in another Python or if
-the layout differs.
+`random.getstate` creates a tuple of 625 integers, which takes 10 to 20 microseconds. It would run before and after each
+load, and many samples load in less time. CPython's `_random.Random` stores the same words after the object header: the
+index as a C int, then 624 words of 32 bits. This module compares them with `getstate` once, and uses `getstate` in
+other Python implementations and if the layout differs.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _FORM: Final = struct.Struct(f"=i{_NUM_WORDS}I")
 _VERSION: Final = 3
 
 Look = tuple[bytes, float | None]
-"""The words, and the cached second normal number of a pair."""
+"""The words, and the cached second number of a pair of normal random numbers."""
 
 
 class PythonGenerator:
@@ -30,7 +30,7 @@ class PythonGenerator:
         self._words = words_of(owner) if reads and type(owner) is random.Random else None
 
     def seed(self, seed: int) -> None:
-        """Start the numbers of a key."""
+        """Seed the generator with a key."""
         random.seed(seed)
 
     def keep(self) -> Any:  # noqa: ANN401 (python's)
@@ -38,11 +38,11 @@ class PythonGenerator:
         return random.getstate()
 
     def look(self) -> Any:  # noqa: ANN401
-        """Return a state to compare: equal unless a number was drawn."""
+        """Return a state that changes with every drawn number."""
         return random.getstate() if self._words is None else (self._words(), self._owner.gauss_next)
 
     def hides(self, state: Any) -> bool:  # noqa: ANN401, ARG002 (the protocol's)
-        """Whether a number could be drawn without a change in the result of `look`: never."""
+        """Return False: every drawn number changes the result of `look`."""
         return False
 
     def put_back(self, state: Any) -> None:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""What steps are made of that are made over and over to measure them: how they train, and batches loaded once."""
+"""Parts for measurements that repeat a step: settings without a schedule, and batches that are loaded once."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ def spec_for_repeated_steps(train: TrainSpec) -> TrainSpec:
     """Return a copy for repeated and shorter steps: no scheduler, no check of the loss."""
     return dataclasses.replace(
         train,
-        scheduler=None,  # it would reach its end
+        scheduler=None,  # the schedule would end
         check_loss=False,
         norms=train.norms or "keep",
         effective_batch_size=None,  # some steps have fewer samples
@@ -33,15 +33,15 @@ class CachedBatch:
         self._layouts: dict[bool, CachedBatch] = {}
 
     def in_layout(self, *, packed: bool) -> "CachedBatch":
-        """Return the batch padded or packed, where its collate function can do both; each is cached separately."""
+        """Return the batch padded or packed, if its collate function supports both; each is cached separately."""
         if packed not in self._layouts:
-            batch: Any = self._batch  # which has a choice of layouts
+            batch: Any = self._batch  # a batch with `in_layout`
             self._layouts[packed] = CachedBatch(batch.in_layout(packed=packed))
         return self._layouts[packed]
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
-        """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
-        # Another micro-batch size cuts the batch elsewhere.
+        """Yield the micro-batches of a cut; they are loaded again only for a different cut."""
+        # A different micro-batch size gives different micro-batches.
         if self._loaded is None or self._loaded[0] != units:
             self._loaded = units, list(self._batch.feed(units, later_units))
         yield from self._loaded[1]
@@ -60,8 +60,8 @@ class BatchSubset:
         self.lengths = whole and dataclasses.replace(whole, tokens=taken(whole.tokens, positions))
 
     def in_layout(self, *, packed: bool) -> "BatchSubset":
-        """Return the samples padded or packed, where their collate function can do both."""
-        batch: Any = self._batch  # which has a choice of layouts
+        """Return the samples padded or packed, if their collate function supports both."""
+        batch: Any = self._batch  # a batch with `in_layout`
         return BatchSubset(batch.in_layout(packed=packed), self._positions)
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:

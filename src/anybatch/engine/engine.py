@@ -67,7 +67,7 @@ class Engine:
         micro_batch_size: maximum number of samples per forward and backward. "auto" tries a few sizes on the first
             batch and takes the fastest, `Auto` has options for this (docs/auto_size.md), and `ab.token_budget` cuts by
             length (docs/lengths.md).
-        accumulation_steps: micro-batches per rank and step, of the micro-batch size if given, else nearly equal.
+        accumulation_steps: micro-batches per rank and step. Without a micro-batch size, they are of nearly equal size.
         deal: "balanced": shares are equal up to one sample; "fixed": micro-batches stay whole on any number of ranks.
         strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.
         precision: "fp32" (the model's own types), "bf16" or "fp16" autocast; "fp16" scales the loss.
@@ -272,7 +272,7 @@ class Engine:
                 for name, gradient in zip(parts.context.prepared.parameters, summed.gradients, strict=True)
             }
             parts.guard.run_hooks(tuple(found.values()))
-            # After the copies: gradients may be views of buckets, which this sets to zero.
+            # Clear only after copying, because gradients may be views of buckets.
             parts.clear_gradients()
         return found
 
@@ -364,7 +364,7 @@ class Engine:
                 nothing has changed then.
 
         Warns:
-            UserWarning: a newer checkpoint is damaged, and an older one was loaded; or the sizes differ from the saved.
+            UserWarning: a newer checkpoint is damaged, and an older one was loaded; or sizes differ from saved ones.
             AnyBatchWarning: the optimizer class differs, the saved state of an object was not loaded, or unseeded
                 random numbers cannot continue.
         """

@@ -50,7 +50,7 @@ class BlockCheckpoint:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The hooks also run in the backward, when the block is run again: it must not be checkpointed twice.
+        # Recomputation in the backward also runs the hooks, but must not checkpoint the block again.
         if self._recomputing or not module.training:
             return
         running = checkpointed_forward(module, self._contexts, args, kwargs)
@@ -72,5 +72,5 @@ class BlockCheckpoint:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
         if not self._recomputing and self._running:
-            # Advanced to its end, which raises StopIteration without a default.
+            # Run the generator to its end; the default suppresses StopIteration.
             next(self._running.pop(), None)

@@ -286,7 +286,7 @@ class FSDP:
         if (mesh := self._world.mesh) is not None:
             if self._replicas > 1:
                 message = (
-                    f"replicas={self._replicas} makes a mesh of all ranks, and this world is a dimension of one. "
+                    f"replicas={self._replicas} creates a mesh over all ranks, but this world is a mesh dimension. "
                     "Shard the model with fully_shard over two dimensions of your mesh before the engine is made."
                 )
                 raise WorldError(message)

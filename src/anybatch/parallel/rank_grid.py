@@ -70,9 +70,9 @@ def make_grid(process: int, mesh: DeviceMesh, told: Sequence[tuple[int, tuple[in
     if len({len(line) for line in lines}) > 1 or len(stands) != len(told) or not all(stands):
         listed = "; ".join(str(list(line)) for line in lines)
         message = (
-            f"the data-parallel dimensions of the {len(told)} ranks do not make up a mesh of all of them: {listed}. "
-            "Make one mesh over all ranks (init_device_mesh('cuda', (num_replicas, num_parts), mesh_dim_names=('dp', "
-            "'tp'))), and give the same dimension of it on every rank."
+            f"the data-parallel dimensions of the {len(told)} ranks are not slices of one mesh over all ranks: "
+            f"{listed}. Make one mesh (init_device_mesh('cuda', (num_replicas, num_parts), mesh_dim_names=('dp', "
+            "'tp'))), and pass the same dimension of it on every rank."
         )
         raise WorldError(message)
     return RankGrid(process, mesh, tuple(zip(*lines, strict=True)), lines.index(told[process][1]))

@@ -67,23 +67,22 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Return each 64-bit word mixed; the sign bits that shifts of signed words fill in are masked off."""
+    """Mix each 64-bit word. The masks clear the sign bits that a right shift of a signed word inserts."""
     words = (words ^ ((words >> 30) & (1 << 34) - 1)) * _ODD[1]
     words = (words ^ ((words >> 27) & (1 << 37) - 1)) * _ODD[2]
     return words ^ ((words >> 31) & (1 << 33) - 1)
 
 
 def _refuse_unlike(tensors: Mapping[str, torch.Tensor], digests: Sequence[Sequence[int]], world: World) -> None:
-    """Raise a `ReplicaError` for plain tensors that differ within one rank: they may be parts of a whole."""
+    """Raise a `ReplicaError` for plain tensors that differ between the processes of one rank: they may be shards."""
     for group in world.model_groups:
         for number, (name, tensor) in enumerate(tensors.items()):
             other = next((one for one in group if digests[one][number] != digests[group[0]][number]), None)
             if other is not None and is_whole(tensor):
                 message = (
-                    f"{name!r} is a plain tensor, and processes {group[0]} and {other}, which run one model together, "
-                    "hold different values of it. Seed every process alike before the model is built "
-                    "(torch.manual_seed); if they hold different parts of it, make it a DTensor, as "
-                    "parallelize_module does."
+                    f"{name!r} is a plain tensor but differs between processes {group[0]} and {other}, which run one "
+                    "model together. Seed every process alike before building the model (torch.manual_seed). If the "
+                    "processes hold different shards, make it a DTensor, as parallelize_module does."
                 )
                 raise ReplicaError(message, ranks=(other,), names=(name,))
 

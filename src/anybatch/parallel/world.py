@@ -441,10 +441,10 @@ class World:
             for process in group:
                 if rows[process] != rows[group[0]]:
                     message = (
-                        f"processes {group[0]} and {process} run one model together, and were not given the same "
-                        f"samples: they counted {rows[group[0]][1:]} and {rows[process][1:]}. Batches are dealt over "
-                        "the data-parallel dimension alone: use ab.batches, ab.shares(loader, world=engine.world), or "
-                        "a sampler with num_replicas=engine.world.size and rank=engine.world.rank."
+                        f"processes {group[0]} and {process} run one model together but got different samples: they "
+                        f"counted {rows[group[0]][1:]} and {rows[process][1:]}. Give both the same batch: use "
+                        "ab.batches, ab.shares(loader, world=engine.world), or a sampler with "
+                        "num_replicas=engine.world.size and rank=engine.world.rank."
                     )
                     raise RanksDifferError(message)
 

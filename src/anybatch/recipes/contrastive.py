@@ -64,7 +64,7 @@ def loss(model: Encoders, vectors: Vectors) -> Float[Tensor, ""]:
 
 
 def retrieval(_model: Encoders, vectors: Vectors) -> dict[str, Float[Tensor, ""]]:
-    """Return the share of halves whose nearest embedding is their own other half, over both sides."""
+    """Return the retrieval accuracy in both directions: is the nearest embedding the other half of the same image?"""
     likeness = vectors[0] @ vectors[1].T
     own = torch.arange(len(likeness), device=likeness.device)
     found = torch.cat([likeness.argmax(side) == own for side in (0, 1)])

@@ -46,8 +46,8 @@ def larger_batch(emit: Emit) -> Numbers:
     again = replace(BASE, batch_size=larger[-1], learning_rate=best[larger[-1]].rate)
     accumulated = to_target(again, micro_batch_size=smallest)
     return {
-        **{f"steps_{size}": one.steps for size, one in best.items()},
-        **{f"samples_{size}": one.samples for size, one in best.items()},
+        **{f"steps_{size}": cost.steps for size, cost in best.items()},
+        **{f"samples_{size}": cost.samples for size, cost in best.items()},
         **{f"time_{size}": best[size].seconds / best[smallest].seconds for size in larger},
         "time_accumulated": accumulated.seconds / best[smallest].seconds,
     }
@@ -85,14 +85,14 @@ def _to_target(made: StudyRun, micro_batch_size: int) -> tuple[float, float, flo
 
 def one_rule(emit: Emit) -> Numbers:
     """Scale the best rate of the smallest batch by each rule, and compare with the best rate of larger batches."""
-    found = {}
+    worst_ratios = {}
     for name, grid in GRIDS.items():
         study = RateStudy(grid, emit)
         rules = rules_of(noise_scale_of(study.best(grid.sizes[0])))
         for rule in RULES:
             worst = max(study.against_tuned(rules[rule], size) for size in grid.sizes[1:])
-            found[f"{rule}_{name.replace(', ', '_').lower()}"] = worst
-    return found
+            worst_ratios[f"{rule}_{name.replace(', ', '_').lower()}"] = worst
+    return worst_ratios
 
 
 def less_noise(emit: Emit) -> Numbers:
@@ -105,24 +105,24 @@ def less_noise(emit: Emit) -> Numbers:
         "loss_same_samples": (replace(small, batch_size=128), rates["large"]),
         "loss_same_steps": (replace(small, batch_size=128, epochs=4 * 8), rates["large"]),
     }
-    found = {"noise_ratio": layers["native"]["all parameters"] / layers["small"]["all parameters"] * STEPS}
+    numbers = {"noise_ratio": layers["native"]["all parameters"] / layers["small"]["all parameters"] * STEPS}
     for done, (name, (made, candidates)) in enumerate(ways.items()):
         emit_progress(emit, done, len(ways), name)
-        found[name] = min(
+        numbers[name] = min(
             statistics.fmean(held_out_loss(replace(made, learning_rate=rate, seed=seed)) for seed in SEEDS)
             for rate in candidates
         )
-    return found
+    return numbers
 
 
 def sharp(emit: Emit) -> Numbers:
     """Measure the largest eigenvalue and the accuracy after training with batches of 16 and 256."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     ways = list(sharp_minima.ways((256,)))
     for done, (way, made) in enumerate(ways):
         emit_progress(emit, done, len(ways), way)
         ends = [sharp_minima.measured(replace(made, seed=seed)) for seed in sharp_minima.SEEDS]
         name = way.replace(",", "").replace(" ", "_")
-        found[f"eigenvalue_{name}"] = statistics.fmean(end["eigenvalue"] for end in ends)
-        found[f"accuracy_{name}"] = 100 * statistics.fmean(end["accuracy"] for end in ends)
-    return found
+        numbers[f"eigenvalue_{name}"] = statistics.fmean(end["eigenvalue"] for end in ends)
+        numbers[f"accuracy_{name}"] = 100 * statistics.fmean(end["accuracy"] for end in ends)
+    return numbers

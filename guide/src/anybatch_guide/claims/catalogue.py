@@ -16,25 +16,25 @@ _CLAIMS = (
         name="less_memory",
         side="advantage",
         title="Less memory",
-        said="Accumulation needs less memory than the batch at once.",
-        how="The engine trains the digits network on 64 samples a step; every tensor of one step is booked.",
+        statement="Accumulation needs less memory than the whole batch in one pass.",
+        how="The engine trains the digits network with 64 samples per step. Every tensor of one step is counted.",
         measure=costs.less_memory,
         numbers={
-            "peak_at_once": Number("peak, 64 at once", "bytes"),
+            "peak_at_once": Number("peak, 64 in one pass", "bytes"),
             "peak_in_four": Number("peak, 16 x 4", "bytes"),
             "peak_one_by_one": Number("peak, 1 x 64", "bytes"),
-            "ratio_in_four": Number("16 x 4 as a part of 64 at once"),
-            "kept_one_by_one": Number("part of the 1 x 64 peak that no cut makes smaller"),
+            "ratio_in_four": Number("16 x 4 peak / 64 in one pass"),
+            "kept_one_by_one": Number("fraction of the 1 x 64 peak that does not depend on the split"),
         },
         rule=rules.less_memory,
-        rule_in_words="True if four micro-batches take less than nine tenths of the memory of the batch at once.",
+        rule_in_words="True: four micro-batches need less than 90% of the memory of one pass. False: otherwise.",
         texts={
             "true": (
-                "The peak falls from {peak_at_once} to {peak_in_four}. Only activations shrink with the micro-batch: "
-                "weights, gradients and optimizer state stay, so a quarter of the batch is not a quarter of the "
-                "memory, and cut down to single samples {peak_one_by_one} are left."
+                "The peak falls from {peak_at_once} to {peak_in_four}. Only activations shrink with the micro-batch; "
+                "weights, gradients and optimizer state keep their size. So a quarter of the batch needs more than a "
+                "quarter of the memory, and single samples still need {peak_one_by_one}."
             ),
-            "false": "The peak hardly falls: from {peak_at_once} to {peak_in_four}. What stays outweighs activations.",
+            "false": "The peak hardly falls, from {peak_at_once} to {peak_in_four}: activations are only a part.",
         },
         seconds=2,
     ),
@@ -42,8 +42,8 @@ _CLAIMS = (
         name="equivalent",
         side="advantage",
         title="The same gradient",
-        said="Accumulation is mathematically equivalent to the large batch.",
-        how="One gradient of 64 samples at once, and one summed over micro-batches and divided by their number.",
+        statement="Accumulation is mathematically equivalent to the large batch.",
+        how="The gradient of 64 samples in one pass, against the sum over N micro-batches, divided by N.",
         measure=equality.equivalent,
         numbers={
             "even_error": Number(f"{_ERROR}, 16 x 4", noisy=True),
@@ -55,15 +55,16 @@ _CLAIMS = (
         },
         rule=rules.equivalent,
         rule_in_words=(
-            "True if every relative error is below 1e-4; true only if the first one is and others are not; else false."
+            "True: every relative error is below 1e-4. True only if: the first one is, but others are not. False: "
+            "otherwise."
         ),
         texts={
             "true": "In every case the gradients agree up to rounding; the largest error was {uneven_error}.",
             "only_if": (
-                "For equal micro-batches the error is {even_error}, which is rounding. It is {uneven_error} where "
-                "sizes differ, {token_error} where sentences differ in length, {batch_norm_error} with BatchNorm, and "
-                "{dropout_error} with dropout. The first two are cured if each part counts by what it holds, the last "
-                "two are not."
+                "For equal micro-batches the error is {even_error}, which is rounding. It is {uneven_error} if sizes "
+                "differ, {token_error} if sentences differ in length, {batch_norm_error} with BatchNorm, and "
+                "{dropout_error} with dropout. Weighting each micro-batch by its number of samples or tokens fixes "
+                "the first two, but not the last two."
             ),
             "false": "Even for equal micro-batches the gradients differ by {even_error}.",
         },
@@ -73,21 +74,21 @@ _CLAIMS = (
         name="on_cpus",
         side="advantage",
         title="Any hardware",
-        said="Accumulation works on any hardware, on CPUs too.",
-        how="This machine, which has only a CPU, computes a gradient in parts and at once, and books its memory.",
+        statement="Accumulation works on any hardware, even on CPUs.",
+        how="On a machine without a GPU: gradients of 64 samples in one pass and in micro-batches, and peak memory.",
         measure=equality.on_cpus,
         numbers={
             "gradient_error": Number(f"{_ERROR} on this CPU", noisy=True),
-            "memory_ratio": Number("peak of 4 x 16 as a part of 64 at once"),
+            "memory_ratio": Number("peak of 4 x 16 / peak of one pass"),
         },
         rule=rules.on_cpus,
-        rule_in_words="True if the error on this machine is below 1e-4, and the memory is smaller.",
+        rule_in_words="True: the error on this machine is below 1e-4, and the memory is smaller. False: otherwise.",
         texts={
             "true": (
-                "On this CPU the gradients agree to {gradient_error}, and the peak is {memory_ratio} of what the batch "
-                "at once takes. Accumulation is only a loop, so nothing in it belongs to a device."
+                "On this CPU the gradients agree to {gradient_error}, and the peak is {memory_ratio} of the peak of "
+                "one pass. Accumulation is only a loop, so it does not depend on the device."
             ),
-            "false": "On this CPU the error is {gradient_error}, and the peak {memory_ratio} of the batch at once.",
+            "false": "On this CPU the error is {gradient_error}, and the peak {memory_ratio} of the peak of one pass.",
         },
         seconds=2,
     ),
@@ -95,27 +96,28 @@ _CLAIMS = (
         name="three_lines",
         side="advantage",
         title="Three lines",
-        said="Accumulation takes three extra lines in a training loop.",
-        how="Changed lines are counted, and the loops are judged by `anybatch check --loop`, on unequal micro-batches.",
+        statement="Accumulation takes three extra lines in a training loop.",
+        how="Counts the changed lines, and runs `anybatch check --loop` with micro-batches of unequal size.",
         measure=equality.three_lines,
         numbers={
-            "changed_lines": Number("lines, as usual", "lines"),
-            "findings": Number("what is wrong with that loop", "findings"),
-            "changed_lines_right": Number("lines, right", "lines"),
-            "findings_right": Number("what is wrong with that one", "findings"),
-            "changed_lines_engine": Number("lines, with anybatch", "lines"),
+            "changed_lines": Number("changed lines, usual loop", "lines"),
+            "findings": Number("findings in the usual loop", "findings"),
+            "changed_lines_right": Number("changed lines, correct loop", "lines"),
+            "findings_right": Number("findings in the correct loop", "findings"),
+            "changed_lines_engine": Number("changed lines, anybatch", "lines"),
         },
         rule=rules.three_lines,
         rule_in_words=(
-            "False if the usual loop takes more than three lines; true only if it takes three and the checker finds "
-            "something in it; else true."
+            "False: the usual loop changes more than three lines. True only if: at most three, but the checker finds "
+            "a mistake. True: otherwise."
         ),
         texts={
-            "true": "{changed_lines} lines change; faults that the checker finds: {findings}.",
+            "true": "{changed_lines} lines change, and the checker reports {findings} mistakes.",
             "only_if": (
-                "{changed_lines} lines change, and they are right only if every micro-batch and every window is full. "
-                "Otherwise the checker finds faults, {findings} here. A right loop changes {changed_lines_right} lines "
-                "too, with two small functions to count with, and anybatch changes {changed_lines_engine}."
+                "{changed_lines} lines change, but the loop is correct only if every micro-batch and every window is "
+                "full. Otherwise the checker reports mistakes ({findings}). The correct loop also changes "
+                "{changed_lines_right} lines, and calls two small functions that count items; anybatch changes "
+                "{changed_lines_engine}."
             ),
             "false": "{changed_lines} lines change.",
         },
@@ -125,28 +127,28 @@ _CLAIMS = (
         name="n_times_longer",
         side="limitation",
         title="N times longer",
-        said="A step with N micro-batches takes about N times as long.",
-        how="Processor time of one step on digits, on one thread; medians over interleaved rounds.",
+        statement="A step with N micro-batches takes about N times as long.",
+        how="CPU time of one step on digits, on one thread; medians over interleaved rounds.",
         measure=costs.n_times_longer,
         numbers={
             "accumulation_steps": Number("N"),
-            "ratio_to_same_samples": Number("time of 16 x 4 against 64 at once", "x", noisy=True),
-            "ratio_to_one_micro_batch": Number("time of 16 x 4 against 16 x 1", "x", noisy=True),
+            "ratio_to_same_samples": Number("time of 16 x 4 / time of one pass", "x", noisy=True),
+            "ratio_to_one_micro_batch": Number("time of 16 x 4 / time of 16 x 1", "x", noisy=True),
         },
         rule=rules.n_times_longer,
         rule_in_words=(
-            "True if the step takes over three quarters of N times as long as the same samples at once; true only if "
-            "it takes over half of N times as long as one micro-batch; else false."
+            "True: the step takes more than 0.75 N times as long as the same samples in one pass. True only if: more "
+            "than 0.5 N times as long as one micro-batch. False: otherwise."
         ),
         texts={
-            "true": "The step takes {ratio_to_same_samples} as long as the same samples at once, for N of "
-            "{accumulation_steps}.",
+            "true": "With N = {accumulation_steps}, the step takes {ratio_to_same_samples} as long as the same samples "
+            "in one pass.",
             "only_if": (
-                "It is so only if you compare with a step over a fraction of the samples: there it takes "
-                "{ratio_to_one_micro_batch} as long, for N of {accumulation_steps}. Against the same samples at once "
-                "it takes {ratio_to_same_samples} as long."
+                "Only compared with a step over one micro-batch, which has a fraction of the samples: with N = "
+                "{accumulation_steps} the step takes {ratio_to_one_micro_batch} as long. Compared with the same "
+                "samples in one pass, it takes {ratio_to_same_samples} as long."
             ),
-            "false": "The step takes {ratio_to_same_samples} as long as the same samples at once.",
+            "false": "The step takes {ratio_to_same_samples} as long as the same samples in one pass.",
         },
         seconds=3,
     ),
@@ -154,14 +156,14 @@ _CLAIMS = (
         name="batch_norm",
         side="limitation",
         title="BatchNorm",
-        said="BatchNorm sees micro-batches only, so accumulation changes what it computes.",
-        how="Gradients at the start, then 80 steps on shapes at 64 samples a step; medians over three seeds.",
+        statement="BatchNorm uses the statistics of each micro-batch, so accumulation changes the result.",
+        how="First gradients, then 80 steps on shapes with 64 samples per step; medians over three seeds.",
         measure=learning.batch_norm,
         numbers={
             "gradient_error": Number(f"{_ERROR}, BatchNorm, 4 x 16"),
             "group_norm_error": Number("the same, GroupNorm", noisy=True),
-            "loss_64": Number("training loss, 64 at once"),
-            "accuracy_64": Number("accuracy, 64 at once", "%"),
+            "loss_64": Number("training loss, 64 in one pass"),
+            "accuracy_64": Number("accuracy, 64 in one pass", "%"),
             "loss_16": Number("training loss, 16 x 4"),
             "accuracy_16": Number("accuracy, 16 x 4", "%"),
             "loss_4": Number("training loss, 4 x 16"),
@@ -169,17 +171,17 @@ _CLAIMS = (
         },
         rule=rules.batch_norm,
         rule_in_words=(
-            "True if the gradient of the network with BatchNorm is off by over 1e-2, and that with GroupNorm by less "
-            "than 1e-4."
+            "True: the gradient error is above 1e-2 with BatchNorm, and below 1e-4 with GroupNorm. False: the error "
+            "with BatchNorm is below 1e-2. True only if: otherwise."
         ),
         texts={
             "true": (
-                "With BatchNorm the gradient of 4 x 16 is off by {gradient_error}; with GroupNorm by "
-                "{group_norm_error}. The training loss rises from {loss_64} to {loss_4}, and the accuracy on pictures "
-                "that were held out goes from {accuracy_64} to {accuracy_4}."
+                "For 4 x 16 the gradient error is {gradient_error} with BatchNorm, and {group_norm_error} with "
+                "GroupNorm. The training loss rises from {loss_64} to {loss_4}, and the accuracy on held-out images "
+                "changes from {accuracy_64} to {accuracy_4}."
             ),
-            "only_if": "The gradient is off by {gradient_error} with BatchNorm, and by {group_norm_error} without.",
-            "false": "With BatchNorm the gradient is off by {gradient_error} only.",
+            "only_if": "The gradient error is {gradient_error} with BatchNorm, and {group_norm_error} with GroupNorm.",
+            "false": "With BatchNorm the gradient error is only {gradient_error}.",
         },
         seconds=25,
         tolerance=0.1,
@@ -188,22 +190,22 @@ _CLAIMS = (
         name="stale_gradients",
         side="limitation",
         title="Stale gradients",
-        said="Gradients of early micro-batches are stale when the optimizer steps.",
-        how="Twenty steps of Adam on digits, 16 x 4: how far do parameters move inside a window?",
+        statement="Gradients of early micro-batches are stale when the optimizer steps.",
+        how="Twenty steps of Adam on digits, 16 x 4: how much do parameters change within a window?",
         measure=equality.stale,
         numbers={
-            "moved": Number("largest change of a parameter inside a window"),
+            "moved": Number("largest change of a parameter within a window"),
             "gradient_error": Number(f"largest {_ERROR}", noisy=True),
-            "moved_if_stepped": Number("change per window, relative, if each micro-batch stepped"),
+            "moved_if_stepped": Number("relative change per window with a step after each micro-batch"),
         },
         rule=rules.stale,
-        rule_in_words="True if a parameter changes inside a window, or a gradient is off by over 1e-2; else false.",
+        rule_in_words="True: a parameter changes within a window, or a gradient error is above 1e-2. False: otherwise.",
         texts={
-            "true": "Parameters move by {moved} inside a window, and the gradient is off by {gradient_error}.",
+            "true": "Parameters change by {moved} within a window, and the gradient error is {gradient_error}.",
             "false": (
-                "Parameters move by {moved} inside a window: all micro-batches see the same ones, as the samples of a "
-                "large batch do, and the gradient agrees to {gradient_error}. Stepping after each micro-batch would "
-                "move them by {moved_if_stepped} meanwhile; that is the small batch, which nobody calls stale."
+                "Parameters change by {moved} within a window: all micro-batches use the same parameters, like the "
+                "samples of a large batch, and the gradient error is {gradient_error}. A step after each micro-batch "
+                "would change them by {moved_if_stepped}; but that is training with the small batch."
             ),
         },
         seconds=3,
@@ -212,27 +214,27 @@ _CLAIMS = (
         name="not_free",
         side="limitation",
         title="Memory is not free",
-        said="Accumulation keeps gradients, which take as much memory as the parameters.",
-        how="The engine trains digits, with one micro-batch of 16 and with four; every tensor of one step is booked.",
+        statement="Accumulation keeps gradients in memory, which are as large as the parameters.",
+        how="The engine trains digits, with one micro-batch of 16 and with four. Every tensor of one step is counted.",
         measure=costs.not_free,
         numbers={
             "weight_bytes": Number("weights", "bytes"),
-            "extra_in_forward": Number("more gradients during a forward", "bytes"),
-            "extra_at_peak": Number("higher peak", "bytes"),
+            "extra_in_forward": Number("extra gradients during a forward", "bytes"),
+            "extra_at_peak": Number("increase of the peak", "bytes"),
             "peak_bytes": Number("peak, 16 x 4", "bytes"),
         },
         rule=rules.not_free,
         rule_in_words=(
-            "False if the peak is not higher than with one micro-batch; true if in addition a copy of all gradients "
-            "is held during a forward; else true only if."
+            "False: the peak is not higher than with one micro-batch. True: it is, and a copy of all gradients is in "
+            "memory during a forward. True only if: otherwise."
         ),
         texts={
             "true": (
-                "From the second micro-batch on one copy of the gradients, {extra_in_forward}, is there during the "
-                "forward, and the peak is {extra_at_peak} higher than with one micro-batch. It is one copy, however "
-                "many micro-batches there are, and the peak is {peak_bytes}."
+                "From the second micro-batch on, one copy of the gradients ({extra_in_forward}) is in memory during "
+                "the forward, and the peak is {extra_at_peak} higher than with one micro-batch. It is one copy for "
+                "any number of micro-batches, and the peak is {peak_bytes}."
             ),
-            "only_if": "The peak is {extra_at_peak} higher, less than the weights, {weight_bytes}.",
+            "only_if": "The peak is {extra_at_peak} higher, which is less than the weights ({weight_bytes}).",
             "false": "The peak is not higher than with one micro-batch.",
         },
         seconds=2,
@@ -241,30 +243,30 @@ _CLAIMS = (
         name="small_micro_batches",
         side="limitation",
         title="Small micro-batches",
-        said="A small micro-batch uses the machine badly, so each step gets slower.",
-        how="Processor time of a step over 64 digits, on one thread; medians over interleaved rounds.",
+        statement="Small micro-batches use the hardware poorly, so each step is slower.",
+        how="CPU time of a step over 64 digits, on one thread; medians over interleaved rounds.",
         measure=costs.small_micro_batches,
         numbers={
-            "ratio_16": Number("time of 16 x 4 against 64 at once", "x", noisy=True),
+            "ratio_16": Number("time of 16 x 4 / time of one pass", "x", noisy=True),
             "ratio_4": Number("time of 4 x 16", "x", noisy=True),
             "ratio_1": Number("time of 1 x 64", "x", noisy=True),
         },
         rule=rules.small_micro_batches,
         rule_in_words=(
-            "False if single samples cost less than a fifth more time; true if micro-batches of 16 cost over a fifth "
-            "more already; else true only if micro-batches are very small."
+            "False: single samples take less than 1.2 times as long as one pass. True: micro-batches of 16 already "
+            "take more than 1.2 times as long. True only if: otherwise."
         ),
         texts={
             "true": (
-                "The same 64 samples take {ratio_16} as long in four parts, {ratio_4} in sixteen, and {ratio_1} one by "
-                "one. This is a small network on a CPU; where a micro-batch fills the device, the first "
-                "number comes close to one."
+                "The same 64 samples take {ratio_16} as long in four micro-batches, {ratio_4} in sixteen, and "
+                "{ratio_1} one by one. This is a small network on a CPU; if a micro-batch of 16 keeps the device "
+                "busy, the first number is close to one."
             ),
             "only_if": (
-                "Only if they are very small: 64 samples take {ratio_16} as long in four parts, {ratio_4} in sixteen, "
-                "and {ratio_1} one by one."
+                "Only if they are very small: 64 samples take {ratio_16} as long in four micro-batches, {ratio_4} in "
+                "sixteen, and {ratio_1} one by one."
             ),
-            "false": "One by one, 64 samples take {ratio_1} as long as at once.",
+            "false": "One by one, 64 samples take {ratio_1} as long as in one pass.",
         },
         seconds=6,
     ),
@@ -272,28 +274,28 @@ _CLAIMS = (
         name="larger_is_faster",
         side="recipe",
         title="As large as fits",
-        said="The larger the micro-batch, the faster the training.",
-        how="Processor time of a step over 256 digits, on one thread; medians over interleaved rounds.",
+        statement="The larger the micro-batch, the faster the training.",
+        how="CPU time of a step over 256 digits, on one thread; medians over interleaved rounds.",
         measure=costs.larger_is_faster,
         numbers={
-            "gain_1_to_4": Number("faster from 1 to 4", "x", noisy=True),
-            "gain_4_to_16": Number("faster from 4 to 16", "x", noisy=True),
-            "gain_16_to_64": Number("faster from 16 to 64", "x", noisy=True),
-            "gain_64_to_256": Number("faster from 64 to 256", "x", noisy=True),
+            "gain_1_to_4": Number("speed-up from 1 to 4", "x", noisy=True),
+            "gain_4_to_16": Number("speed-up from 4 to 16", "x", noisy=True),
+            "gain_16_to_64": Number("speed-up from 16 to 64", "x", noisy=True),
+            "gain_64_to_256": Number("speed-up from 64 to 256", "x", noisy=True),
         },
         rule=rules.larger_is_faster,
         rule_in_words=(
-            "False if four samples at a time are less than a tenth faster than one; true only up to a size if the "
-            "last gain is less than two thirds of the first; else true."
+            "False: micro-batches of four are less than 1.1 times as fast as single samples. True only if: the last "
+            "speed-up is less than two thirds of the first. True: otherwise."
         ),
         texts={
-            "true": "From 1 to 4 it is {gain_1_to_4} as fast, and from 64 to 256 still {gain_64_to_256}.",
+            "true": "The speed-up is {gain_1_to_4} from 1 to 4 samples, and still {gain_64_to_256} from 64 to 256.",
             "only_if": (
-                "It holds up to a size. From 1 to 4 samples training is {gain_1_to_4} as fast, from 4 to 16 "
-                "{gain_4_to_16}, from 16 to 64 {gain_16_to_64}, and from 64 to 256 {gain_64_to_256}. Beyond what fills "
-                "the device, memory is spent for nothing."
+                "Only up to some size. The speed-up is {gain_1_to_4} from 1 to 4 samples, {gain_4_to_16} from 4 to "
+                "16, {gain_16_to_64} from 16 to 64, and {gain_64_to_256} from 64 to 256. Once the device is busy, "
+                "larger micro-batches only use more memory."
             ),
-            "false": "From 1 to 4 samples training is {gain_1_to_4} as fast.",
+            "false": "The speed-up from 1 to 4 samples is {gain_1_to_4}.",
         },
         seconds=12,
     ),
@@ -301,27 +303,28 @@ _CLAIMS = (
         name="divide_by_n",
         side="recipe",
         title="Divide by N",
-        said="Dividing the loss by the number of micro-batches is the key step.",
-        how="Gradients of 64 samples at once against sums over micro-batches, each divided by N, or weighed by items.",
+        statement="The key step is to divide the loss by the number of micro-batches.",
+        how="Gradients of 64 samples in one pass, against sums over N parts: divided by N, or weighted by items.",
         measure=equality.divide_by_n,
         numbers={
             "even_error": Number("divided by N: 16 x 4", noisy=True),
             "uneven_error": Number("divided by N: 24, 24 and 16"),
             "token_error": Number("divided by N: sentences of unequal length"),
-            "uneven_error_by_items": Number("weighed by items: 24, 24 and 16", noisy=True),
-            "token_error_by_items": Number("weighed by items: sentences", noisy=True),
+            "uneven_error_by_items": Number("weighted by items: 24, 24 and 16", noisy=True),
+            "token_error_by_items": Number("weighted by items: sentences", noisy=True),
         },
         rule=rules.divide_by_n,
         rule_in_words=(
-            "False if dividing by N is off by over 1e-4 for equal micro-batches; true only if it is off by over 1e-2 "
-            "for others; else true."
+            "False: the error of dividing by N is above 1e-4 for equal micro-batches. True only if: it is above 1e-2 "
+            "for others. True: otherwise."
         ),
         texts={
-            "true": "Divided by N the gradient is right: {even_error}, {uneven_error} and {token_error}.",
+            "true": "Divided by N, the gradient is correct up to {even_error}, {uneven_error} and {token_error}.",
             "only_if": (
-                "Only for micro-batches that count the same, where the error is {even_error}. It is {uneven_error} "
-                "for 24, 24 and 16 samples, and {token_error} for sentences of unequal length. Weighed by what each "
-                "counts, both are right: {uneven_error_by_items} and {token_error_by_items}."
+                "Only if all micro-batches have the same number of items; then the error is {even_error}. It is "
+                "{uneven_error} for 24, 24 and 16 samples, and {token_error} for sentences of unequal length. If "
+                "micro-batches are weighted by their items, both are correct, up to {uneven_error_by_items} and "
+                "{token_error_by_items}."
             ),
             "false": "Even for equal micro-batches the error is {even_error}.",
         },
@@ -331,29 +334,29 @@ _CLAIMS = (
         name="forgetting",
         side="recipe",
         title="Forget to divide",
-        said="Forgetting to divide makes training diverge.",
-        how="Two epochs of digits, 4 x 16, as it should be and without dividing by 16; medians over three seeds.",
+        statement="Forgetting to divide makes training diverge.",
+        how="Two epochs of digits, 4 x 16, with and without dividing by 16; medians over three seeds.",
         measure=learning.forgetting,
         numbers={
-            "chance": Number("loss of chance"),
-            "sgd_right": Number("final loss, SGD, right"),
+            "chance": Number("loss of random guessing"),
+            "sgd_right": Number("final loss, SGD, correct"),
             "sgd_no_division": Number("final loss, SGD, not divided"),
-            "adam_right": Number("final loss, Adam, right"),
+            "adam_right": Number("final loss, Adam, correct"),
             "adam_no_division": Number("final loss, Adam, not divided"),
         },
         rule=rules.forgetting,
         rule_in_words=(
-            "Training has diverged if the final loss is not below 0.95 of chance. True if it does by SGD and by Adam; "
-            "true only if it does by one of them; else false."
+            "Training has diverged if the final loss is at least 0.95 times the loss of random guessing. True: with "
+            "SGD and with Adam. True only if: with one of them. False: otherwise."
         ),
         texts={
-            "true": "By SGD the loss ends at {sgd_no_division}, by Adam at {adam_no_division}; chance is {chance}.",
+            "true": "The loss ends at {sgd_no_division} with SGD and {adam_no_division} with Adam; chance is {chance}.",
             "only_if": (
-                "By SGD it does: the loss ends at {sgd_no_division} instead of {sgd_right}, and chance is {chance}. By "
-                "Adam it ends at {adam_no_division} instead of {adam_right}: Adam divides by the size of gradients, so "
-                "a factor cancels. Clipping and weight decay in the loss still feel it."
+                "With SGD it does: the final loss is {sgd_no_division} instead of {sgd_right}; random guessing gives "
+                "{chance}. With Adam it is {adam_no_division} instead of {adam_right}: Adam divides by the size of "
+                "the gradient, so the factor cancels. Clipping and weight decay in the loss are still wrong."
             ),
-            "false": "The loss ends at {sgd_no_division} by SGD and at {adam_no_division} by Adam, below {chance}.",
+            "false": "The loss ends at {sgd_no_division} with SGD, {adam_no_division} with Adam; chance is {chance}.",
         },
         seconds=25,
         tolerance=0.1,
@@ -362,30 +365,30 @@ _CLAIMS = (
         name="sync_batch_norm",
         side="recipe",
         title="SyncBatchNorm",
-        said="SyncBatchNorm gives BatchNorm the statistics of the whole batch back.",
-        how="Gradients of 64 shapes in four micro-batches of 16, against those of the 64 at once.",
+        statement="SyncBatchNorm restores the statistics of the whole batch.",
+        how="The gradient of 64 shapes in four micro-batches of 16, against the gradient of one pass.",
         measure=equality.sync_batch_norm,
         numbers={
             "plain_error": Number(f"{_ERROR}, BatchNorm"),
             "sync_error": Number("SyncBatchNorm, one rank"),
-            "sync_error_2_ranks": Number("over 2 ranks: groups of 32"),
-            "sync_error_4_ranks": Number("over 4 ranks: nothing is accumulated", noisy=True),
+            "sync_error_2_ranks": Number("SyncBatchNorm, 2 ranks: groups of 32"),
+            "sync_error_4_ranks": Number("SyncBatchNorm, 4 ranks: no accumulation", noisy=True),
             "exact_error": Number('anybatch, norms="exact"', noisy=True),
         },
         rule=rules.sync_batch_norm,
         rule_in_words=(
-            "True if the error on one rank is below 1e-4; true only if it is with as many ranks as micro-batches; "
-            "else false."
+            "True: the error on one rank is below 1e-4. True only if: it is below 1e-4 with one rank per micro-batch. "
+            "False: otherwise."
         ),
         texts={
-            "true": "With it the gradient is off by {sync_error} only.",
+            "true": "With SyncBatchNorm the gradient error is only {sync_error}.",
             "only_if": (
-                "It joins what ranks compute at one moment, not what one rank computes in turn. Where micro-batches "
-                "follow each other on one rank, the error stays at {sync_error}; over two ranks it is "
-                "{sync_error_2_ranks}; it goes away ({sync_error_4_ranks}) only if nothing is accumulated. The "
-                "engine's exact BatchNorm lets micro-batches wait for each other: {exact_error}."
+                "It combines the statistics of ranks that run at the same time, but not of micro-batches that run one "
+                "after the other. With all micro-batches on one rank the error is still {sync_error}; on two ranks it "
+                "is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The "
+                "engine's exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
             ),
-            "false": "The error is {plain_error} without it and {sync_error} with it.",
+            "false": "The error is {plain_error} with BatchNorm, and {sync_error} with SyncBatchNorm.",
         },
         seconds=2,
     ),

@@ -20,7 +20,7 @@ class Number:
     Attributes:
         label: its label in the card's table.
         unit: "" for a plain number, "x" for a ratio, "bytes", "%", "lines" or "findings".
-        noisy: whether it is a time, or only a rounding error.
+        noisy: whether it varies between runs, as times and rounding errors do.
     """
 
     label: str
@@ -34,10 +34,10 @@ class Claim:
 
     Attributes:
         name: its name in links and recordings.
-        side: on which side of the trade-off of accumulation it is said; or that it is a recipe, about devices, or about
-            the size of the batch.
+        side: its group on the page: an advantage or a limitation of accumulation, a recipe, several devices, or batch
+            size.
         title: its topic, in a few words.
-        said: the claim, in our words.
+        statement: the claim, in our words.
         how: the measurement, in a sentence or two.
         measure: function (emit) -> numbers.
         numbers: name of a number to its display options, in display order.
@@ -52,7 +52,7 @@ class Claim:
     name: str
     side: Side
     title: str
-    said: str
+    statement: str
     how: str
     measure: Callable[[Emit], Numbers]
     numbers: Mapping[str, Number]
@@ -64,28 +64,28 @@ class Claim:
     runs_here: bool = True
 
 
-def judged(claim: Claim, found: Numbers) -> Data:
+def judged(claim: Claim, numbers: Numbers) -> Data:
     """Return the data of a card: the claim, its numbers, the verdict of the rule, and its text.
 
     Raises:
         ValueError: other numbers were measured than the claim shows.
     """
     # Measured and displayed numbers must be the same.
-    if found.keys() != claim.numbers.keys():
-        message = f"{claim.name} measured {sorted(found)}, and shows {sorted(claim.numbers)}."
+    if numbers.keys() != claim.numbers.keys():
+        message = f"{claim.name} measured {sorted(numbers)}, and shows {sorted(claim.numbers)}."
         raise ValueError(message)
-    verdict = claim.rule(found)
+    verdict = claim.rule(numbers)
     return {
         "claim": claim.name,
         "side": claim.side,
         "title": claim.title,
-        "said": claim.said,
+        "said": claim.statement,
         "how": claim.how,
         "rule": claim.rule_in_words,
         "verdict": verdict,
         "text": claim.texts[verdict],
         "numbers": {
-            name: {"label": shown.label, "unit": shown.unit, "value": found[name]}
+            name: {"label": shown.label, "unit": shown.unit, "value": numbers[name]}
             for name, shown in claim.numbers.items()
         },
     }
@@ -99,7 +99,7 @@ def experiment_of(claim: Claim) -> Experiment:
 
     return Experiment(
         name=f"claims_{claim.name}",
-        question=f"Is it so? {claim.said}",
+        question=f"True or false? {claim.statement}",
         run=run,
         seconds=claim.seconds,
         runs_here=claim.runs_here,

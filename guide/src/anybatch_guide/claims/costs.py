@@ -12,12 +12,12 @@ ROUNDS = 15
 
 def n_times_longer(emit: Emit) -> Numbers:
     """Time a step of 16 x 4 against the same 64 samples in one pass, and against a step of one micro-batch."""
-    accumulated, at_once, one = BatchCut(16, 4), BatchCut(64, 1), BatchCut(16, 1)
-    times = step_seconds(load("digits"), (accumulated, at_once, one), emit, rounds=ROUNDS)
+    accumulated, unsplit, one_micro_batch = BatchCut(16, 4), BatchCut(64, 1), BatchCut(16, 1)
+    times = step_seconds(load("digits"), (accumulated, unsplit, one_micro_batch), emit, rounds=ROUNDS)
     return {
         "accumulation_steps": accumulated.number,
-        "ratio_to_same_samples": median_ratio(times, accumulated, at_once),
-        "ratio_to_one_micro_batch": median_ratio(times, accumulated, one),
+        "ratio_to_same_samples": median_ratio(times, accumulated, unsplit),
+        "ratio_to_one_micro_batch": median_ratio(times, accumulated, one_micro_batch),
     }
 
 

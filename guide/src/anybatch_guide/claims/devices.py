@@ -61,17 +61,17 @@ def rank_errors(shares: tuple[int, ...]) -> dict[str, float]:
     cross_entropy(model(inputs), targets).backward()
     expected = flat_gradients(model)
     begin = sum(shares[: dist.get_rank()])
-    own = slice(begin, begin + shares[dist.get_rank()])
+    share = slice(begin, begin + shares[dist.get_rank()])
     summed, averaged, exact = new_model(task), new_model(task), new_model(task)
-    cross_entropy(summed(inputs[own]), targets[own]).backward()
+    cross_entropy(summed(inputs[share]), targets[share]).backward()
     for parameter in summed.parameters():
         dist.all_reduce(parameter.grad)
     wrapper = DistributedDataParallel(averaged)  # if freed before the backward, it would reduce nothing
-    cross_entropy(wrapper(inputs[own]), targets[own]).backward()
+    cross_entropy(wrapper(inputs[share]), targets[share]).backward()
     with ab.Engine(exact, torch.optim.SGD(exact.parameters()), task.loss, check_loss=False) as engine:
-        (batch,) = ab.shares([{"inputs": inputs[own], "targets": targets[own]}], world=engine.world)
-        found = engine.gradients(batch)
-    vector = torch.cat([value.flatten() for value in found.values() if value is not None]).double()
+        (batch,) = ab.shares([{"inputs": inputs[share], "targets": targets[share]}], world=engine.world)
+        gradients = engine.gradients(batch)
+    vector = torch.cat([value.flatten() for value in gradients.values() if value is not None]).double()
     return {
         "sum": relative(flat_gradients(summed), expected),
         "ddp": relative(flat_gradients(averaged), expected),
@@ -119,9 +119,9 @@ def ddp_memory(emit: Emit) -> Numbers:
 
 def data_parallel(emit: Emit) -> Numbers:
     """Compare DataParallel with DDP on two devices: lines, time, memory of the busiest process."""
-    emit_progress(emit, 0, 1, "ways, in turns")
-    found = {one.way.name: one for one in compared(256).results}
-    threads, ranks = found["DataParallel"], found["DDP"]
+    emit_progress(emit, 0, 1, "ways, interleaved")
+    results = {result.way.name: result for result in compared(256).results}
+    threads, ranks = results["DataParallel"], results["DDP"]
     return {
         "lines": threads.way.lines_by_hand,
         "lines_ddp": ranks.way.lines_by_hand,
@@ -136,11 +136,11 @@ def all_reduce_saves(emit: Emit) -> Numbers:
     with RankPool(RANKS) as pool:
         times = pool.run(reduction_seconds)[0]
     emit_progress(emit, 1, 2, "steps")
-    found = {one.way.name: one for one in compared(64).results}
+    results = {result.way.name: result for result in compared(64).results}
     return {
         "through_one_ratio": statistics.median(a / b for a, b in zip(*times, strict=True)),
-        "exposed": 100 * (found["DDP"].exposed_share or 0.0),
-        "exposed_accumulated": 100 * (found["DDP accumulated"].exposed_share or 0.0),
+        "exposed": 100 * (results["DDP"].exposed_share or 0.0),
+        "exposed_accumulated": 100 * (results["DDP accumulated"].exposed_share or 0.0),
     }
 
 
@@ -150,11 +150,11 @@ def reduction_seconds() -> tuple[list[float], list[float]]:
     ways: tuple[Callable[[Tensor], object], ...] = (through_first_rank, dist.all_reduce)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
-        for found, reduce in zip(seconds, ways, strict=True):
+        for times, reduce in zip(seconds, ways, strict=True):
             dist.barrier()
             begun = time.perf_counter()
             reduce(gradient)
-            found.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - begun)
             gradient.fill_(1.0)
     return seconds
 
@@ -188,29 +188,29 @@ def compared(effective_batch_size: int) -> ComparisonReport:
 
 def shards_travel(emit: Emit) -> Numbers:
     """Compare steps of eight micro-batches and of one, in both orders of layers and micro-batches."""
-    steps = {(one["order"], one["num_micro_batches"]): one for one in steps_in_both_orders(emit)["steps"]}
-    found = {}
+    steps = {(step["order"], step["num_micro_batches"]): step for step in steps_in_both_orders(emit)["steps"]}
+    numbers = {}
     for order, name in (("micro_batches", "by_micro_batch"), ("layers", "by_layer")):
         one, eight = steps[order, 1], steps[order, 8]
-        found[name] = eight["gathered_bytes"] / one["gathered_bytes"]
-        found[f"kept_{name}"] = eight["kept_bytes"]
-        found[f"waiting_{name}"] = eight["waiting_bytes"]
-    return {**found, "gradient_error": max(one["gradient_error"] for one in steps.values())}
+        numbers[name] = eight["gathered_bytes"] / one["gathered_bytes"]
+        numbers[f"kept_{name}"] = eight["kept_bytes"]
+        numbers[f"waiting_{name}"] = eight["waiting_bytes"]
+    return {**numbers, "gradient_error": max(step["gradient_error"] for step in steps.values())}
 
 
 def linear_to_eight(emit: Emit) -> Numbers:
     """Forecast the efficiency of eight devices: in one host, and on eight hosts of several networks."""
     emit_progress(emit, 0, 1, "forecasts")
     places = {"in_one_host": (LINKS[-1], 8), "at_10_gbit": (LINKS[1], 1), "at_1_gbit": (LINKS[0], 1)}
-    found = {}
+    numbers = {}
     for name, (link, per_host) in places.items():
         for kind, work in (
             ("", workload(steps=1, effective=None)),
             ("_accumulated", workload(steps=8, effective=None)),
         ):
             report = forecast(work, cluster(link, per_host), world_size=8)
-            found[f"{name}{kind}"] = 100 * report.rows[-1].efficiency
-    return found
+            numbers[f"{name}{kind}"] = 100 * report.rows[-1].efficiency
+    return numbers
 
 
 def usual_buckets(emit: Emit) -> Numbers:
@@ -222,8 +222,8 @@ def usual_buckets(emit: Emit) -> Numbers:
         for gradient in (GRADIENT_BYTES, 10 * GRADIENT_BYTES):
             seconds = {size: _step_seconds(link, gradient, size) for size in (1, 5, 10, 25, 50, 100, 400)}
             best.append(min(seconds, key=lambda size: seconds[size]))
-            for size, found in losses.items():
-                found.append(100 * (seconds[size] / min(seconds.values()) - 1))
+            for size, percents in losses.items():
+                percents.append(100 * (seconds[size] / min(seconds.values()) - 1))
     return {
         "most_lost_at_25": max(losses[25]),
         "most_lost_at_50": max(losses[50]),

@@ -44,11 +44,11 @@ def equivalent(emit: Emit) -> Numbers:
         "batch_norm_error": partial(error_of, normed, EVEN),
         "dropout_error": partial(error_of, replace(digits, model=partial(_with_dropout, digits)), EVEN),
     }
-    found = {}
+    errors = {}
     for done, (name, measure) in enumerate(cases.items()):
         emit_progress(emit, done, len(cases), name)
-        found[name] = measure()
-    return found
+        errors[name] = measure()
+    return errors
 
 
 def error_of(
@@ -70,10 +70,10 @@ def error_of(
     # Both gradients use the same seed, so that dropout differs only because of the split.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        found = weighted_gradient(model, parts, weights_by_items(parts) if by_share else equal_weights(parts))
+        accumulated = weighted_gradient(model, parts, weights_by_items(parts) if by_share else equal_weights(parts))
         torch.default_generator.manual_seed(seed)
-        whole = weighted_gradient(model, [batch], [1.0])
-    return relative(found, whole)
+        expected = weighted_gradient(model, [batch], [1.0])
+    return relative(accumulated, expected)
 
 
 def divide_by_n(emit: Emit) -> Numbers:
@@ -86,11 +86,11 @@ def divide_by_n(emit: Emit) -> Numbers:
         "uneven_error_by_items": partial(error_of, digits, UNEVEN, by_share=True),
         "token_error_by_items": partial(error_of, text, SMALL, by_share=True),
     }
-    found = {}
+    errors = {}
     for done, (name, measure) in enumerate(cases.items()):
         emit_progress(emit, done, len(cases), name)
-        found[name] = measure()
-    return found
+        errors[name] = measure()
+    return errors
 
 
 def stale(emit: Emit, steps: int = 20) -> Numbers:
@@ -102,12 +102,12 @@ def stale(emit: Emit, steps: int = 20) -> Numbers:
     optimizer = torch.optim.AdamW(other.parameters(), lr=0.003)
     for done, batch in enumerate(ab.batches(task.rows, effective_batch_size=64, steps=steps)):
         emit_progress(emit, done, steps, "steps")
-        whole = first_batch(task, 64, seed=done)
-        parts = cut(whole, EVEN)
+        all_samples = first_batch(task, 64, seed=done)
+        parts = cut(all_samples, EVEN)
         before = _vector(model)
         accumulated = weighted_gradient(model, parts, weights_by_items(parts))
         moved = max(moved, float((_vector(model) - before).abs().max()))
-        errors.append(relative(accumulated, weighted_gradient(model, [whole], [1.0])))
+        errors.append(relative(accumulated, weighted_gradient(model, [all_samples], [1.0])))
         model.zero_grad()  # the compared gradient does not belong to the engine's step
         before = _vector(other)
         for inputs, targets in parts:
@@ -130,20 +130,20 @@ def on_cpus(emit: Emit) -> Numbers:
     emit_progress(emit, 0, 2, "gradient")
     error = error_of(task, EVEN)
     emit_progress(emit, 1, 2, "memory")
-    whole = step_memory(task, micro_batch_size=64, effective_batch_size=64)["peak"]
+    unsplit = step_memory(task, micro_batch_size=64, effective_batch_size=64)["peak"]
     parts = step_memory(task, micro_batch_size=4, effective_batch_size=64)["peak"]
-    return {"gradient_error": error, "memory_ratio": sum(parts.values()) / sum(whole.values())}
+    return {"gradient_error": error, "memory_ratio": sum(parts.values()) / sum(unsplit.values())}
 
 
 def three_lines(emit: Emit) -> Numbers:
     """Count the changed lines, and run the checker on the resulting loop."""
     emit_progress(emit, 0, 2, "lines")
-    found = check_loop(loops.three_lines)
+    usual = check_loop(loops.three_lines)
     right = check_loop(loops.right)
     emit_progress(emit, 1, 2, "checked")
     return {
         "changed_lines": changed(loops.whole_batch, loops.three_lines),
-        "findings": len(found.findings),
+        "findings": len(usual.findings),
         "changed_lines_right": changed(loops.whole_batch, loops.right),
         "findings_right": len(right.findings),
         "changed_lines_engine": sum(line.startswith("+") for line in changed_lines()),
@@ -163,25 +163,25 @@ def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
 def sync_batch_norm(emit: Emit) -> Numbers:
     """Compare fixes for BatchNorm in a step of four micro-batches.
 
-    On one rank SyncBatchNorm is what it is where no other rank is. What it computes over ranks is what BatchNorm
-    computes over their micro-batches put together, so that stands for two and for four ranks here.
+    One rank runs SyncBatchNorm itself. For two and four ranks, BatchNorm runs on their concatenated micro-batches,
+    because SyncBatchNorm computes the same statistics.
     """
     task = load("shapes", norm="batch")
     emit_progress(emit, 0, 3, "plain and synchronised")
     inputs, targets = first_batch(task, 64)
-    whole = weighted_gradient(new_model(task), [(inputs, targets)], [1.0])
+    expected = weighted_gradient(new_model(task), [(inputs, targets)], [1.0])
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(new_model(task))
     parts = cut((inputs, targets), EVEN)
-    found = {
-        "plain_error": relative(weighted_gradient(new_model(task), parts, weights_by_items(parts)), whole),
-        "sync_error": relative(weighted_gradient(synced, parts, weights_by_items(parts)), whole),
+    errors = {
+        "plain_error": relative(weighted_gradient(new_model(task), parts, weights_by_items(parts)), expected),
+        "sync_error": relative(weighted_gradient(synced, parts, weights_by_items(parts)), expected),
     }
     for done, ranks in enumerate((2, 4), start=1):
         emit_progress(emit, done, 3, f"{ranks} ranks")
         together = cut((inputs, targets), [16 * ranks] * (4 // ranks))
-        error = relative(weighted_gradient(new_model(task), together, weights_by_items(together)), whole)
-        found[f"sync_error_{ranks}_ranks"] = error
-    return {**found, "exact_error": relative(_by_exact_engine(task, inputs, targets), whole)}
+        error = relative(weighted_gradient(new_model(task), together, weights_by_items(together)), expected)
+        errors[f"sync_error_{ranks}_ranks"] = error
+    return {**errors, "exact_error": relative(_by_exact_engine(task, inputs, targets), expected)}
 
 
 def _by_exact_engine(task: PlaygroundTask, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -30,21 +30,21 @@ def forgetting(emit: Emit) -> Numbers:
         "sgd": partial(torch.optim.SGD, lr=0.3),
         "adam": partial(torch.optim.Adam, lr=0.003),
     }
-    found: dict[str, float] = {"chance": task.chance}
+    numbers: dict[str, float] = {"chance": task.chance}
     cells = [(name, loop) for name in optimizers for loop in ("right", "no_division")]
     for done, (name, loop) in enumerate(cells):
         losses = []
         for number, seed in enumerate(SEEDS):
             emit_progress(emit, done * len(SEEDS) + number, len(cells) * len(SEEDS), f"{name}, {loop}")
             losses.append(final_loss(task, loop, optimizers[name], seed))
-        found[f"{name}_{loop}"] = statistics.median(losses)
-    return found
+        numbers[f"{name}_{loop}"] = statistics.median(losses)
+    return numbers
 
 
 def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimizer], seed: int) -> float:
     """Return the mean loss over an epoch's samples after training in windows of 16 micro-batches of 4.
 
-    A loss that is no number any more counts as infinite.
+    NaN counts as infinite.
     """
     model = new_model(task, seed)
     trained = optimizer(model.parameters())
@@ -69,7 +69,7 @@ def batch_norm(emit: Emit) -> Numbers:
     """Train shapes at 64 samples per step, with BatchNorm at three micro-batch sizes, and with GroupNorm at one."""
     normed, grouped = load("shapes", norm="batch"), load("shapes", norm="group")
     emit_progress(emit, 0, 3 * len(SEEDS) + 1, "gradients")
-    found = {
+    numbers = {
         "gradient_error": statistics.median(error_of(normed, [4] * 16, seed=seed) for seed in SEEDS),
         "group_norm_error": statistics.median(error_of(grouped, [4] * 16, seed=seed) for seed in SEEDS),
     }
@@ -80,9 +80,9 @@ def batch_norm(emit: Emit) -> Numbers:
             loss, accuracy = _trained(normed, size, seed)
             losses.append(loss)
             accuracies.append(accuracy)
-        found[f"loss_{size}"] = statistics.median(losses)
-        found[f"accuracy_{size}"] = 100 * statistics.median(accuracies)
-    return found
+        numbers[f"loss_{size}"] = statistics.median(losses)
+        numbers[f"accuracy_{size}"] = 100 * statistics.median(accuracies)
+    return numbers
 
 
 def _trained(task: PlaygroundTask, micro_batch_size: int, seed: int) -> tuple[float, float]:
@@ -100,6 +100,6 @@ def accuracy_of(model: nn.Module, task: PlaygroundTask) -> float:
     """Return the accuracy on held-out samples."""
     # Use running statistics, so that the accuracy does not depend on the split of held-out data.
     model.eval()
-    found = model(task.held_out.inputs).argmax(dim=1) == task.held_out.targets
+    is_correct = model(task.held_out.inputs).argmax(dim=1) == task.held_out.targets
     model.train()
-    return float(found.double().mean())
+    return float(is_correct.double().mean())

@@ -53,8 +53,8 @@ def weighted_gradient(model: nn.Module, parts: Sequence[Pair], weights: Sequence
 
 def flat_gradients(model: nn.Module) -> Float[Tensor, " number"]:
     """Return the gradients of all parameters as one vector; zeros for a parameter without a gradient."""
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return torch.cat([gradient.flatten() for gradient in found]).double()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in gradients]).double()
 
 
 def weights_by_items(parts: Sequence[Pair]) -> list[float]:
@@ -68,9 +68,9 @@ def equal_weights(parts: Sequence[Pair]) -> list[float]:
     return [1 / len(parts)] * len(parts)
 
 
-def relative(found: Float[Tensor, " number"], expected: Float[Tensor, " number"]) -> float:
+def relative(actual: Float[Tensor, " number"], expected: Float[Tensor, " number"]) -> float:
     """Return |found - expected| / |expected|."""
-    return float((found - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +86,32 @@ def step_seconds(
 ) -> dict[BatchCut, list[float]]:
     """Return the CPU time of one optimizer step for each split and round; rounds are interleaved.
 
-    Processor time on one thread, so that another process on the machine takes less part in it.
+    CPU time on one thread, because other processes affect it less than wall time.
     """
-    steps = {one: _stepper(task, one) for one in cuts}
+    steps = {split: _stepper(task, split) for split in cuts}
     # Once without timing: the first step creates the optimizer state.
     for step in steps.values():
         step()
-    found: dict[BatchCut, list[float]] = {one: [] for one in cuts}
+    seconds: dict[BatchCut, list[float]] = {split: [] for split in cuts}
     for number in range(rounds):
         emit_progress(emit, number, rounds, "round of times")
-        for one, step in steps.items():
+        for split, step in steps.items():
             begun = time.process_time()
             step()
-            found[one].append(time.process_time() - begun)
-    return found
+            seconds[split].append(time.process_time() - begun)
+    return seconds
 
 
-def median_ratio(times: Mapping[BatchCut, Sequence[float]], one: BatchCut, other: BatchCut) -> float:
+def median_ratio(times: Mapping[BatchCut, Sequence[float]], numerator: BatchCut, denominator: BatchCut) -> float:
     """Return the median ratio over rounds of the times of two splits."""
-    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+    return statistics.median(a / b for a, b in zip(times[numerator], times[denominator], strict=True))
 
 
-def _stepper(task: PlaygroundTask, one: BatchCut) -> Callable[[], None]:
+def _stepper(task: PlaygroundTask, split: BatchCut) -> Callable[[], None]:
     """Return a function that makes one step on a batch, in plain PyTorch."""
     model = new_model(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parts = cut(first_batch(task, one.size * one.number), [one.size] * one.number)
+    parts = cut(first_batch(task, split.size * split.number), [split.size] * split.number)
 
     def step() -> None:
         optimizer.zero_grad()

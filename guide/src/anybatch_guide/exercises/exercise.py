@@ -35,8 +35,8 @@ class Exercise:
     @property
     def loop(self) -> Callable[..., None]:
         """The loop."""
-        found: Callable[..., None] = importlib.import_module(self.module).train
-        return found
+        train: Callable[..., None] = importlib.import_module(self.module).train
+        return train
 
     @property
     def lines(self) -> list[str]:
@@ -52,29 +52,33 @@ class Exercise:
 
 
 def _of_mistake(name: str, hint: str) -> Exercise:
-    found = MISTAKES[name]
+    mistake = MISTAKES[name]
     return Exercise(
-        module=f"anybatch_guide.mistakes.{name}", hint=hint, why=found.effect, cure=found.cure, finding=found.finding
+        module=f"anybatch_guide.mistakes.{name}",
+        hint=hint,
+        why=mistake.effect,
+        cure=mistake.cure,
+        finding=mistake.finding,
     )
 
 
 EXERCISES = (
     Exercise(
         module="anybatch_guide.exercises.from_scratch",
-        hint="With plain SGD it diverges when there are many micro-batches.",
-        why="Means of micro-batches are added and not divided: N of them give N times the gradient.",
-        cure="Weigh each mean by its share of the window; if all are equal, that is one over N.",
+        hint="With plain SGD, training diverges if there are many micro-batches.",
+        why="The means of N micro-batches are added but not divided, so the gradient is N times too large.",
+        cure="Weight each mean by its share of the window: 1/N if all micro-batches are equal.",
         finding="not_divided",
         wrong="loss.backward()",
     ),
-    _of_mistake("zero_each", "It learns, only worse, and the larger N is, the less of the data it uses."),
-    _of_mistake("mean_of_means", "It is right in a test with full batches, and wrong on real text."),
-    _of_mistake("clip_each", "It is right until gradients become long."),
-    _of_mistake("schedule_each", "It stops learning long before the end."),
+    _of_mistake("zero_each", "The model learns, but slowly. The larger N is, the more data goes unused."),
+    _of_mistake("mean_of_means", "Tests with full batches pass, but gradients of real text are wrong."),
+    _of_mistake("clip_each", "Everything is correct until gradients become large."),
+    _of_mistake("schedule_each", "Learning stops long before the last step."),
     Exercise(
         module="anybatch_guide.exercises.with_ranks",
-        hint="The first step is right, on every rank.",
-        why="Gradients are never zeroed: each step adds its own to those of all steps before it.",
+        hint="The first step is correct on every rank.",
+        why="Gradients are never zeroed, so each step adds its gradients to the gradients of all earlier steps.",
         cure="Call optimizer.zero_grad() after optimizer.step().",
         finding="zero_grad_missing",
         wrong="optimizer.step()",
@@ -96,8 +100,8 @@ def described(exercise: Exercise) -> Data:
         "why": exercise.why,
         "cure": exercise.cure,
         "findings": [
-            {"code": one.code, "what": one.what, "found": one.found, "expected": one.expected}
-            for one in report.findings
+            {"code": finding.code, "what": finding.what, "found": finding.found, "expected": finding.expected}
+            for finding in report.findings
         ],
         "command": f"anybatch check --loop guide/src/{path}.py:train",
     }

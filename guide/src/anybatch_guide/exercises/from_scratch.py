@@ -1,4 +1,4 @@
-"""A loop with a bug: nothing is divided, so the gradient grows with the number of micro-batches."""
+"""A loop with a bug: losses are not divided, so the gradient grows with the number of micro-batches."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""A loop with a bug: `no_sync` is left by no micro-batch, so that no gradient is ever reduced."""
+"""A loop with a bug: every micro-batch runs under `no_sync`, so gradients are never reduced."""
 
 from collections.abc import Callable, Iterable
 

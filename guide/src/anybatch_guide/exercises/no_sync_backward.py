@@ -1,4 +1,4 @@
-"""A loop with a bug: `no_sync` stands around the backward alone, where it does nothing."""
+"""A loop with a bug: `no_sync` contains only the backward, where it has no effect."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A loop with a bug: on several ranks, with one reduction per step, and gradients that nobody zeroes."""
+"""A loop with a bug: it runs on several ranks with one reduction per step, but never zeroes gradients."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

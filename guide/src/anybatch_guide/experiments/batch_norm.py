@@ -89,7 +89,7 @@ def run(emit: Emit) -> Data:
 def summary(outcomes: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return mean, minimum and maximum of every metric over the seeds."""
     names = outcomes[0]
-    return {name: _spread([one[name] for one in outcomes]) for name in names}
+    return {name: _spread([outcome[name] for outcome in outcomes]) for name in names}
 
 
 def train_and_evaluate(config: NormConfig, size: int, seed: int, emit: Emit) -> dict[str, float]:
@@ -102,11 +102,11 @@ def train_and_evaluate(config: NormConfig, size: int, seed: int, emit: Emit) -> 
     for batch in batches(train_set, seed, NUM_STEPS):
         losses.append(step(batch))
         emit({"kind": "guide.progress"})
-    found = {"train_loss": statistics.fmean(losses[-NUM_LAST:]), **_evaluate("", model, held_out)}
+    metrics = {"train_loss": statistics.fmean(losses[-NUM_LAST:]), **_evaluate("", model, held_out)}
     if config.norm == "batch":
         recalibrate(model, train_set)
-        found |= _evaluate("recalibrated_", model, held_out)
-    return found
+        metrics |= _evaluate("recalibrated_", model, held_out)
+    return metrics
 
 
 def make_step(config: NormConfig, size: int, model: nn.Module) -> Callable[[dict[str, Tensor]], float]:
@@ -174,7 +174,7 @@ def gradient_errors() -> list[dict[str, Any]]:
     return [
         {"way": config.name, "micro_batch_size": size, "relative_error": gradient_error(config, size)}
         for config in CONFIGS
-        if config.name != "ghost"  # normalizes groups by definition, so the whole batch is no reference
+        if config.name != "ghost"  # normalizes groups by definition, so it has no whole-batch reference
         for size in (ERROR_SIZES if config.sizes == SIZES else config.sizes)
     ]
 
@@ -191,9 +191,9 @@ def gradient_error(config: NormConfig, size: int) -> float:
     )
     for batch in before:
         plain_step(model, optimizer, batch, EFFECTIVE_BATCH_SIZE)
-    whole = gradient_of_step(NormConfig(name="", norm=config.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
-    found = gradient_of_step(config, size, model, last)
-    return float((found - whole).norm() / whole.norm())
+    expected = gradient_of_step(NormConfig(name="", norm=config.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
+    gradient = gradient_of_step(config, size, model, last)
+    return float((gradient - expected).norm() / expected.norm())
 
 
 def gradient_of_step(
@@ -207,7 +207,7 @@ def gradient_of_step(
     else:
         loss = ab.mean_over_samples(_loss)
         ab.Engine(updated, optimizer, loss, micro_batch_size=size, norms=config.policy).step(batch)
-    before, after = (nn.utils.parameters_to_vector(one.parameters()).detach() for one in (model, updated))
+    before, after = (nn.utils.parameters_to_vector(module.parameters()).detach() for module in (model, updated))
     return before - after
 
 
@@ -221,7 +221,7 @@ def _spread(numbers: Sequence[float]) -> dict[str, float]:
 
 EXPERIMENT = Experiment(
     name="batch_norm",
-    question="What does cutting a batch do to BatchNorm, and which cure helps?",
+    question="How does splitting a batch affect BatchNorm, and which fix helps?",
     run=run,
     seconds=300.0,
     runs_here=False,

@@ -27,12 +27,12 @@ def run(emit: Emit) -> Data:
     layers, errors = variances(DRAWS, emit)
     ways = {"small": BatchCut(SMALL, 1), "accumulated": BatchCut(SMALL, STEPS), "native": BatchCut(LARGE, 1)}
     times = step_seconds(task, tuple(ways.values()), emit, rounds=ROUNDS)
-    found = []
+    rows = []
     for name, cut in ways.items():
         samples = cut.size * cut.number
         held = step_memory(task, micro_batch_size=cut.size, effective_batch_size=samples)
-        seconds = [one / samples for one in times[cut]]
-        found.append(
+        seconds = [duration / samples for duration in times[cut]]
+        rows.append(
             {
                 "name": name,
                 "samples_per_step": samples,
@@ -50,7 +50,7 @@ def run(emit: Emit) -> Data:
         "large": LARGE,
         "draws": DRAWS,
         "seed": RUN.seed,
-        "ways": found,
+        "ways": rows,
         "worst_gradient_error": max(errors),
         "stands_for": STUDY,
     }
@@ -63,8 +63,8 @@ def variances(draws: int, emit: Emit) -> tuple[dict[str, dict[str, float]], list
     the same for all ways: a small batch is a part of a large one.
     """
     rows, model = task_of(RUN.task).rows, copy.deepcopy(trained(RUN)[0]).double()
-    whole = _doubled({"inputs": rows.inputs, "targets": rows.targets})
-    (truth,) = _gradients(model, [whole], len(rows))
+    all_samples = _doubled({"inputs": rows.inputs, "targets": rows.targets})
+    (truth,) = _gradients(model, [all_samples], len(rows))
     generator = torch.Generator().manual_seed(RUN.seed)
     sums = {name: dict[str, float]() for name in ("small", "accumulated", "native")}
     errors = []
@@ -81,8 +81,8 @@ def variances(draws: int, emit: Emit) -> tuple[dict[str, dict[str, float]], list
             ("accumulated", [accumulated]),
             ("native", [native]),
         ):
-            for one in some:
-                for layer, square in _by_layer({key: one[key] - truth[key] for key in truth}).items():
+            for gradient in some:
+                for layer, square in _by_layer({key: gradient[key] - truth[key] for key in truth}).items():
                     sums[name][layer] = sums[name].get(layer, 0.0) + square / len(some) / draws
     return sums, errors
 
@@ -92,27 +92,27 @@ def _gradients(model: nn.Module, batches: list[Batch], micro_batch_size: int) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss = task_of(RUN.task).loss
     with ab.Engine(model, optimizer, loss, micro_batch_size=micro_batch_size, check_loss=False) as engine:
-        found: list[Any] = [engine.gradients(batch) for batch in batches]
-    return [{name: value.clone() for name, value in one.items() if value is not None} for one in found]
+        gradients: list[Any] = [engine.gradients(batch) for batch in batches]
+    return [{name: value.clone() for name, value in gradient.items() if value is not None} for gradient in gradients]
 
 
 def _doubled(batch: Batch) -> Batch:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-def _by_layer(off: Gradients) -> dict[str, float]:
+def _by_layer(difference: Gradients) -> dict[str, float]:
     """Return the squared norm of all, and of each layer."""
-    found = {"all parameters": 0.0}
-    for name, value in off.items():
+    squares = {"all parameters": 0.0}
+    for name, value in difference.items():
         square = float(value.square().sum())
         for row in ("all parameters", name.rpartition(".")[0]):
-            found[row] = found.get(row, 0.0) + square
-    return found
+            squares[row] = squares.get(row, 0.0) + square
+    return squares
 
 
 EXPERIMENT = Experiment(
     name="batch_strategies",
-    question="What do a small batch, an accumulated one and a native one differ in?",
+    question="How do a small batch, an accumulated large one and an unsplit large one differ?",
     run=run,
     seconds=5,
     # Trained in float32, and errors in float64 are rounding.

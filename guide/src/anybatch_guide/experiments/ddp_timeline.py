@@ -37,7 +37,7 @@ Batch = dict[str, Tensor]
 
 def run(emit: Emit) -> Data:
     """Run a step with and without no_sync, and one by our own reduction, on two and on four ranks."""
-    found: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "num_layers": NUM_LAYERS, "worlds": []}
+    data: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "num_layers": NUM_LAYERS, "worlds": []}
     for done, num_ranks in enumerate(WORLDS):
         emit({"kind": "guide.progress", "done": done, "of": len(WORLDS), "what": f"{num_ranks} ranks"})
         with RankPool(num_ranks) as pool:
@@ -47,8 +47,8 @@ def run(emit: Emit) -> Data:
                 "reduced in every micro-batch": middle(pool.run(by_hand, "each")),
                 "all_reduce of anybatch": middle(pool.run(by_engine)),
             }
-        found["worlds"].append({"num_ranks": num_ranks, "ways": ways})
-    return found
+        data["worlds"].append({"num_ranks": num_ranks, "ways": ways})
+    return data
 
 
 def middle(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def batch() -> Batch:
 
 def by_hand(reduced: Literal["last", "each", "each, as it turns out"]) -> list[dict[str, Any]]:
     """Run on every rank: steps with torch's DDP, observed from the second one on."""
-    model, watch, found = network(), _Watch(), []
+    model, watch, times = network(), _Watch(), []
     watch.layers(model)
     pieces = [{"x": piece} for piece in batch()["x"].split(MICRO_BATCH)]
 
@@ -81,7 +81,7 @@ def by_hand(reduced: Literal["last", "each", "each, as it turns out"]) -> list[d
             dist.barrier()
             watch.begin()
             yield _Pieces(pieces, watch)
-            found.append(watch.end())
+            times.append(watch.end())
 
     loop = {
         "last": ddp_accumulated,
@@ -95,7 +95,7 @@ def by_hand(reduced: Literal["last", "each", "each, as it turns out"]) -> list[d
         steps(),
         WatchedDDP(watch.bucket, bucket_bytes=BUCKET_BYTES),
     )
-    return found
+    return times
 
 
 def around_the_backward_only(
@@ -105,8 +105,8 @@ def around_the_backward_only(
     optimizer = make_optimizer(model.parameters())
     wrapper = wrap(model)
     for micro_batches in steps:
-        for number, own in enumerate(micro_batches, start=1):
-            loss = loss_share(wrapper, own) * dist.get_world_size()
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            loss = loss_share(wrapper, micro_batch) * dist.get_world_size()
             with nullcontext() if number == len(micro_batches) else wrapper.no_sync():
                 loss.backward()
         optimizer.step()
@@ -115,7 +115,7 @@ def around_the_backward_only(
 
 def by_engine() -> list[dict[str, Any]]:
     """Run on every rank: steps with anybatch's reduction, observed from the second one on."""
-    model, watch, found = network(), _Watch(), []
+    model, watch, times = network(), _Watch(), []
     watch.layers(model)
     strategy = AllReduce(bucket_bytes=BUCKET_BYTES)
     loss = ab.sum_over_samples(_loss_share)
@@ -130,12 +130,12 @@ def by_engine() -> list[dict[str, Any]]:
                 watch.begin()
             engine.step(share)
             if number:
-                found.append(watch.end())
-    return found
+                times.append(watch.end())
+    return times
 
 
-def _loss_share(model: Any, own: Batch) -> Tensor:  # noqa: ANN401 (wrapped or not)
-    return functional.mse_loss(model(own["x"]), own["x"], reduction="sum")
+def _loss_share(model: Any, micro_batch: Batch) -> Tensor:  # noqa: ANN401 (wrapped or not)
+    return functional.mse_loss(model(micro_batch["x"]), micro_batch["x"], reduction="sum")
 
 
 class _Watch:
@@ -166,7 +166,7 @@ class _Watch:
             "micro_batches": self._micro_batches,
             "layers": [{"layer": number, "ready": at} for number, at in sorted(self._layers.items(), reverse=True)],
             "buckets": [
-                {"micro_batch": place[0], "bucket": place[1], **one} for place, one in sorted(self._buckets.items())
+                {"micro_batch": place[0], "bucket": place[1], **times} for place, times in sorted(self._buckets.items())
             ],
         }
 

@@ -25,7 +25,7 @@ def run(emit: Emit) -> Data:
 
 EXPERIMENT = Experiment(
     name="exercises_eight",
-    question="Eight samples at once, or eight times one: is the gradient the same, and what memory does each take?",
+    question="Eight samples in one pass, or one by one: is the gradient the same, and how much memory does each need?",
     run=run,
     seconds=2,
     noisy=("gradient_error",),

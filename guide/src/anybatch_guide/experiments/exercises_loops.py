@@ -6,16 +6,16 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 
 def run(emit: Emit) -> Data:
     """Run `anybatch check --loop` on each of them."""
-    found = []
+    loops = []
     for done, exercise in enumerate(EXERCISES):
         emit({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})
-        found.append(described(exercise))
-    return {"loops": found}
+        loops.append(described(exercise))
+    return {"loops": loops}
 
 
 EXPERIMENT = Experiment(
     name="exercises_loops",
-    question="What is wrong with these six loops?",
+    question="Which bug does each of these six loops have?",
     run=run,
     seconds=15,
     runs_here=False,

@@ -17,12 +17,13 @@ def run(emit: Emit) -> Data:
     Plain SGD, because its step is proportional to the gradient: Adam divides by the size of the gradient, which
     hides a missing factor.
     """
-    found = [way(size, emit, done=done) for done, size in enumerate(SIZES)]
-    whole = found[0]["losses"]
+    results = [way(size, emit, done=done) for done, size in enumerate(SIZES)]
+    unsplit_losses = results[0]["losses"]
     return {
         "effective": EFFECTIVE,
         "ways": [
-            {**one, "losses": rounded(one["losses"], 5), "largest_gap": gap(one["losses"], whole)} for one in found
+            {**result, "losses": rounded(result["losses"], 5), "largest_gap": gap(result["losses"], unsplit_losses)}
+            for result in results
         ],
     }
 
@@ -47,17 +48,17 @@ def way(size: int, emit: Emit, *, done: int) -> dict[str, Any]:
 
 def last(data: Mapping[str, Any]) -> float | None:
     """Return the relative difference of the parameters to the native batch, after the last step that has one."""
-    return next((one for one in reversed(data["relative_differences"]) if one is not None), None)
+    return next((value for value in reversed(data["relative_differences"]) if value is not None), None)
 
 
-def gap(losses: list[float], whole: list[float]) -> float:
+def gap(losses: list[float], unsplit: list[float]) -> float:
     """Return the largest difference of two loss curves."""
-    return float(f"{max(abs(a - b) for a, b in zip(losses, whole, strict=True)):.2g}")
+    return float(f"{max(abs(a - b) for a, b in zip(losses, unsplit, strict=True)):.2g}")
 
 
 EXPERIMENT = Experiment(
     name="first_screen",
-    question="What changes when a batch of 64 goes through in smaller and smaller parts?",
+    question="What changes if a batch of 64 is split into smaller and smaller micro-batches?",
     run=run,
     seconds=15,
     tolerance=1e-3,

@@ -40,23 +40,23 @@ def cluster(link: str, devices_per_host: int = PER_HOST) -> Cluster:
 
 def run(emit: Emit) -> Data:
     """Forecast every network with every strategy, at one effective batch; and weak scaling by micro-batches."""
-    found: list[dict[str, Any]] = []
+    forecasts: list[dict[str, Any]] = []
     for done, link in enumerate(LINKS):
         emit({"kind": "guide.progress", "done": done, "of": len(LINKS), "what": link})
         for strategy in STRATEGIES:
             report = forecast(workload(), cluster(link), world_size=MOST, strategy=strategy)
-            found.append({"link": link, "strategy": strategy, "scaling": "strong", **report.as_json()})
+            forecasts.append({"link": link, "strategy": strategy, "scaling": "strong", **report.as_json()})
         for steps in STEPS:
             report = forecast(workload(steps=steps, effective=None), cluster(link), world_size=MOST)
-            found.append(
+            forecasts.append(
                 {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **report.as_json()}
             )
-    return {"inner_link": INNER, "devices_per_host": PER_HOST, "forecasts": found}
+    return {"inner_link": INNER, "devices_per_host": PER_HOST, "forecasts": forecasts}
 
 
 EXPERIMENT = Experiment(
     name="forecasts",
-    question="What would 1,024 ranks bring, by network, strategy and number of micro-batches?",
+    question="How fast would up to 1,024 ranks be, by network, strategy and number of micro-batches?",
     run=run,
     seconds=4,
     tolerance=1e-9,

@@ -85,11 +85,11 @@ def flat_gradient(model: torch.nn.Module) -> Tensor:
 def quantized_snapshots(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict[str, Any]:
     """Return snapshots as integers from -1000 to 1000, scaled by the largest absolute value of all of them."""
     largest = max(abs(x) for *_, row in rows for x in row)
-    found = [
+    snapshots = [
         {"step": step, "after": name, "position": position, "cells": [round(1000 * x / largest) for x in row]}
         for step, name, position, row in rows
     ]
-    return {"largest": float(f"{largest:.4g}"), "rows": found}
+    return {"largest": float(f"{largest:.4g}"), "rows": snapshots}
 
 
 def log_columns(lines: Sequence[JsonLine]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def quartiles(values: Sequence[float]) -> Mapping[str, float]:
 
 EXPERIMENT = Experiment(
     name="full_loop",
-    question="What happens in a step, when, and what does accumulating cost?",
+    question="What happens in a step, in which order, and how much time does accumulation add?",
     run=run,
     seconds=25,
     tolerance=1e-4,

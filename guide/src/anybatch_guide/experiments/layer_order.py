@@ -90,8 +90,8 @@ class Shards:
                 continue
             given = inputs.pop((block, number)).requires_grad_()
             made = self._forward(block, weights, given)
-            own, outputs[number] = torch.autograd.grad(made, (weights, given), outputs[number])
-            waiting[block] = waiting[block] + own if block in waiting else own
+            gradient, outputs[number] = torch.autograd.grad(made, (weights, given), outputs[number])
+            waiting[block] = waiting[block] + gradient if block in waiting else gradient
             self.waiting_bytes = max(self.waiting_bytes, _num_bytes([*waiting.values()]))
             if at == last[block]:
                 reduced[block] = self._reduce(block, waiting.pop(block))
@@ -104,10 +104,10 @@ class Shards:
         return weights.requires_grad_()
 
     def _reduce(self, block: int, gradient: Tensor) -> Tensor:
-        own = torch.empty_like(self.shards[block])
-        dist.reduce_scatter(own, list(gradient.chunk(dist.get_world_size())))
+        shard = torch.empty_like(self.shards[block])
+        dist.reduce_scatter(shard, list(gradient.chunk(dist.get_world_size())))
         self.reduced_bytes += _num_bytes([gradient])
-        return own
+        return shard
 
     def _forward(self, block: int, weights: Tensor, inputs: Tensor) -> Tensor:
         named = dict(self.whole[block].named_parameters())
@@ -123,12 +123,12 @@ def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
     model = network().double()
     loss(model, samples).backward()
     expected = flat_gradients(model)
-    found = []
+    steps = []
     for number in cuts:
         for order in ("micro_batches", "layers"):
             shards = Shards(network().double())
-            own = shards.step(order, samples.chunk(NUM_RANKS)[dist.get_rank()], number)
-            found.append(
+            gradient_shards = shards.step(order, samples.chunk(NUM_RANKS)[dist.get_rank()], number)
+            steps.append(
                 {
                     "order": order,
                     "num_micro_batches": number,
@@ -136,11 +136,11 @@ def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
                     "reduced_bytes": shards.reduced_bytes,
                     "kept_bytes": shards.kept_bytes,
                     "waiting_bytes": shards.waiting_bytes,
-                    "gradient_error": relative(torch.cat([gathered(shard) for shard in own]), expected),
+                    "gradient_error": relative(torch.cat([gathered(shard) for shard in gradient_shards]), expected),
                     "visits": shards.visits,
                 }
             )
-    return found
+    return steps
 
 
 def gathered(shard: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
 
 EXPERIMENT = Experiment(
     name="layer_order",
-    question="With weights in shards, what does a step send and keep in either order of layers and micro-batches?",
+    question="With sharded weights, how much does a step send and keep, layer by layer and micro-batch by micro-batch?",
     run=run,
     seconds=10,
     runs_here=False,

@@ -26,8 +26,8 @@ def run(emit: Emit) -> Data:
     lengths = [len(row["inputs"]) for row in rows]
     in_order = sorted(range(SENTENCES), key=lengths.__getitem__)
     model = new_model(task).double()
-    whole = weighted_gradient(model, [(task.rows.inputs[:SENTENCES], task.rows.targets[:SENTENCES])], [1.0])
-    found = []
+    expected = weighted_gradient(model, [(task.rows.inputs[:SENTENCES], task.rows.targets[:SENTENCES])], [1.0])
+    results = []
     for done, cap in enumerate(CAPS):
         emit({"kind": "guide.progress", "done": done, "of": len(CAPS), "what": f"{cap} tokens per micro-batch"})
         # The number of samples that fits for any lengths.
@@ -39,8 +39,8 @@ def run(emit: Emit) -> Data:
         }
         for name, (order, micro_batch_size) in ways.items():
             cuts, gradient = _run(task, [rows[place] for place in order], micro_batch_size)
-            found.append({"cap": cap, "way": name, "cuts": cuts, "gradient_error": relative(gradient, whole)})
-    return {"lengths": lengths, "caps": list(CAPS), "fixed_tokens": FIXED_TOKENS, "ways": found}
+            results.append({"cap": cap, "way": name, "cuts": cuts, "gradient_error": relative(gradient, expected)})
+    return {"lengths": lengths, "caps": list(CAPS), "fixed_tokens": FIXED_TOKENS, "ways": results}
 
 
 def _own_length(task: PlaygroundTask, number: int) -> Row:
@@ -80,7 +80,7 @@ def _run(task: PlaygroundTask, rows: list[Row], micro_batch_size: int | TokenBud
 
 EXPERIMENT = Experiment(
     name="length_cuts",
-    question="How much padding does each cut of a batch of sentences compute, and is the gradient the same?",
+    question="How much padding does each split of a batch of sentences compute, and is the gradient the same?",
     run=run,
     seconds=10,
     noisy=("gradient_error",),

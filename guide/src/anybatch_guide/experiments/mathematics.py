@@ -42,22 +42,22 @@ def run(emit: Emit) -> Data:
     counts = {cut: counts_of("tokens", cut) for cut in CUTS}
     return {
         "num_samples": NUM_SAMPLES,
-        "num_parameters": sum(one.numel() for one in network(torch.float64).parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in network(torch.float64).parameters()),
         "cuts": {name: list(parts) for name, parts in CUTS.items()},
         "num_targets": sum(counts["whole"]),
-        "targets": {name: found for name, found in counts.items() if name != "single"},
+        "targets": {name: items for name, items in counts.items() if name != "single"},
         "rows": rows,
     }
 
 
 def compared(loss: str, cut: str, factor: str, dtype: torch.dtype) -> dict[str, float]:
     """Compare a sum of parts with the float64 gradient of the full batch: relative error, cosine, length ratio."""
-    whole = gradient(loss, CUTS["whole"], FACTORS["by_count"], torch.float64)
+    expected = gradient(loss, CUTS["whole"], FACTORS["by_count"], torch.float64)
     parts = gradient(loss, CUTS[cut], FACTORS[factor], dtype).double()
     return {
-        "relative_error": float((parts - whole).norm() / whole.norm()),
-        "cosine": float(F.cosine_similarity(parts, whole, dim=0)),
-        "length_ratio": float(parts.norm() / whole.norm()),
+        "relative_error": float((parts - expected).norm() / expected.norm()),
+        "cosine": float(F.cosine_similarity(parts, expected, dim=0)),
+        "length_ratio": float(parts.norm() / expected.norm()),
     }
 
 
@@ -73,7 +73,7 @@ def gradient(loss: str, cut: Sequence[int], factor: Factor, dtype: torch.dtype) 
         logits = model(some_inputs).flatten(0, -2)
         mean = F.cross_entropy(logits, some_targets.flatten(), ignore_index=-100)
         (mean * factor(counts, number)).backward()
-    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def counts_of(loss: str, cut: str) -> list[int]:
@@ -112,7 +112,7 @@ def network(dtype: torch.dtype) -> nn.Module:
 
 EXPERIMENT = Experiment(
     name="mathematics",
-    question="Which factor makes the sum of the parts the gradient of the whole, and in which number format?",
+    question="With which factors do the gradients of the parts add up to the full gradient, in each number format?",
     run=run,
     seconds=2.0,
     tolerance=1e-2,

@@ -39,11 +39,11 @@ def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -
     cuts, alone, courses, copies = [], [], {}, set()
     for size in MICRO_SIZES:
         emit({"kind": "guide.progress", "done": size, "of": EFFECTIVE, "what": f"{size} x {EFFECTIVE // size}"})
-        one = measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
-        cuts.append(peak_of(one.timeline))
-        copies.add(one.gradient_bytes)
+        measured = measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
+        cuts.append(peak_of(measured.timeline))
+        copies.add(measured.gradient_bytes)
         if with_timelines and size in TIMELINE_SIZES:
-            courses[str(size)] = downsampled(one.timeline, NUM_BUCKETS)
+            courses[str(size)] = downsampled(measured.timeline, NUM_BUCKETS)
         single = measure_accumulated(ACCUMULATED, config, effective_batch_size=size, micro_batch_size=size)
         alone.append(peak_of(single.timeline))
     (gradient_bytes,) = copies
@@ -60,7 +60,7 @@ def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -
 
 EXPERIMENT = Experiment(
     name="memory_accumulation",
-    question="What does a step of 64 samples hold, at once and in micro-batches, and what is accumulation's price?",
+    question="How much memory does a step of 64 samples need, in one pass and in micro-batches?",
     run=run,
     seconds=90,
 )

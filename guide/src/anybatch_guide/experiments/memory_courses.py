@@ -17,13 +17,13 @@ def run(emit: Emit) -> Data:
             str(size): measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
             for size in TIMELINE_SIZES
         }
-        timelines.append({size: downsampled(one.timeline, NUM_BUCKETS) for size, one in measured.items()})
+        timelines.append({size: downsampled(step.timeline, NUM_BUCKETS) for size, step in measured.items()})
     return {"drawn": list(TIMELINE_SIZES), "ways": timelines}
 
 
 EXPERIMENT = Experiment(
     name="memory_courses",
-    question="What does a step hold from moment to moment, with checkpointing, bf16, or another optimizer?",
+    question="How does memory change during a step, with checkpointing, bf16, or another optimizer?",
     run=run,
     seconds=30,
 )

@@ -83,7 +83,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 EXPERIMENT = Experiment(
     name="memory_limit",
-    question="How much memory does a step hold at each batch size, and what happens when there is less?",
+    question="How much memory does a step need at each batch size, and what happens if less is available?",
     run=run,
     seconds=60,
 )

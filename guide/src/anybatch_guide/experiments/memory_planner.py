@@ -13,13 +13,13 @@ from anybatch_guide.memory.tables import DEVICE_NAMES, EFFECTIVE_BATCH_SIZES, NU
 
 def run(emit: Emit) -> Data:
     """Trace every variant of every model, and tabulate its plans for every device."""
-    variants = [variant for one in OFFERED for variant in one.variants()]
-    found = []
+    variants = [variant for offer in OFFERED for variant in offer.variants()]
+    tabulated = []
     for done, variant in enumerate(variants):
         emit({"kind": "guide.progress", "done": done, "of": len(variants), "what": variant.model})
         traced = trace(variant)
         assert (traced.envelopes.verdict, traced.envelopes.notes) == ("exact", ()), "the page cannot show more"
-        found.append(
+        tabulated.append(
             {
                 **properties_of(variant),
                 "num_parameters": traced.num_parameters,
@@ -28,7 +28,7 @@ def run(emit: Emit) -> Data:
         )
     budgets = {name: budget_of(name) for name in DEVICE_NAMES}
     return {
-        "devices": [{"name": name, "memory_bytes": one.total_bytes} for name, one in budgets.items()],
+        "devices": [{"name": name, "memory_bytes": offer.total_bytes} for name, offer in budgets.items()],
         "num_ranks": list(NUM_RANKS),
         "effective_batch_sizes": list(EFFECTIVE_BATCH_SIZES),
         "headroom": HEADROOM,
@@ -37,7 +37,7 @@ def run(emit: Emit) -> Data:
         "workspace_bytes": WORKSPACE_BYTES,
         "categories": list(get_args(Category)),
         "phases": list(get_args(Phase)),
-        "variants": found,
+        "variants": tabulated,
     }
 
 
@@ -50,7 +50,7 @@ def properties_of(variant: Variant) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     name="memory_planner",
-    question="What fits of a published model into a device, and what holds the memory, for every choice?",
+    question="Which micro-batches of a published model fit on a device, and what uses the memory?",
     run=run,
     seconds=1500,
     runs_here=False,

@@ -140,7 +140,7 @@ def _formulas(plan: Plan) -> dict[str, float]:
 
 EXPERIMENT = Experiment(
     name="memory_wall",
-    question="How large a batch fits into the memory of a GPU, and what is it that does not fit?",
+    question="How large a batch fits into the memory of a GPU, and which tensors limit it?",
     run=run,
     seconds=60,
 )

@@ -44,7 +44,7 @@ def run(emit: Emit) -> Data:
         "seed": RUN.seed,
         "along_a_run": along,
         "fixed_at_step": FIXED_AT,
-        "with_fixed_parameters": [_numbers(one) | {"steps": steps} for steps, one in _measured(fixed)],
+        "with_fixed_parameters": [_numbers(estimate) | {"steps": steps} for steps, estimate in _measured(fixed)],
         "fixed_true_scale": true_scale(fixed, rows),
         "stands_for": STUDY,
     }
@@ -77,8 +77,8 @@ def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
         outputs = functional_call(model, values, (image[None],))
         return cross_entropy(outputs, label[None])
 
-    found = vmap(grad(of_one), (None, 0, 0))(parameters, rows.inputs, rows.targets)
-    gradients = torch.cat([one.flatten(1) for one in found.values()], dim=1).double()
+    by_parameter = vmap(grad(of_one), (None, 0, 0))(parameters, rows.inputs, rows.targets)
+    gradients = torch.cat([gradient.flatten(1) for gradient in by_parameter.values()], dim=1).double()
     mean = gradients.mean(0)
     return float((gradients - mean).square().sum(1).mean() / mean.square().sum())
 
@@ -91,7 +91,7 @@ def _numbers(noise: NoiseEstimate) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     name="noise_scale",
-    question="How noisy is the gradient in the course of a run, and how well is that known?",
+    question="How noisy is the gradient during a run, and how accurate is the estimate?",
     run=run,
     seconds=5,
     tolerance=0.05,

@@ -72,17 +72,17 @@ def cut(size: int, num_ranks: int) -> list[int]:
 
 def gaps(ways: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the distance of each way's losses from the unsplit batch."""
-    whole = ways["64x1"]
+    unsplit = ways["64x1"]
     return {
-        way: significant([abs(a - b) for a, b in zip(values, whole, strict=True)], 2)
+        way: significant([abs(a - b) for a, b in zip(values, unsplit, strict=True)], 2)
         for way, values in ways.items()
         if way != "64x1"
     }
 
 
-def largest(found: Mapping[str, Sequence[float]]) -> float:
+def largest(gaps: Mapping[str, Sequence[float]]) -> float:
     """Return the largest of all gaps."""
-    return max(max(values) for values in found.values())
+    return max(max(values) for values in gaps.values())
 
 
 def max_gap(values: Sequence[float], reference: Sequence[float]) -> float:
@@ -97,7 +97,7 @@ def significant(values: Iterable[float], digits: int) -> list[float]:
 
 EXPERIMENT = Experiment(
     name="one_batch",
-    question="Does it matter how a batch of 64 is cut?",
+    question="Does it matter how a batch of 64 is split?",
     run=run,
     seconds=30,
     runs_here=False,

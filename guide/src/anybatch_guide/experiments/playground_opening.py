@@ -5,7 +5,7 @@ from anybatch_guide.grid import NOISY, run_opening
 
 EXPERIMENT = Experiment(
     name="playground_opening",
-    question="What does the playground show before anybody has touched it?",
+    question="What does the playground show initially?",
     run=run_opening,
     seconds=15,
     runs_here=False,

@@ -32,19 +32,19 @@ _LABEL, _OWN_ROOT = "FSDP::", "modules_to_train."
 
 def run(emit: Emit) -> Data:
     """Run a step in each way, and return the memory of every process."""
-    found = []
+    ways = []
     for done, (strategy, num_ranks) in enumerate(WAYS):
         emit({"kind": "guide.progress", "done": done, "of": len(WAYS), "what": f"{strategy}, {num_ranks} ranks"})
         with RankPool(num_ranks) as pool:
             ranks = pool.run(held, strategy)
-        found.append({"strategy": strategy, "num_ranks": num_ranks, "ranks": ranks})
+        ways.append({"strategy": strategy, "num_ranks": num_ranks, "ranks": ranks})
     model = network()
     return {
         "categories": list(ORDER),
         "effective_batch_size": BATCH,
         "micro_batch_size": MICRO_BATCH,
         "parameters": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
-        "ways": found,
+        "ways": ways,
     }
 
 
@@ -69,8 +69,8 @@ def network() -> nn.Sequential:
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Return the mean square of the output."""
-    found: Tensor = model(batch).square().mean()
-    return found
+    loss: Tensor = model(batch).square().mean()
+    return loss
 
 
 def held(strategy: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _calls(seen: Any) -> list[str]:  # noqa: ANN401 (torch's profile)
 
 EXPERIMENT = Experiment(
     name="rank_memory",
-    question="What does each process hold with one device, with replicas, with shared states, and with shards?",
+    question="How much memory does each process need on one device, with replicas, and with sharded states or weights?",
     run=run,
     seconds=40,
     runs_here=False,

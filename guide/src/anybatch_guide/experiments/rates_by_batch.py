@@ -65,8 +65,8 @@ class RateStudy:
         """Return the held-out loss of each seed; infinite if it diverged."""
         if run not in self._losses:
             self._emit({"kind": "guide.progress", "what": f"batch {run.batch_size}, rate {run.learning_rate:g}"})
-            found = [held_out_loss(replace(run, seed=seed)) for seed in SEEDS]
-            self._losses[run] = [loss if loss < LOST else math.inf for loss in found]
+            losses = [held_out_loss(replace(run, seed=seed)) for seed in SEEDS]
+            self._losses[run] = [loss if loss < LOST else math.inf for loss in losses]
         return self._losses[run]
 
     def mean(self, run: StudyRun) -> float:
@@ -185,7 +185,7 @@ def _point(study: RateStudy, made: StudyRun) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     name="rates_by_batch",
-    question="Which learning rate is best at which batch size, and where does each rule run?",
+    question="Which learning rate is best at each batch size, and which rate does each rule choose?",
     run=run,
     seconds=150,
     runs_here=False,

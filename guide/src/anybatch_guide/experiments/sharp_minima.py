@@ -31,10 +31,10 @@ def ways(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[str, StudyRun]]:
 
 def run(emit: Emit) -> Data:
     """Train, and measure."""
-    found = []
+    runs = []
     for way, made in ways():
         emit({"kind": "guide.progress", "what": f"{way}, batch {made.batch_size}"})
-        found.append(
+        runs.append(
             {
                 "way": way,
                 "batch_size": made.batch_size,
@@ -43,7 +43,7 @@ def run(emit: Emit) -> Data:
                 "seeds": [measured(replace(made, seed=seed)) for seed in SEEDS],
             }
         )
-    return {"optimizer": BASE.optimizer, "rule": "linear", "stands_for": STUDY, "runs": found}
+    return {"optimizer": BASE.optimizer, "rule": "linear", "stands_for": STUDY, "runs": runs}
 
 
 def measured(made: StudyRun) -> dict[str, Any]:

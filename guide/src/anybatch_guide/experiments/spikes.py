@@ -52,35 +52,35 @@ def corrupted(age: int, gradient: Tensor) -> Tensor:
     if not 0 <= age < CORRUPTED_STEPS:
         return gradient
     noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(age)) / math.sqrt(gradient.numel())
-    found: Tensor = gradient + 300 * gradient.norm() * noise
-    return found
+    noisy: Tensor = gradient + 300 * gradient.norm() * noise
+    return noisy
 
 
 PLANTS = {
     "none": Plant("nothing"),
-    "bad_batches": Plant(f"{BAD_BATCHES} batches with inputs times 15 and one label for all", batch=bad_batch),
-    "rate_too_high": Plant("the learning rate times 40, from there on", rate=lambda age: 40.0 if age >= 0 else 1.0),
+    "bad_batches": Plant(f"{BAD_BATCHES} batches with inputs times 15 and the same label for all", batch=bad_batch),
+    "rate_too_high": Plant("40 times the learning rate from then on", rate=lambda age: 40.0 if age >= 0 else 1.0),
     "corrupted_gradients": Plant(
-        f"gradients under noise of 300 times their norm, in {CORRUPTED_STEPS} steps", gradient=corrupted
+        f"gradients plus noise of 300 times their norm, in {CORRUPTED_STEPS} steps", gradient=corrupted
     ),
 }
 
 
-class _Told:
+class _SpikeRecords:
     """An observer that stores the records of the spike watch."""
 
     def __init__(self) -> None:
-        self.found: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
 
     def observe(self, record: Record) -> None:
         """Store a record of the spike watch."""
         if isinstance(record, DiagnosisRecord) and record.code in CODES:
-            self.found.append({"step": record.step, "code": record.code, "message": record.message})
+            self.records.append({"step": record.step, "code": record.code, "message": record.message})
 
 
 def run(emit: Emit) -> Data:
     """Make the run without and with each plant, without the watch and with each action."""
-    found = []
+    runs = []
     for name, plant in PLANTS.items():
         unwatched: dict[str, Any] = {}
         for action in ACTIONS:
@@ -91,7 +91,7 @@ def run(emit: Emit) -> Data:
             # Before the plant, all runs equal the healthy one, so that is written once.
             first_step = 0 if name == "none" else START - STEPS_BEFORE
             curves = {key: None if is_same else made[key][first_step:] for key in CURVES}
-            found.append(
+            runs.append(
                 {
                     "plant": name,
                     "planted": plant.words,
@@ -108,19 +108,19 @@ def run(emit: Emit) -> Data:
         "seed": RUN.seed,
         "planted_at": START,
         "stands_for": STUDY,
-        "runs": found,
+        "runs": runs,
     }
 
 
 def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
     """Make a run, and return its losses and norms, the actions, and the final metrics."""
-    model, told = new_model(RUN), _Told()
+    model, spike_records = new_model(RUN), _SpikeRecords()
     losses, norms, age = list[float](), list[float](), -START
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: plant.gradient(age, gradient))
     with (
         warnings.catch_warnings(),
-        engine_of(RUN, model, measure_gradient_norm=True, spikes=action, observer=told) as engine,
+        engine_of(RUN, model, measure_gradient_norm=True, spikes=action, observer=spike_records) as engine,
     ):
         warnings.simplefilter("ignore", AnyBatchWarning)
         try:
@@ -132,10 +132,16 @@ def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
                 losses.append(_short(report.loss))
                 norms.append(_short(report.grad_norm or 0.0))
         except NonFiniteError as error:
-            told.found.append({"step": age + START, "code": "ended", "message": type(error).__name__})
-            return {"losses": losses, "norms": norms, "told": told.found, "held_out": math.inf, "accuracy": math.nan}
+            spike_records.records.append({"step": age + START, "code": "ended", "message": type(error).__name__})
+            return {
+                "losses": losses,
+                "norms": norms,
+                "told": spike_records.records,
+                "held_out": math.inf,
+                "accuracy": math.nan,
+            }
     loss, accuracy = judged(model, RUN)
-    return {"losses": losses, "norms": norms, "told": told.found, "held_out": loss, "accuracy": accuracy}
+    return {"losses": losses, "norms": norms, "told": spike_records.records, "held_out": loss, "accuracy": accuracy}
 
 
 def _short(value: float) -> float:
@@ -145,7 +151,7 @@ def _short(value: float) -> float:
 
 EXPERIMENT = Experiment(
     name="spikes",
-    question="What does a run do that leaves its course, and what can be done about it?",
+    question="What happens in a run that diverges, and which action helps?",
     run=run,
     seconds=30,
     tolerance=0.1,

@@ -36,7 +36,7 @@ def one_cut(sizes: list[int], wholes: Mapping[torch.dtype, Tensor]) -> dict[str,
     right = list(running_sums(sizes, torch.float32))
     last = list(running_sums(sizes, torch.float64))[-1]
     difference = right[-1] - wholes[torch.float32]
-    found = {
+    sums = {
         "sizes": sizes,
         "sums": [in_units(total) for total in right],
         "difference": [rounded(float(x)) for x in difference],
@@ -45,10 +45,10 @@ def one_cut(sizes: list[int], wholes: Mapping[torch.dtype, Tensor]) -> dict[str,
     }
     if len(set(sizes)) > 1:
         wrong = list(running_sums(sizes, torch.float32, exact=False))
-        found["wrong_sums"] = [in_units(total) for total in wrong]
-        found["wrong_relative_difference"] = rounded(relative(wrong[-1], wholes[torch.float32]))
-        found["wrong_largest_difference"] = rounded(float((wrong[-1] - wholes[torch.float32]).abs().max()))
-    return found
+        sums["wrong_sums"] = [in_units(total) for total in wrong]
+        sums["wrong_relative_difference"] = rounded(relative(wrong[-1], wholes[torch.float32]))
+        sums["wrong_largest_difference"] = rounded(float((wrong[-1] - wholes[torch.float32]).abs().max()))
+    return sums
 
 
 def in_units(row: Tensor) -> list[int]:
@@ -61,9 +61,9 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference divided by the norm of the correct value."""
-    return float((found - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
 EXPERIMENT = Experiment(

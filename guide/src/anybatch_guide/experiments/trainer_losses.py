@@ -46,25 +46,25 @@ def run(emit: Emit) -> Data:
         raise UserError(message)
     transformers = importlib.import_module("transformers")
     trainer = transformers.Trainer
-    own, said = own_loss(trainer), said_to_be_a_mean(trainer)
+    with_own_loss, undivided = own_loss(trainer), with_undivided_loss(trainer)
     cases: dict[str, Callable[[], list[float]]] = {
         "own_model": lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES),
         "module": lambda: errors(trainer, Averaging(load("text")), rows_of("text"), SENTENCES),
         "module_ragged": lambda: errors(trainer, Averaging(load("digits")), rows_of("digits"), DIGITS),
         "module_items": lambda: errors(trainer, ByItems(load("text")), rows_of("text"), SENTENCES),
         "module_items_ragged": lambda: errors(trainer, ByItems(load("digits")), rows_of("digits"), DIGITS),
-        "compute_loss": lambda: errors(own, own_model(transformers), shifted(), SENTENCES),
-        "compute_loss_said": lambda: errors(said, own_model(transformers), shifted(), SENTENCES),
+        "compute_loss": lambda: errors(with_own_loss, own_model(transformers), shifted(), SENTENCES),
+        "compute_loss_said": lambda: errors(undivided, own_model(transformers), shifted(), SENTENCES),
     }
     if "compute_loss_func" in inspect.signature(trainer).parameters:  # older versions do not accept it
         given = {"compute_loss_func": summed_loss}
         cases["compute_loss_func"] = lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES, **given)
-    found = {}
+    results = {}
     with _quiet():
         for done, (name, measure) in enumerate(cases.items()):
             emit_progress(emit, done, len(cases), name)
-            found[name] = measure()
-    return {"errors": found}
+            results[name] = measure()
+    return {"errors": results}
 
 
 class Averaging(nn.Module):
@@ -85,8 +85,8 @@ class ByItems(Averaging):
 
     def forward(self, input_ids: Tensor, labels: Tensor, **given: Tensor) -> Row:
         """Return the loss and the logits."""
-        found, own = super().forward(input_ids, labels), labels.ne(IGNORED).sum()
-        return {**found, "loss": found["loss"] * own / given.get("num_items_in_batch", own)}
+        output, num_targets = super().forward(input_ids, labels), labels.ne(IGNORED).sum()
+        return {**output, "loss": output["loss"] * num_targets / given.get("num_items_in_batch", num_targets)}
 
 
 def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package without types here)
@@ -111,10 +111,10 @@ def own_loss(trainer: type[Any]) -> type[Any]:
     return OwnLoss
 
 
-def said_to_be_a_mean(trainer: type[Any]) -> type[Any]:
+def with_undivided_loss(trainer: type[Any]) -> type[Any]:
     """Return the same, which declares that its loss has not been divided yet."""
-    said: type[Any] = type("SaidToBeAMean", (own_loss(trainer),), {"loss_is_scaled_for_ga": False})
-    return said
+    undivided: type[Any] = type("SaidToBeAMean", (own_loss(trainer),), {"loss_is_scaled_for_ga": False})
+    return undivided
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:  # noqa: ANN401 (transformers')
@@ -141,7 +141,7 @@ def errors(
     model: nn.Module,
     rows: list[Row],
     shape: Shape,
-    **given: Any,  # noqa: ANN401 (what the Trainer takes)
+    **given: Any,  # noqa: ANN401 (the Trainer's model)
 ) -> list[float]:
     """Return the gradient error of each step of an epoch, compared with the mean over its samples."""
     arguments_of = importlib.import_module("transformers").TrainingArguments
@@ -186,11 +186,11 @@ class Comparing(torch.optim.SGD):
     @torch.enable_grad()
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
         """Compare, and start a new collection."""
-        found = flat_gradients(self.model)
-        whole = {name: torch.cat([one[name] for one in self.seen]) for name in self.seen[0]}
+        accumulated = flat_gradients(self.model)
+        batch = {name: torch.cat([inputs[name] for inputs in self.seen]) for name in self.seen[0]}
         self.model.zero_grad()
-        self.model(**whole)["loss"].backward()
-        self.errors.append(relative(found, flat_gradients(self.model)))
+        self.model(**batch)["loss"].backward()
+        self.errors.append(relative(accumulated, flat_gradients(self.model)))
         self.seen.clear()
 
 
@@ -220,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 EXPERIMENT = Experiment(
     name="trainer_losses",
-    question="How far is a step of transformers' Trainer from that of the whole batch?",
+    question="How large is the gradient error of a step of transformers' Trainer?",
     run=run,
     seconds=30,
     runs_here=False,

@@ -13,7 +13,7 @@ def run(emit: Emit) -> Data:
 
 EXPERIMENT = Experiment(
     name="walk_accumulation",
-    question="What does each line of the usual loop do to gradient and weights?",
+    question="How does each line of the usual loop change the gradient and the weights?",
     run=run,
     seconds=10,
     tolerance=1e-6,

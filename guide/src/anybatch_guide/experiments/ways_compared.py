@@ -30,7 +30,7 @@ def run(emit: Emit) -> Data:
 
 EXPERIMENT = Experiment(
     name="ways_compared",
-    question="Which way of using devices is best for the digits, and what does each take?",
+    question="Which way of using devices is best for the digits, and how much time and memory does each need?",
     run=run,
     seconds=40,
     runs_here=False,

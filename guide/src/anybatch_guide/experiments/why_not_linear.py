@@ -21,7 +21,7 @@ def run(emit: Emit) -> Data:
 
 EXPERIMENT = Experiment(
     name="why_not_linear",
-    question="Why are two ranks not twice as fast, and what would make them faster?",
+    question="Why are two ranks not twice as fast, and which changes would make them faster?",
     run=run,
     seconds=30,
     runs_here=False,

@@ -54,8 +54,12 @@ def run(emit: Emit) -> Data:
         errors[name] = measure()
     emit_progress(emit, len(cases), len(cases) + 1, "two ranks")
     with RankPool(2) as pool:
-        found = pool.run(on_two_ranks)[0]
-    return {"errors": {**errors, **found["errors"]}, "sent_bytes": found["sent_bytes"], "loops": list(checked_loops())}
+        on_ranks = pool.run(on_two_ranks)[0]
+    return {
+        "errors": {**errors, **on_ranks["errors"]},
+        "sent_bytes": on_ranks["sent_bytes"],
+        "loops": list(checked_loops()),
+    }
 
 
 @dataclass(eq=False)
@@ -102,9 +106,9 @@ def _run(
 def gradient_error(name: str, task: PlaygroundTask, sizes: list[int], *, max_norm: float = math.inf) -> float:
     """Return the gradient error of a loop, compared with the correct loop over the unsplit samples."""
     model, batch = new_model(task).double(), _doubled(first_batch(task, sum(sizes)))
-    found = _run(name, model, cut(batch, sizes), len(sizes), max_norm=max_norm)
-    whole = _run("right", model, [batch], 1, max_norm=max_norm)
-    return relative(found.gradients[0], whole.gradients[0])
+    split = _run(name, model, cut(batch, sizes), len(sizes), max_norm=max_norm)
+    unsplit = _run("right", model, [batch], 1, max_norm=max_norm)
+    return relative(split.gradients[0], unsplit.gradients[0])
 
 
 def _doubled(pair: Pair) -> Pair:
@@ -116,22 +120,22 @@ def zero_missing_error() -> float:
     """Return the gradient error of the second step if the first gradient is not cleared."""
     task = load("digits")
     model = new_model(task).double()
-    first, second = [_doubled(one) for one in cut(first_batch(task, 128), [64, 64])]
-    whole = _run("right", model, [second], 1).gradients[0]
+    first, second = [_doubled(pair) for pair in cut(first_batch(task, 128), [64, 64])]
+    expected = _run("right", model, [second], 1).gradients[0]
     model.zero_grad()
     for inputs, targets in (first, second):
         cross_entropy(model(inputs), targets).backward()
-    return relative(flat_gradients(model), whole)
+    return relative(flat_gradients(model), expected)
 
 
 def rate_error() -> float:
     """Return the lost fraction of the learning rate after some steps with a wrong schedule."""
     task = load("digits")
     pieces = cut(first_batch(task, 16 * 4 * WINDOWS), [16] * 4 * WINDOWS)
-    found, right = (
+    wrong, right = (
         _run(name, new_model(task), pieces, 4, gamma=GAMMA).rates[-1] for name in ("schedule_each", "right")
     )
-    return abs(found - right) / right
+    return abs(wrong - right) / right
 
 
 def dropped() -> float:
@@ -155,15 +159,15 @@ def contrastive_error() -> float:
     noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0), dtype=inputs.dtype)
     views = inputs, inputs + VIEW_NOISE * noise
 
-    def of(one: Tensor, other: Tensor, weight: float) -> None:
-        left, right = (F.normalize(model(view), dim=1) for view in (one, other))
-        (F.cross_entropy(left @ right.T / TEMPERATURE, torch.arange(len(one))) * weight).backward()
+    def of(first: Tensor, second: Tensor, weight: float) -> None:
+        left, right = (F.normalize(model(view), dim=1) for view in (first, second))
+        (F.cross_entropy(left @ right.T / TEMPERATURE, torch.arange(len(first))) * weight).backward()
 
     gradients = []
     for sizes in (FULL, [sum(FULL)]):
         model.zero_grad()
-        for one, other in zip(views[0].split(sizes), views[1].split(sizes), strict=True):
-            of(one, other, 1 / len(sizes))
+        for first, second in zip(views[0].split(sizes), views[1].split(sizes), strict=True):
+            of(first, second, 1 / len(sizes))
         gradients.append(flat_gradients(model))
     return relative(*gradients)
 
@@ -174,14 +178,14 @@ def sampler_error() -> float:
     order: list[int] = list(torch.utils.data.DistributedSampler(task.rows, num_replicas=1, rank=0, seed=0))
     last = order[len(order) // 64 * 64 :]
     model = new_model(task).double()
-    found = []
+    gradients = []
     for ids in ([*last, *order[: len(last) % 2]], last):
         # Equal sample counts, so that the mean over ranks is the mean over all samples.
         inputs, targets = _doubled((task.rows.inputs[ids], task.rows.targets[ids]))
         model.zero_grad()
         cross_entropy(model(inputs), targets).backward()
-        found.append(flat_gradients(model))
-    return relative(*found)
+        gradients.append(flat_gradients(model))
+    return relative(*gradients)
 
 
 def on_two_ranks() -> dict[str, dict[str, float]]:
@@ -195,11 +199,11 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
     ):
         task = load("digits")
         model, batch = new_model(task).double(), _doubled(first_batch(task, sum(shares)))
-        whole = _run("right", model, [batch], 1).gradients[0]
+        expected = _run("right", model, [batch], 1).gradients[0]
         begin = sum(shares[: dist.get_rank()])
-        own = [part[begin : begin + shares[dist.get_rank()]] for part in batch]
-        found, sent[name] = _on_ranks(loop, model, cut((own[0], own[1]), [len(own[0]) // 2] * 2))
-        errors[name] = relative(found, whole)
+        share = [part[begin : begin + shares[dist.get_rank()]] for part in batch]
+        gradient, sent[name] = _on_ranks(loop, model, cut((share[0], share[1]), [len(share[0]) // 2] * 2))
+        errors[name] = relative(gradient, expected)
     return {"errors": errors, "sent_bytes": sent}
 
 
@@ -232,7 +236,8 @@ def _described(name: str, loop: Loop, wrong: list[int], path: str) -> dict[str, 
         "name": name,
         "lines": [lines[number - 1].strip() for number in wrong],
         "findings": [
-            {"code": one.code, "found": one.found, "expected": one.expected} for one in check_loop(loop).findings
+            {"code": finding.code, "found": finding.found, "expected": finding.expected}
+            for finding in check_loop(loop).findings
         ],
         "command": f"anybatch check --loop guide/src/anybatch_guide/{path}.py:train",
     }
@@ -240,7 +245,7 @@ def _described(name: str, loop: Loop, wrong: list[int], path: str) -> dict[str, 
 
 EXPERIMENT = Experiment(
     name="wrong_losses",
-    question="How far is the step from that of the whole batch, for each thing that a loop may do wrong?",
+    question="How large is the error of a step for each mistake of a loop?",
     run=run,
     seconds=40,
     runs_here=False,

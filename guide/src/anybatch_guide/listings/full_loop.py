@@ -1,6 +1,6 @@
-"""The full loop: a small language model takes three steps of 64 sentences, 16 at a time, and writes down what it does.
+"""The full loop: three steps of a small language model on 64 sentences, in micro-batches of 16, written to a log.
 
-python -m anybatch_guide.listings.full_loop loop.jsonl    prints the log, then what a step takes however it is cut
+python -m anybatch_guide.listings.full_loop loop.jsonl    prints the log, then the step times of several splits
 """
 
 import statistics
@@ -42,19 +42,19 @@ def sentences(num_sentences: int) -> list[dict[str, Tensor]]:
 
 
 def make_model() -> Decoder:
-    """Return a transformer of two layers, always with the same numbers in it."""
+    """Return a transformer with two layers, always with the same initial weights."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return Decoder(CONFIG)
 
 
 def token_loss(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean over the targets, which are not equally many in any two micro-batches."""
+    """Return the mean over the targets; every micro-batch has a different number of them."""
     return cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def train(num_steps: int, observer: Observer | None, model: Decoder) -> list[float]:
-    """Return the losses of the engine's first steps at 16 x 4 = 64."""
+    """Return the losses of the engine's first steps with 16 x 4 = 64 samples."""
     loss = ab.mean_over_tokens(token_loss, shift=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine = ab.Engine(model, optimizer, loss, micro_batch_size=16, clip=0.5, observer=observer)
@@ -63,7 +63,7 @@ def train(num_steps: int, observer: Observer | None, model: Decoder) -> list[flo
 
 
 def by_hand(size: int | None) -> Callable[[], None]:
-    """Return one step as it is written in plain PyTorch: all 64 at once, or `size` at a time."""
+    """Return one step in plain PyTorch: all 64 samples in one pass, or `size` at a time."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batch = torch.utils.data.default_collate(sentences(64))
@@ -96,7 +96,7 @@ def by_engine(size: int) -> Callable[[], None]:
 
 
 def measured(steps: dict[str, Callable[[], None]], rounds: int, pause: Callable[[], None]) -> dict[str, list[float]]:
-    """Return the seconds of each way's steps, taken in turns so that a busy machine slows all of them."""
+    """Return the step times of each way; rounds are interleaved, so that a busy machine slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-2, rounds):
         for name, step in steps.items():
@@ -109,7 +109,7 @@ def measured(steps: dict[str, Callable[[], None]], rounds: int, pause: Callable[
 
 
 def ways() -> dict[str, Callable[[], None]]:
-    """Return the steps that are compared: native first, then by hand, then the engine's."""
+    """Return the compared steps: without accumulation, with accumulation by hand, and the engine's."""
     hand = {"by hand 64 x 1": by_hand(None), "by hand 16 x 4": by_hand(16)}
     return hand | {f"engine {size} x {64 // size}": by_engine(size) for size in (64, 16, 4, 1)}
 

@@ -1,4 +1,4 @@
-"""One batch, four ways: the same training, cut differently. Its losses differ by rounding alone.
+"""One batch, four ways: the same training with different splits. Losses differ only by rounding.
 
 python -m anybatch_guide.listings.one_batch 64                         64 x 1: one micro-batch
 python -m anybatch_guide.listings.one_batch 16                         16 x 4: four micro-batches of 16
@@ -16,7 +16,7 @@ import anybatch as ab
 
 
 def spirals() -> tuple[Tensor, Tensor]:
-    """Return 64 points of the plane, and on which of two spiral arms each of them lies."""
+    """Return 64 points of the plane, and the spiral arm of each: 0 or 1."""
     random = torch.Generator().manual_seed(0)
     points = torch.randn(64, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -24,7 +24,7 @@ def spirals() -> tuple[Tensor, Tensor]:
 
 
 def make_model(dtype: torch.dtype) -> nn.Module:
-    """Return a network with one hidden layer, always with the same numbers in it."""
+    """Return a network with one hidden layer, always with the same initial weights."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)

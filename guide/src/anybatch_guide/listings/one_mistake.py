@@ -1,6 +1,6 @@
-"""One mistake: accumulation by hand, in plain PyTorch, as it is often written. Three ways to get it wrong.
+"""One mistake: accumulation in plain PyTorch, with one of three common mistakes.
 
-python -m anybatch_guide.listings.one_mistake no_division 16       four micro-batches, their means added up
+python -m anybatch_guide.listings.one_mistake no_division 16       four micro-batches; their means are added
 python -m anybatch_guide.listings.one_mistake clip_each 16         clipped after each micro-batch
 python -m anybatch_guide.listings.one_mistake mean_of_means 21     21 + 21 + 21 + 1: the last counts 21-fold
 torchrun --nproc-per-node 2 -m anybatch_guide.listings.one_mistake no_division 8
@@ -19,7 +19,7 @@ CLIP = 0.05
 
 
 def gradient(model: nn.Module, points: Tensor, arms: Tensor, size: int, mistake: str) -> None:
-    """Leave in `p.grad` what the loop makes of this rank's share; with mistake "" it is right."""
+    """Compute the gradient of this rank's share in `p.grad`; with mistake "" it is correct."""
     model.zero_grad()
     micro_batches = torch.arange(len(arms)).split(size)
     for rows in micro_batches:
@@ -48,7 +48,7 @@ def train(size: int, mistake: str) -> list[float]:
         for p in model.parameters():
             if num_ranks > 1 and p.grad is not None:
                 dist.all_reduce(p.grad)
-                p.grad /= num_ranks  # the mean over ranks, as DDP takes it
+                p.grad /= num_ranks  # the mean over ranks, as in DDP
         optimizer.step()
     return losses
 

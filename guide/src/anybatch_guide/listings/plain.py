@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 
 def spirals(seed: int) -> tuple[Tensor, Tensor]:
-    """Return 64 points, and on which of two spiral arms each lies."""
+    """Return 64 points, and the spiral arm of each: 0 or 1."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(64, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -14,7 +14,7 @@ def spirals(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train() -> None:
-    """Take three steps."""
+    """Make three steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     model.double()

@@ -1,4 +1,4 @@
-"""The sum of the parts is the whole: a gradient of 64 numbers, added up micro-batch by micro-batch.
+"""The sum of the parts is the whole: a gradient of 64 numbers, summed micro-batch by micro-batch.
 
 gradient of the batch = sum over its micro-batches of d/dw (sum of their losses / samples of the batch)
 """
@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 
 def spirals(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return 64 points of the plane, and for each 1 or 0: on which of two spiral arms it lies."""
+    """Return 64 points of the plane, and the spiral arm of each: 0 or 1."""
     random = torch.Generator().manual_seed(0)
     points = torch.randn(64, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -19,19 +19,19 @@ def spirals(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def make_model(dtype: torch.dtype) -> nn.Module:
-    """Return a network of exactly 64 numbers: 32 + 16 in its first layer, 16 in its second."""
+    """Return a network with exactly 64 parameters: 32 + 16 in its first layer, 16 in its second."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
         for p in model[2].parameters():
-            nn.init.normal_(p)  # as large as the first layer's, so that all gradients can be seen
+            nn.init.normal_(p)  # as large as the first layer's, so that all gradients are visible
         return model.to(dtype)
 
 
 def running_sums(sizes: Sequence[int], dtype: torch.dtype, *, exact: bool = True) -> Iterator[Tensor]:
-    """Yield what has been added up in `p.grad` after each micro-batch of these sizes.
+    """Yield the sum in `p.grad` after each micro-batch of these sizes.
 
-    Divided by the samples of the whole batch, or else, wrongly, by the micro-batch's own times their number.
+    The divisor is the number of samples in the whole batch or, wrongly, micro-batch size x number of micro-batches.
     """
     model, (points, arms) = make_model(dtype), spirals(dtype)
     for rows in torch.arange(64).split(list(sizes)):
@@ -42,7 +42,7 @@ def running_sums(sizes: Sequence[int], dtype: torch.dtype, *, exact: bool = True
 
 
 def cut(num_parts: int, *, even: bool) -> list[int]:
-    """Return the micro-batches' sizes: all equal, or the last one with a single sample."""
+    """Return the sizes of the micro-batches: all equal, or a single sample in the last one."""
     if even:
         return [64 // num_parts] * num_parts
     return [63 // (num_parts - 1)] * (num_parts - 1) + [1]

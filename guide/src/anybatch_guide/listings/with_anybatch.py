@@ -1,4 +1,4 @@
-"""Accumulation with anybatch: the same three steps, on however many ranks it is started."""
+"""Accumulation with anybatch: the same three steps, on any number of ranks."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ import anybatch as ab
 
 
 def spirals(seed: int) -> list[dict[str, Tensor]]:
-    """Return 64 points, and on which of two spiral arms each lies."""
+    """Return 64 points, and the spiral arm of each: 0 or 1."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(64, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -17,13 +17,13 @@ def spirals(seed: int) -> list[dict[str, Tensor]]:
 
 
 def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean over the points it is given; the engine sees to the rest."""
+    """Return the mean over the given points; the engine does the rest."""
     logits = model(batch["point"])
     return cross_entropy(logits, batch["arm"])
 
 
 def train() -> None:
-    """Take three steps."""
+    """Make three steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     model.double()

@@ -1,4 +1,4 @@
-"""Accumulation with DDP: two ranks run two micro-batches of 16 each; gradients travel once.
+"""Accumulation with DDP: two ranks run two micro-batches of 16 each, with one reduction per step.
 
 torchrun --nproc-per-node 2 -m anybatch_guide.listings.with_ddp
 """
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def spirals(seed: int) -> tuple[Tensor, Tensor]:
-    """Return 64 points, and on which of two spiral arms each lies."""
+    """Return 64 points, and the spiral arm of each: 0 or 1."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(64, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -23,7 +23,7 @@ def spirals(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, num_ranks: int) -> None:
-    """Take three steps as one of the ranks."""
+    """Make three steps as one of the ranks."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     model = DistributedDataParallel(network.double())
@@ -35,11 +35,11 @@ def train(rank: int, num_ranks: int) -> None:
         share = torch.arange(64).chunk(num_ranks)[rank].split(16)
         for number, rows in enumerate(share, start=1):
             last = number == len(share)
-            with nullcontext() if last else model.no_sync():  # around the forward too
+            with nullcontext() if last else model.no_sync():  # includes the forward
                 logits = model(points[rows])
                 loss_sum = cross_entropy(logits, arms[rows], reduction="sum")
                 loss = loss_sum / 64
-                (loss * num_ranks).backward()  # DDP divides by the ranks
+                (loss * num_ranks).backward()  # DDP divides by the number of ranks
             summed += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -52,5 +52,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train(dist.get_rank(), dist.get_world_size())
-    gc.collect()  # DDP has to be gone before its process group is
+    gc.collect()  # free DDP before its process group
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from typing import Literal
 from anybatch.errors import PlanError
 
 Stage = Literal[0, 1, 2, 3]
-"""What ZeRO deals to ranks: nothing; the optimizer's state; gradients too; weights too (as FSDP does)."""
+"""ZeRO stages: they shard nothing; optimizer states; also gradients; also weights (like FSDP)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ParameterBytes:
     Attributes:
         weight: the weight that forward and backward use.
         gradient: its gradient.
-        optimizer: everything only the update needs: momenta and, where there is one, the weight in full precision.
+        optimizer: its optimizer state, including the weight in full precision if there is one.
     """
 
     weight: int
@@ -29,7 +29,7 @@ class ParameterBytes:
 
     @property
     def total(self) -> int:
-        """Return all of it."""
+        """Return the total."""
         return self.weight + self.gradient + self.optimizer
 
 
@@ -40,10 +40,10 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 3.1. DeepSpeed's estimators coun
 """
 
 AUTOCAST_ADAM = ParameterBytes(weight=4, gradient=4, optimizer=8)
-"""Everything in 32 bits under torch's autocast: 16 bytes, too, and no less than without autocast.
+"""Everything in 32 bits, with torch's autocast: also 16 bytes, as without autocast.
 
-Limits: the 16-bit copies of weights that autocast keeps from forward to backward (2 bytes per parameter of matrix
-products and convolutions), and a foreach update's square roots (4 bytes per parameter, for a moment) come on top.
+Not included: the 16-bit copies of weights that autocast keeps from forward to backward (2 bytes per parameter of
+matrix products and convolutions), and the square roots in a foreach update (temporarily 4 bytes per parameter).
 """
 
 PLAIN_SGD = ParameterBytes(weight=4, gradient=4, optimizer=0)
@@ -53,28 +53,28 @@ PLAIN_SGD = ParameterBytes(weight=4, gradient=4, optimizer=0)
 def state_bytes(num_parameters: int, each: ParameterBytes, stage: Stage = 0, world_size: int = 1) -> float:
     """Return the bytes one rank holds for parameters, gradients and optimizer state.
 
-    Stage 0 holds all of it; stage 1 deals the optimizer's state to N ranks, stage 2 gradients too, stage 3 weights too:
-    of 16 bytes (2 + 2 + 12), a rank holds 4 + 12/N, 2 + 14/N and 16/N.
+    Stage 0 shards nothing; stage 1 shards optimizer states over N ranks, stage 2 also gradients, stage 3 also weights.
+    Of 16 bytes (2 + 2 + 12), a rank holds 4 + 12/N, 2 + 14/N and 16/N.
 
-    Source: Rajbhandari et al. 2020, figure 1. Limits: even shards; stage 3 also holds, for a while, the gathered
-    weights of the layers at work, of which the largest are often the embedding and the head.
+    Source: Rajbhandari et al. 2020, figure 1. Limits: shards are even; stage 3 temporarily also holds the gathered
+    weights of the running layer, and the embedding and the head are often the largest layers.
     """
     dealt = (0, each.optimizer, each.optimizer + each.gradient, each.total)[stage]
     return num_parameters * (each.total - dealt + dealt / world_size)
 
 
 def smallest_world_size(num_parameters: int, each: ParameterBytes, budget_bytes: float, *, stage: Stage = 3) -> int:
-    """Return the least number of ranks at which the state alone takes at most `budget_bytes` on each.
+    """Return the smallest number of ranks at which this state fits into `budget_bytes` on each rank.
 
     Raises:
         PlanError: the unsharded part exceeds the budget on any number of ranks.
     """
-    # On so many ranks only what is not dealt is left.
+    # With this many ranks, only the unsharded bytes remain.
     fixed = state_bytes(num_parameters, each, stage, 1 << 62)
     if budget_bytes <= fixed:
         message = (
-            f"stage {stage} leaves {fixed:,.0f} bytes on every rank, however many there are; the budget is "
-            f"{budget_bytes:,.0f}. Deal more to the ranks (a higher stage), or use fewer bytes per parameter."
+            f"stage {stage} needs {fixed:,.0f} bytes on every rank, for any number of ranks; the budget is "
+            f"{budget_bytes:,.0f}. Shard more (a higher stage), or use fewer bytes per parameter."
         )
         raise PlanError(message)
     dealt = state_bytes(num_parameters, each, stage, 1) - fixed
@@ -92,9 +92,9 @@ def transformer_layer_activation_bytes(
 ) -> float:
     """Return the activation bytes of one layer, in 16 bits with dropout: `s b h (34 + 5 a s / h)` bytes.
 
-    `keeps` says what of it: "scores", everything, the `a s` attention scores per token too; "flash", everything but
-    those; "input", the layer's input alone, `2 s b h`, everything else being computed again.
-    With `t` ranks in tensor parallel it is `s b h (10 + 24 / t + 5 a s / (h t))`.
+    `keeps` selects the kept tensors: "scores", all of them, with the `a s` attention scores per token; "flash", all
+    except the scores; "input", only the layer's input (`2 s b h`), because the rest is recomputed.
+    With tensor parallelism over `t` ranks it is `s b h (10 + 24 / t + 5 a s / (h t))`.
 
     Source: Korthikanti et al. 2022, equations 1 and 2 and table 2. Limits: GPT-2's layer (four times the width inside,
     GELU, biases, dropout); under autocast with weights in 32 bits a layer's input takes 4 bytes, not 2.
@@ -109,6 +109,6 @@ def transformer_layer_activation_bytes(
 def logits_bytes(num_tokens: int, vocabulary_size: int, *, copies: float = 3.0, bytes_per_value: int = 4) -> float:
     """Return the peak bytes of the loss of a language model: logits, their log-softmax and its gradient.
 
-    Three copies were measured for `cross_entropy` in 32 bits. Limits: a loss head in chunks holds one chunk's copies.
+    Measurements show three copies for `cross_entropy` in 32 bits. Limits: a chunked loss head needs them for one chunk.
     """
     return copies * num_tokens * vocabulary_size * bytes_per_value

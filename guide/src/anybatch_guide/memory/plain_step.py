@@ -78,7 +78,7 @@ class _Run:
                 self._pass(self._batch)
             finally:
                 # Also after an error, because its report lists the gradients so far.
-                ledger.hold("gradients", (one.grad for one in model.parameters() if one.grad is not None))
+                ledger.hold("gradients", (p.grad for p in model.parameters() if p.grad is not None))
         self._optimizer.zero_grad()
 
     def trace(self) -> MemoryTrace:

@@ -133,7 +133,7 @@ def trace(variant: Variant) -> Traced:
         variant=variant,
         task=task,
         envelopes=find_envelopes(task, _PLENTY_BYTES, most_samples=8),
-        num_parameters=sum(one.numel() for one in as_module(ready.trained.model).parameters()),
+        num_parameters=sum(parameter.numel() for parameter in as_module(ready.trained.model).parameters()),
     )
 
 

@@ -111,7 +111,7 @@ PERCEPTRON = SmallModel(
     batch=lambda num_samples: _pictures(num_samples, 784),
     loss=_class_loss,
 )
-SMALL_MODELS: Mapping[str, SmallModel] = {one.name: one for one in (TRANSFORMER, CONVOLUTIONS, PERCEPTRON)}
+SMALL_MODELS: Mapping[str, SmallModel] = {model.name: model for model in (TRANSFORMER, CONVOLUTIONS, PERCEPTRON)}
 """Models that are measured up to running out of memory."""
 ACCUMULATED = _language("accumulated", "Transformer", _decoder(2, 256, 512, 32))
 """The model for accumulation: many weights, so that a copy of the gradients is visible."""

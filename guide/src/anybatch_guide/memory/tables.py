@@ -47,7 +47,7 @@ def tables(envelopes: Envelopes, *, multi_rank: bool) -> dict[str, Any]:
     usable = [budget_of(name, world_size=2 if multi_rank else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
     largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
     # Only possible sizes, because the allocator is replayed for each.
-    sizes = sorted({micro_batch_size(share, found) for share in shares for found in largest})
+    sizes = sorted({micro_batch_size(share, limit) for share in shares for limit in largest})
     return {
         "steady": [list(piece) for piece in peak_pieces(envelopes.steady)],
         "first": [list(piece) for piece in peak_pieces(envelopes.first)],
@@ -75,7 +75,7 @@ def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[
         at the peak, and the bytes in use by category (in the order of `Category`), as constants and
         as slopes.
     """
-    assert envelope.is_affine, "a size is no line"
+    assert envelope.is_affine, "a size has no line"
     lines = _highest_by_slope(envelope)
     size = 1
     while True:
@@ -108,9 +108,9 @@ def _highest(lines: Sequence[_Line], size: int) -> _Line:
 
 def _overtakes(steeper: _Line, line: _Line) -> int:
     """Return the first size at which a steeper line is the peak; for equal lines, the first event is."""
-    behind, gain = line[0] - steeper[0], steeper[1] - line[1]
-    size = ceil_div(behind, gain)
-    is_tie = size * gain == behind
+    deficit, gain = line[0] - steeper[0], steeper[1] - line[1]
+    size = ceil_div(deficit, gain)
+    is_tie = size * gain == deficit
     return size + 1 if is_tie and steeper[2] > line[2] else size
 
 
@@ -120,8 +120,8 @@ def _moment(envelope: MemoryEnvelope, event: int) -> tuple[int, str, list[int], 
     constant, slope = envelope.allocated.constant.tolist(), envelope.allocated.slope.tolist()
     categories = get_args(Category)
     constants, slopes = [0] * len(categories), [0] * len(categories)
-    for one in trace.events[: event + 1]:
-        number, sign = abs(one) - 1, 1 if one > 0 else -1
+    for signed in trace.events[: event + 1]:
+        number, sign = abs(signed) - 1, 1 if signed > 0 else -1
         place = categories.index(trace.allocations[number].category)
         constants[place] += sign * constant[number]
         slopes[place] += sign * slope[number]
@@ -130,6 +130,6 @@ def _moment(envelope: MemoryEnvelope, event: int) -> tuple[int, str, list[int], 
 
 
 def _whole_mebibytes(num_bytes: int) -> int:
-    whole, rest = divmod(num_bytes, MEBIBYTE)
+    mebibytes, rest = divmod(num_bytes, MEBIBYTE)
     assert rest == 0, "segments are whole mebibytes"
-    return whole
+    return mebibytes

@@ -1,4 +1,4 @@
-"""The sum so far is clipped after every micro-batch, so early ones count less than late ones."""
+"""A mistake: every micro-batch clips the sum so far, so early micro-batches count less than late ones."""
 
 from collections.abc import Callable, Iterable
 

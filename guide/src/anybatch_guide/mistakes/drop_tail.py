@@ -1,4 +1,4 @@
-"""A window that is not full is left out: the last samples of each epoch are never learned from."""
+"""A mistake: an incomplete window is skipped, so the last samples of each epoch are never used."""
 
 from collections.abc import Callable, Iterable
 

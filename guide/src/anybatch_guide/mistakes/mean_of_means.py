@@ -1,4 +1,4 @@
-"""Every micro-batch counts the same, however much is in it: a mean of means."""
+"""A mistake: a mean of means, in which every micro-batch has the same weight, regardless of its number of items."""
 
 from collections.abc import Callable, Iterable
 

@@ -33,19 +33,19 @@ MISTAKES: Mapping[str, Mistake] = MappingProxyType(
     {
         "no_division": Mistake(
             title="Forget to divide",
-            effect="The gradient is the sum of the micro-batches' means: N times too large.",
-            cure="Weigh each micro-batch's mean by its share of what the window counts.",
+            effect="The means of N micro-batches are added but not divided, so the gradient is N times too large.",
+            cure="Weight each micro-batch's mean by its share of the items in the window.",
             finding="not_divided",
         ),
         "zero_each": Mistake(
             title="Zero in every micro-batch",
-            effect="Only the last micro-batch is left when the optimizer steps; the others were computed for nothing.",
+            effect="The optimizer step uses only the gradient of the last micro-batch; the other gradients are lost.",
             cure="Zero once per window, before its first micro-batch.",
             finding="zero_grad_inside_window",
         ),
         "clip_each": Mistake(
             title="Clip in every micro-batch",
-            effect="What has been summed so far is shortened each time, so early micro-batches count less.",
+            effect="Every micro-batch clips the sum so far, so early micro-batches count less.",
             cure="Clip once, when the sum is complete.",
             finding="clips_every_micro_batch",
         ),
@@ -57,14 +57,14 @@ MISTAKES: Mapping[str, Mistake] = MappingProxyType(
         ),
         "drop_tail": Mistake(
             title="Drop the tail",
-            effect="A window that is not full, at an epoch's end, is left out: its samples are never learned from.",
-            cure="Step on a short window too, and divide it by what it counts.",
+            effect="An incomplete window at the end of an epoch is skipped, so its samples are never used.",
+            cure="Also step after an incomplete window, and divide by its number of items.",
             finding="samples_missing",
         ),
         "mean_of_means": Mistake(
             title="Mean of means",
-            effect="Every micro-batch counts the same, so items of a small micro-batch count more than others.",
-            cure="Weigh each micro-batch by its number of items, not by one over N.",
+            effect="Every micro-batch has the same weight, so items of a small micro-batch count more.",
+            cure="Weight each micro-batch by its number of items, not by 1/N.",
             finding="mean_of_means",
         ),
     }
@@ -75,7 +75,7 @@ def loop_of(name: str) -> Callable[..., None]:
     """Return the loop with a mistake, or the correct one.
 
     Raises:
-        UserError: there is no such mistake.
+        UserError: the mistake does not exist.
     """
     if name != RIGHT and name not in MISTAKES:
         message = f"{name=} must be {RIGHT!r} or one of {', '.join(map(repr, MISTAKES))}."

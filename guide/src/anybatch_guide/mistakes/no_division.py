@@ -1,4 +1,4 @@
-"""Nothing is divided: the gradient is the sum of the micro-batches' means, N times too large."""
+"""A mistake: the means of N micro-batches are added but not divided, so the gradient is N times too large."""
 
 from collections.abc import Callable, Iterable
 

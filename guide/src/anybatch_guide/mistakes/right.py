@@ -1,4 +1,4 @@
-"""The right loop: every micro-batch is weighed by its share of what the window counts."""
+"""The correct loop: each micro-batch is weighted by its share of the items in the window."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""The scheduler steps with every micro-batch, so the learning rate falls N times too fast."""
+"""A mistake: the scheduler steps after every micro-batch, so the learning rate falls N times too fast."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""What every loop here stands on: micro-batches, a window of them at a time, and how much each of them counts."""
+"""Shared code of the loops: windows of micro-batches, and the weight of each micro-batch."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -11,17 +11,17 @@ Pair = tuple[Tensor, Tensor]
 
 
 def windows(loader: Iterable[Pair], accumulation_steps: int) -> Iterator[list[Pair]]:
-    """Yield the micro-batches of each optimizer step; the last window of an epoch may hold fewer."""
+    """Yield the micro-batches of each optimizer step; the last window of an epoch may have fewer."""
     micro_batches = iter(loader)
     while window := list(itertools.islice(micro_batches, accumulation_steps)):
         yield window
 
 
 def share(targets: Tensor, window: list[Pair]) -> float:
-    """Return how much of its window a micro-batch is: its items, divided by those of all of them."""
+    """Return the share of a micro-batch: its items divided by the items of the window."""
     return items(targets) / sum(items(others) for _, others in window)
 
 
 def items(targets: Tensor) -> int:
-    """Return how many targets count: all but those that are ignored."""
+    """Return the number of targets that are not ignored."""
     return int((targets != IGNORED).sum())

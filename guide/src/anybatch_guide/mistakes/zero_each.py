@@ -1,4 +1,4 @@
-"""The gradient is zeroed before every micro-batch, so only the last one is left when the optimizer steps."""
+"""A mistake: every micro-batch zeroes the gradient, so the optimizer step uses only the last one."""
 
 from collections.abc import Callable, Iterable
 

@@ -26,7 +26,7 @@ def task() -> PlaygroundTask:
 def network() -> Network:
     """Return the recipe's network with a hundredth of the usual weights in its last layer.
 
-    It then begins by thinking every digit about equally likely, so its first loss is close to ln 10.
+    So its first predictions are nearly uniform, and its first loss is close to ln 10.
     """
     made = Network()
     last = made[-1]

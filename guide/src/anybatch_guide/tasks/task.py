@@ -113,7 +113,7 @@ def load(name: str, *, norm: Norm = "none") -> PlaygroundTask:
         norm: normalization layers of the network of `shapes`; the other tasks have none.
 
     Raises:
-        UserError: there is no such task.
+        UserError: the task does not exist.
     """
     if name not in _HOMES:
         message = f"{name=} must be one of {', '.join(map(repr, _HOMES))}."

@@ -37,12 +37,12 @@ def task() -> PlaygroundTask:
 def sentences(number: int, *, seed: int) -> list[str]:
     """Return sums of one to three numbers below twenty, in words."""
     random = torch.Generator().manual_seed(seed)
-    found = []
+    texts = []
     for _ in range(number):
         num_terms = int(torch.randint(1, 4, (), generator=random))
         terms = torch.randint(0, 20, (num_terms,), generator=random).tolist()
-        found.append(f"{' plus '.join(map(in_words, terms))} is {in_words(sum(terms))}.")
-    return found
+        texts.append(f"{' plus '.join(map(in_words, terms))} is {in_words(sum(terms))}.")
+    return texts
 
 
 def in_words(number: int) -> str:

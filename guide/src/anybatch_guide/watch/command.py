@@ -74,7 +74,7 @@ def make_parser() -> Parser:
 def _own_runs() -> list[Path]:
     if RUNS.is_dir():
         return [RUNS]
-    message = f"there is no folder {RUNS} here. Give the folder of a run, or its log: anybatch watch FOLDER"
+    message = f"the folder {RUNS} does not exist here. Give the folder of a run, or its log: anybatch watch FOLDER"
     raise UserError(message)
 
 

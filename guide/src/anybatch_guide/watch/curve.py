@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-MOST_STEPS: Final = 2**20
+MAX_STEPS: Final = 2**20
 """Above this number, every second step is dropped, so that memory stays within 49 MiB per run."""
-MOST_BUCKETS: Final = 240
+MAX_BUCKETS: Final = 240
 _DIGITS: Final = 7
 _LARGEST: Final = 1e30
 FARTHEST: Final = 2**42
@@ -74,7 +74,7 @@ class Curve:
         values = (step.step, self.num_samples, step.seconds, step.loss, step.norm, step.rate, step.flags)
         for column, value in zip(self._columns, values, strict=True):
             column.append(value)
-        if len(self.steps) > MOST_STEPS:
+        if len(self.steps) > MAX_STEPS:
             self._thin()
 
     def undo_from(self, first_step: int) -> None:
@@ -91,11 +91,11 @@ class Curve:
         self.last = self._kept(-1) if self.steps else None
 
     def points(self) -> dict[str, Any]:
-        """Return the curves: the smallest and the largest loss of at most `MOST_BUCKETS` sections, and other values.
+        """Return the curves: the smallest and the largest loss of at most `MAX_BUCKETS` sections, and other values.
 
         A value that is not finite is None, which leaves a gap.
         """
-        size = max(1, -(-len(self.steps) // MOST_BUCKETS))
+        size = max(1, -(-len(self.steps) // MAX_BUCKETS))
         places: list[int] = []
         pieces: list[list[float | int | None]] = []
         for begin in range(0, len(self.steps), size):

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 Line = Mapping[str, Any]
-MOST_TEXT: Final = 2000
-MOST_NAME: Final = 80
-MOST_ENTRIES: Final = 32
-_MOST_WHOLE: Final = 2**53
-_MOST_SECONDS: Final = 1e15
+MAX_TEXT: Final = 2000
+MAX_NAME: Final = 80
+MAX_ENTRIES: Final = 32
+_MAX_INTEGER: Final = 2**53
+_MAX_SECONDS: Final = 1e15
 # Control characters, and characters that change the direction of text.
 _UNSEEN: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
@@ -22,10 +22,10 @@ _UNSEEN: Final = re.compile(
 _WORDS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def whole(line: Line, name: str) -> int | None:
+def integer(line: Line, name: str) -> int | None:
     """Return a non-negative integer."""
     value = line.get(name)
-    return value if type(value) is int and 0 <= value < _MOST_WHOLE else None
+    return value if type(value) is int and 0 <= value < _MAX_INTEGER else None
 
 
 def number(line: Line, name: str) -> float | None:
@@ -35,17 +35,17 @@ def number(line: Line, name: str) -> float | None:
 
 def time_of(line: Line) -> float | None:
     """Return the time of a line, in seconds on a monotonic clock."""
-    found = number(line, "time_seconds")
-    return found if found is not None and abs(found) < _MOST_SECONDS else None
+    seconds = number(line, "time_seconds")
+    return seconds if seconds is not None and abs(seconds) < _MAX_SECONDS else None
 
 
-def text(line: Line, name: str, most: int = MOST_TEXT) -> str | None:
+def text(line: Line, name: str, most: int = MAX_TEXT) -> str | None:
     """Return a text that is safe to display."""
     value = line.get(name)
     return shown(value, most) if isinstance(value, str) else None
 
 
-def shown(value: str, most: int = MOST_NAME) -> str:
+def shown(value: str, most: int = MAX_NAME) -> str:
     """Return a text for display, without invisible characters, and truncated."""
     cut = value if len(value) <= most else value[: most - 1] + "…"
     return _UNSEEN.sub("\ufffd", cut)
@@ -53,18 +53,18 @@ def shown(value: str, most: int = MOST_NAME) -> str:
 
 def numbers(line: Line, name: str) -> dict[str, float]:
     """Return a mapping of names to numbers, without invalid values."""
-    found = ((key, _number(value)) for key, value in _entries(line, name))
-    return {key: value for key, value in found if value is not None}
+    entries = ((key, _number(value)) for key, value in _entries(line, name))
+    return {key: value for key, value in entries if value is not None}
 
 
-def wholes(line: Line, name: str) -> dict[str, int]:
+def integers(line: Line, name: str) -> dict[str, int]:
     """Return a mapping of names to non-negative integers, without invalid values."""
-    return {key: value for key, value in _entries(line, name) if type(value) is int and 0 <= value < _MOST_WHOLE}
+    return {key: value for key, value in _entries(line, name) if type(value) is int and 0 <= value < _MAX_INTEGER}
 
 
 def texts(line: Line, name: str) -> dict[str, str]:
     """Return a mapping of names to texts, without invalid values."""
-    return {key: shown(value, MOST_TEXT) for key, value in _entries(line, name) if isinstance(value, str)}
+    return {key: shown(value, MAX_TEXT) for key, value in _entries(line, name) if isinstance(value, str)}
 
 
 def first_number(line: Line, name: str) -> float | None:
@@ -75,7 +75,7 @@ def first_number(line: Line, name: str) -> float | None:
 
 def _entries(line: Line, name: str) -> list[tuple[str, Any]]:
     value = line.get(name)
-    return [(shown(key), item) for key, item in list(value.items())[:MOST_ENTRIES]] if isinstance(value, dict) else []
+    return [(shown(key), item) for key, item in list(value.items())[:MAX_ENTRIES]] if isinstance(value, dict) else []
 
 
 def _number(value: object) -> float | None:

@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from anybatch.events.log_lines import decoded_line
 from anybatch.events.log_spans import Span, clock_shifts, spans_of
-from anybatch_guide.watch.fields import shown, time_of, whole
+from anybatch_guide.watch.fields import integer, shown, time_of
 from anybatch_guide.watch.rank_log import SpanLines
 
-MOST_LANES: Final = 16
-MOST_SPANS: Final = 400
+MAX_LANES: Final = 16
+MAX_SPANS: Final = 400
 _PARTS: Final = {"load": "load", "reduce": "reduce", "clip": "update", "update": "update"}
 
 
@@ -24,13 +24,13 @@ def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
     Args:
         ranks: rank to the log of its latest steps.
     """
-    some = dict(sorted(ranks.items())[:MOST_LANES])
-    common = sorted(set.intersection(*({one.step for one in steps} for steps in some.values()))) if some else []
+    some = dict(sorted(ranks.items())[:MAX_LANES])
+    common = sorted(set.intersection(*({step.step for step in steps} for steps in some.values()))) if some else []
     if not common:
         return None
-    ends = [{one.step: one.seconds for one in steps} for steps in some.values()]
+    ends = [{step.step: step.seconds for step in steps} for steps in some.values()]
     shifts = clock_shifts(ends)
-    spans = {rank: {one.step: _spans(one) for one in steps if one.step in common} for rank, steps in some.items()}
+    spans = {rank: {step.step: _spans(step) for step in steps if step.step in common} for rank, steps in some.items()}
     if not any(spans[rank][common[-1]] for rank in some):
         return None
     latest = [
@@ -50,21 +50,21 @@ def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
     }
 
 
-def _spans(one: SpanLines) -> list[Span]:
-    lines = (line for line in map(decoded_line, one.lines) if line is not None and time_of(line) is not None)
+def _spans(step: SpanLines) -> list[Span]:
+    lines = (line for line in map(decoded_line, step.lines) if line is not None and time_of(line) is not None)
     return list(spans_of(lines))
 
 
 def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any]]:
     """Return spans for the page: micro-batches, reductions, and phases except the one around the micro-batches."""
-    found: list[dict[str, Any]] = []
+    drawn: list[dict[str, Any]] = []
     for span in spans:
         kind = "collective" if span.kind == "reduction" else _part(span)
         if kind is None:
             continue
         name = shown(span.name)
-        details = {"samples": whole(span.details, "num_samples"), "bytes": whole(span.details, "num_bytes")}
-        found.append(
+        details = {"samples": integer(span.details, "num_samples"), "bytes": integer(span.details, "num_bytes")}
+        drawn.append(
             {
                 "rank": rank,
                 "kind": kind,
@@ -75,7 +75,7 @@ def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any
             }
         )
     # Draw the longest; the others would not be visible.
-    return sorted(found, key=lambda one: one["from"] - one["to"])[:MOST_SPANS]
+    return sorted(drawn, key=lambda part: part["from"] - part["to"])[:MAX_SPANS]
 
 
 def _parts_of(spans: Mapping[int, Mapping[int, Sequence[Span]]], common: Sequence[int]) -> list[dict[str, Any]]:

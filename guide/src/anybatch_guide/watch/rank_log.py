@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from anybatch.events.log_lines import LogTail, decoded_line
 from anybatch_guide.watch.curve import CLIPPED, SKIPPED, Curve, Step
-from anybatch_guide.watch.fields import Line, first_number, number, numbers, text, texts, time_of, whole, wholes
+from anybatch_guide.watch.fields import Line, first_number, integer, integers, number, numbers, text, texts, time_of
 
-MOST_SPAN_LINES: Final = 4000
+MAX_SPAN_LINES: Final = 4000
 NUM_STEPS_OF_SPANS: Final = 8
-MOST_ENTRIES: Final = 200
-_MOST_SECONDS: Final = 1e9
+MAX_ENTRIES: Final = 200
+_MAX_SECONDS: Final = 1e9
 _NAN: Final = float("nan")
 # Most lines are spans, and only the spans of the latest steps are needed.
 _SPAN: Final = re.compile(
@@ -37,7 +37,7 @@ Entry = dict[str, Any]
 
 
 def _entries() -> deque[Entry]:
-    return deque(maxlen=MOST_ENTRIES)
+    return deque(maxlen=MAX_ENTRIES)
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class SpanLines:
 
 
 @dataclass(slots=True)
-class Told:
+class LogContent:
     """The content of a log so far.
 
     Attributes:
@@ -93,7 +93,7 @@ class RankLog:
 
     Attributes:
         tail: the file.
-        told: its content so far.
+        content: its content so far.
         trouble: the reason if it cannot be read; else None.
     """
 
@@ -120,59 +120,61 @@ class RankLog:
             # Inlined, because most lines end here.
             if not is_span(line):
                 self._take(line)
-            elif len(self._spans) < MOST_SPAN_LINES:
+            elif len(self._spans) < MAX_SPAN_LINES:
                 self._spans.append(line)
         return trouble is not None or (tail.generation, tail.offset, tail.num_too_long) != before
 
     def _begin(self) -> None:
-        self.told = Told()
+        self.content = LogContent()
         self._spans: list[bytes] = []
         self._clock_begin: float | None = None
         self._seconds_before = self._seconds = 0.0
 
     def _take(self, text_: bytes) -> None:
         if _MEMORY.match(text_) and (peak := _PEAK.search(text_)):
-            self.told.memory = text_
-            self.told.largest_peak = max(self.told.largest_peak, int(peak.group(1)))
+            self.content.memory = text_
+            self.content.largest_peak = max(self.content.largest_peak, int(peak.group(1)))
             return
         line = decoded_line(text_)
         now = None if line is None else time_of(line)
         if line is None or now is None:
-            self.told.num_skipped += 1
+            self.content.num_skipped += 1
             return
         take = self._TAKERS.get(str(line.get("kind")))
         if take is not None:
             if self._clock_begin is None or line["kind"] == "start":
                 # The clock of another process, with a different zero.
-                self._seconds_before, self._clock_begin = min(self._seconds, _MOST_SECONDS), now
-            passed = min(max(0.0, now - self._clock_begin), _MOST_SECONDS)
+                self._seconds_before, self._clock_begin = min(self._seconds, _MAX_SECONDS), now
+            passed = min(max(0.0, now - self._clock_begin), _MAX_SECONDS)
             self._seconds = max(self._seconds, self._seconds_before + passed)
             take(self, line, now)
 
     def _start(self, line: Line, _now: float) -> None:
-        first = whole(line, "first_step") or 0
-        told = self.told
-        told.curve.undo_from(first)
-        told.end = None
-        told.facts = {
+        first = integer(line, "first_step") or 0
+        content = self.content
+        content.curve.undo_from(first)
+        content.end = None
+        content.facts = {
             **{name: text(line, name, 200) for name in _FACTS},
-            **{name: whole(line, name) for name in _SIZES},
+            **{name: integer(line, name) for name in _SIZES},
             "versions": texts(line, "versions"),
             "decisions": texts(line, "decisions"),
         }
-        told.evaluations = deque((one for one in told.evaluations if one["step"] <= first), maxlen=MOST_ENTRIES)
+        content.evaluations = deque(
+            (evaluation for evaluation in content.evaluations if evaluation["step"] <= first), maxlen=MAX_ENTRIES
+        )
         why = "start of the run" if first == 0 else "resumed from a checkpoint"
-        told.geometry.append({"step": first, "text": told.facts["geometry"] or "unknown", "why": why})
+        content.geometry.append({"step": first, "text": content.facts["geometry"] or "unknown", "why": why})
         self._spans = []
 
     def _step(self, line: Line, now: float) -> None:
-        step, samples = whole(line, "step"), whole(line, "num_samples")
+        step, samples = integer(line, "step"), integer(line, "num_samples")
         if step is None:
-            self.told.num_skipped += 1
+            self.content.num_skipped += 1
             return
         losses = [_NAN if value is None else value for value in (number(line, "loss"), number(line, "gradient_norm"))]
         rate = first_number(line, "learning_rates")
-        self.told.curve.add(
+        self.content.curve.add(
             Step(
                 step=step,
                 samples=min(samples or 0, 2**40),
@@ -183,42 +185,44 @@ class RankLog:
                 flags=CLIPPED * (line.get("clipped") is True) + SKIPPED * (line.get("skipped") is True),
             )
         )
-        self.told.latest.append(SpanLines(step, now, self._spans))
+        self.content.latest.append(SpanLines(step, now, self._spans))
         self._spans = []
 
     def _evaluate(self, line: Line, _now: float) -> None:
-        self.told.evaluations.append(
+        self.content.evaluations.append(
             {
-                "step": whole(line, "step") or 0,
-                "samples": whole(line, "num_samples"),
+                "step": integer(line, "step") or 0,
+                "samples": integer(line, "num_samples"),
                 "metrics": numbers(line, "metrics"),
             }
         )
 
     def _checkpoint(self, line: Line, _now: float) -> None:
         names = {"event": text(line, "event", 20), "path": text(line, "path", 400), "message": text(line, "message")}
-        self.told.checkpoints.append({"step": whole(line, "step"), "bytes": whole(line, "num_bytes"), **names})
+        self.content.checkpoints.append({"step": integer(line, "step"), "bytes": integer(line, "num_bytes"), **names})
 
     def _diagnosis(self, line: Line, _now: float) -> None:
         level = line.get("level") if line.get("level") in ("info", "warning", "error") else "info"
-        self.told.num_diagnoses += 1
-        told = {name: text(line, name) for name in ("code", "message", "remedy")}
-        self.told.diagnoses.append({"rank": whole(line, "rank"), "step": whole(line, "step"), "level": level, **told})
+        self.content.num_diagnoses += 1
+        fields = {name: text(line, name) for name in ("code", "message", "remedy")}
+        self.content.diagnoses.append(
+            {"rank": integer(line, "rank"), "step": integer(line, "step"), "level": level, **fields}
+        )
 
     def _out_of_memory(self, line: Line, _now: float) -> None:
-        step, after = whole(line, "step") or 0, whole(line, "micro_batch_size_after")
-        before = whole(line, "micro_batch_size_before")
+        step, after = integer(line, "step") or 0, integer(line, "micro_batch_size_after")
+        before = integer(line, "micro_batch_size_before")
         size = f"micro-batches of at most {after} instead of {before}" if after else f"micro-batches of {before}"
-        self.told.geometry.append({"step": step, "text": size, "why": "out of memory; the step was repeated"})
+        self.content.geometry.append({"step": step, "text": size, "why": "out of memory; the step was repeated"})
         self._spans = []
 
     def _memory(self, line: Line, _now: float) -> None:
         """Read a memory line in another format."""
-        self.told.largest_peak = max(self.told.largest_peak, whole(line, "peak_bytes") or 0)
+        self.content.largest_peak = max(self.content.largest_peak, integer(line, "peak_bytes") or 0)
 
     def _end(self, line: Line, _now: float) -> None:
         status = line.get("status") if line.get("status") in ("completed", "stopped", "failed") else "stopped"
-        self.told.end = {"status": status, "message": text(line, "message"), "steps": whole(line, "num_steps")}
+        self.content.end = {"status": status, "message": text(line, "message"), "steps": integer(line, "num_steps")}
 
     _TAKERS: Final[Mapping[str, Callable[["RankLog", Line, float], None]]] = {
         "start": _start,
@@ -234,10 +238,10 @@ class RankLog:
 
 def memory_of(log: RankLog) -> Entry | None:
     """Return the memory of a rank's device after its latest step; None if the log does not say."""
-    line = decoded_line(log.told.memory) if log.told.memory else None
+    line = decoded_line(log.content.memory) if log.content.memory else None
     if line is None:
         return None
     sizes = {
-        name: whole(line, name) for name in ("step", "allocated_bytes", "reserved_bytes", "peak_bytes", "limit_bytes")
+        name: integer(line, name) for name in ("step", "allocated_bytes", "reserved_bytes", "peak_bytes", "limit_bytes")
     }
-    return {**sizes, "categories": wholes(line, "category_bytes"), "largest_peak_bytes": log.told.largest_peak}
+    return {**sizes, "categories": integers(line, "category_bytes"), "largest_peak_bytes": log.content.largest_peak}

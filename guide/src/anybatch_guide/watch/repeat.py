@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from anybatch.core.run_config import RunConfig
 
-MOST_HEADER_BYTES: Final = 1 << 20
+MAX_HEADER_BYTES: Final = 1 << 20
 _OPTIONS: Final = tuple(field.name for field in dataclasses.fields(RunConfig))
-_MOST_WORD: Final = 400
+_MAX_WORD: Final = 400
 
 
 def command_of(header: Path, rank_logs_beside: Path) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def command_of(header: Path, rank_logs_beside: Path) -> dict[str, Any]:
     """
     nothing: dict[str, Any] = {"command": None, "resume": None, "changes": 0}
     try:
-        if not header.is_file() or header.stat().st_size > MOST_HEADER_BYTES:
+        if not header.is_file() or header.stat().st_size > MAX_HEADER_BYTES:
             return nothing
-        found = json.loads(header.read_text(encoding="utf-8"))
-        origin, stretches = found["origin"], found["stretches"]
+        run = json.loads(header.read_text(encoding="utf-8"))
+        origin, stretches = run["origin"], run["stretches"]
         words = _words(origin, stretches[-1]["settings"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
         return nothing
@@ -37,7 +37,7 @@ def command_of(header: Path, rank_logs_beside: Path) -> dict[str, Any]:
     return {
         "command": None if words is None else shlex.join(["anybatch", "train", *words]),
         "resume": shlex.join(resume) if _is_word(folder) else None,
-        "changes": min(len(stretches) - 1, MOST_HEADER_BYTES),
+        "changes": min(len(stretches) - 1, MAX_HEADER_BYTES),
     }
 
 
@@ -60,4 +60,4 @@ def _words(origin: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str] 
 
 
 def _is_word(word: str) -> bool:
-    return 0 < len(word) <= _MOST_WORD and word.isprintable() and not word.startswith("-")
+    return 0 < len(word) <= _MAX_WORD and word.isprintable() and not word.startswith("-")

@@ -12,12 +12,12 @@ from anybatch_guide.watch.fields import shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import RankLog, memory_of
 from anybatch_guide.watch.repeat import command_of
-from anybatch_guide.watch.sketch import LEAST_BYTES, sketched
+from anybatch_guide.watch.sketch import MIN_BYTES, sketched
 from anybatch_guide.watch.verdict import Verdict
 
 LOG_NAME: Final = "events.jsonl"
-MOST_RANKS: Final = 64
-MOST_RUNS: Final = 32
+MAX_RANKS: Final = 64
+MAX_RUNS: Final = 32
 _RANK: Final = re.compile(r"-rank-(\d{1,6})$")
 _RECENT_SECONDS: Final = 10.0
 
@@ -61,7 +61,7 @@ class RunLog:
         """Find new logs of other ranks next to the first one."""
         for log in sorted(self.path.parent.glob(f"{_escaped(self.path.stem)}-rank-*{self.path.suffix}")):
             match = _RANK.search(log.stem)
-            if match and len(self._logs) < MOST_RANKS:
+            if match and len(self._logs) < MAX_RANKS:
                 self._logs.setdefault(int(match.group(1)), RankLog(log))
 
     def read(self, most_bytes: int) -> bool:
@@ -78,45 +78,45 @@ class RunLog:
             verdict: comparison with the reference.
             clock: seconds since 1970.
         """
-        told, last = self.lead.told, self.lead.told.curve.last
+        content, last = self.lead.content, self.lead.content.curve.last
         read, size = self.num_bytes
         logs = self._logs.items()
         problem = next((log.trouble for _, log in logs if log.trouble), None)
         return {
             "name": self.name,
             "path": shown(str(self.path), 400),
-            "state": told.end["status"] if told.end else ("open" if self.version else "unread"),
-            "message": told.end["message"] if told.end else problem,
+            "state": content.end["status"] if content.end else ("open" if self.version else "unread"),
+            "message": content.end["message"] if content.end else problem,
             "written": round(max(log.tail.written_seconds for _, log in logs), 1),
             "looked": round(clock(), 1),
             "read": read,
             "size": size,
-            "facts": told.facts,
+            "facts": content.facts,
             "num_logs": len(self._logs),
             "last": None
             if last is None
             else {
                 "step": last.step,
-                "samples": told.curve.num_samples,
+                "samples": content.curve.num_samples,
                 "seconds": last.seconds,
                 "loss": _number(last.loss),
             },
             "speed": self._speed(),
-            "stride": told.curve.stride,
-            "counts": {"clipped": told.curve.num_clipped, "skipped": told.curve.num_skipped},
-            "curves": told.curve.points(),
+            "stride": content.curve.stride,
+            "counts": {"clipped": content.curve.num_clipped, "skipped": content.curve.num_skipped},
+            "curves": content.curve.points(),
             "sketch": self._sketched(),
-            "geometry": list(told.geometry),
+            "geometry": list(content.geometry),
             "evaluations": [
-                {**one, "metrics": {name: _number(value) for name, value in one["metrics"].items()}}
-                for one in told.evaluations
+                {**evaluation, "metrics": {name: _number(value) for name, value in evaluation["metrics"].items()}}
+                for evaluation in content.evaluations
             ],
-            "checkpoints": list(told.checkpoints),
-            "num_diagnoses": sum(log.told.num_diagnoses for _, log in logs),
-            "diagnoses": [one for _, log in sorted(logs) for one in log.told.diagnoses],
+            "checkpoints": list(content.checkpoints),
+            "num_diagnoses": sum(log.content.num_diagnoses for _, log in logs),
+            "diagnoses": [evaluation for _, log in sorted(logs) for evaluation in log.content.diagnoses],
             "memory": [{"rank": rank, **memory} for rank, log in sorted(logs) if (memory := memory_of(log))],
-            "lanes": lanes_of({rank: log.told.latest for rank, log in logs}),
-            "num_skipped": sum(log.told.num_skipped + log.tail.num_too_long for _, log in logs),
+            "lanes": lanes_of({rank: log.content.latest for rank, log in logs}),
+            "num_skipped": sum(log.content.num_skipped + log.tail.num_too_long for _, log in logs),
             "verdict": {
                 **{name: getattr(verdict, name) for name in ("word", "step", "num_steps", "tolerance", "reasons")},
                 "difference": None if verdict.difference is None else min(verdict.difference, 1e300),
@@ -127,7 +127,7 @@ class RunLog:
     def _sketched(self) -> dict[str, Any] | None:
         """Return a preview of a long log while most of it is unread."""
         tail = self.lead.tail
-        if tail.size < LEAST_BYTES or tail.offset > 0.9 * tail.size:
+        if tail.size < MIN_BYTES or tail.offset > 0.9 * tail.size:
             self._sketch = None
         elif not self._is_sketched:
             self._sketch, self._is_sketched = sketched(tail.path, tail.size), True
@@ -135,7 +135,7 @@ class RunLog:
 
     def _speed(self) -> float | str | None:
         """Return samples per second of the last seconds."""
-        curve = self.lead.told.curve
+        curve = self.lead.content.curve
         if len(curve.steps) < 2:  # noqa: PLR2004 (a span has two ends)
             return None
         at = len(curve.steps) - 2
@@ -149,15 +149,15 @@ def found_runs(paths: list[Path]) -> list[RunLog]:
     """Return the runs of the given paths: logs, folders of runs, or folders of such folders (newest run first).
 
     Raises:
-        UserError: one of them is none of these.
+        UserError: a path is not a log or a folder with runs.
     """
     logs: dict[Path, None] = {}
     for path in paths:
-        found = list(_logs_of(path))
-        if not found:
+        path_logs = list(_logs_of(path))
+        if not path_logs:
             message = f"{path} is not a log, a run's folder, or a folder of runs: {LOG_NAME} is missing."
             raise UserError(message)
-        logs.update(dict.fromkeys(found))
+        logs.update(dict.fromkeys(path_logs))
     return [RunLog(path, name) for path, name in zip(logs, _names(list(logs)), strict=True)]
 
 
@@ -174,9 +174,9 @@ def _names(paths: list[Path]) -> list[str]:
     """Return a unique name for each log: its folder, or its file if that is more specific."""
     names: list[str] = []
     for path in paths:
-        own = path.resolve().parent.name if path.name == LOG_NAME else path.name
-        name = shown(own or path.name)
-        same = sum(one == name or one.startswith(f"{name} (") for one in names)
+        folder_or_file = path.resolve().parent.name if path.name == LOG_NAME else path.name
+        name = shown(folder_or_file or path.name)
+        same = sum(known == name or known.startswith(f"{name} (") for known in names)
         names.append(f"{name} ({same + 1})" if same else name)
     return names
 

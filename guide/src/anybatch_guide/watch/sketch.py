@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from anybatch.events.log_lines import JsonLine, decoded_line
 from anybatch_guide.watch.curve import FARTHEST, plain
-from anybatch_guide.watch.fields import number, whole
+from anybatch_guide.watch.fields import integer, number
 
-LEAST_BYTES: Final = 32 * 2**20
+MIN_BYTES: Final = 32 * 2**20
 """Shorter logs are read in about the same time."""
 NUM_PLACES: Final = 200
 _PLACE_BYTES: Final = 1 << 16
@@ -19,27 +19,27 @@ _STEP: Final = b'"kind":"step"'
 def sketched(path: Path, size: int) -> dict[str, Any] | None:
     """Return about `NUM_PLACES` steps of a log as points of a curve; None without a usable preview.
 
-    Samples are estimated: all steps are assumed to have the same number. There is no preview for a log with repeated
-    steps or a changed clock.
+    Samples are estimated: all steps are assumed to have the same number. Logs with repeated steps or a changed clock
+    have no usable preview.
 
     Args:
         path: path of the log.
         size: its size in bytes.
     """
     try:
-        found = list(_found(path, size))
+        rows = list(_found(path, size))
     except OSError:
         return None
-    steps = [step for step, *_ in found]
-    seconds = [at for *_, at in found]
+    steps = [step for step, *_ in rows]
+    seconds = [at for *_, at in rows]
     is_in_order = all(a < b for a, b in itertools.pairwise(steps)) and seconds == sorted(seconds)
-    if len(found) < NUM_PLACES // 4 or not is_in_order:
+    if len(rows) < NUM_PLACES // 4 or not is_in_order:
         return None
     return {
         "step": [min(step, FARTHEST) for step in steps],
-        "samples": [min((step + 1) * samples, FARTHEST) for step, samples, *_ in found],
+        "samples": [min((step + 1) * samples, FARTHEST) for step, samples, *_ in rows],
         "seconds": [round(min(at - seconds[0], 1e9), 3) for at in seconds],
-        "value": [plain(loss) for _, _, loss, _ in found],
+        "value": [plain(loss) for _, _, loss, _ in rows],
     }
 
 
@@ -52,7 +52,7 @@ def _found(path: Path, size: int) -> Iterator[tuple[int, int, float, float]]:
             line = _first_step(file.read(_PLACE_BYTES))
             if line is None:
                 continue
-            step, samples = whole(line, "step"), whole(line, "num_samples")
+            step, samples = integer(line, "step"), integer(line, "num_samples")
             loss, now = number(line, "loss"), number(line, "time_seconds")
             if step is not None and samples is not None and now is not None and abs(now) < FARTHEST and step != last:
                 last = step

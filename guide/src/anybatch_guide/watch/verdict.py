@@ -21,7 +21,7 @@ class Verdict:
 
     Attributes:
         word: the result.
-        step: the first step whose loss differs by more than rounding; None if there is none.
+        step: the first step whose loss differs by more than rounding, or None.
         num_steps: number of common steps.
         difference: largest relative difference of a loss; None without common steps.
         tolerance: largest difference that counts as rounding.
@@ -51,7 +51,7 @@ def compare(facts: Mapping[str, Any], curve: Curve, other_facts: Mapping[str, An
     apart = _losses_apart(curve, other, tolerance)
     word: Word = "same"
     if apart.is_first and not reasons:
-        reasons = (f"the loss of step {apart.step} differs already",)
+        reasons = (f"the loss already differs in step {apart.step}",)
     if reasons:
         word = "another"
     elif not apart.num_steps:

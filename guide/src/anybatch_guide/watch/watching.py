@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from anybatch_guide.watch.run_log import MOST_RUNS, RunLog, found_runs
+from anybatch_guide.watch.run_log import MAX_RUNS, RunLog, found_runs
 from anybatch_guide.watch.verdict import Verdict, compare
 
 SLICE_BYTES: Final = 4 * 2**20
@@ -27,9 +27,9 @@ class Watching:
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        found = found_runs(paths)
-        self.runs: list[RunLog] = found[:MOST_RUNS]
-        self.num_left_out = len(found) - len(self.runs)
+        runs = found_runs(paths)
+        self.runs: list[RunLog] = runs[:MAX_RUNS]
+        self.num_left_out = len(runs) - len(self.runs)
         self._judged: dict[int, tuple[int, int]] = {}
         self._told: dict[int, tuple[int, Verdict]] = {}
         self._num_looks = 0
@@ -80,8 +80,8 @@ class Watching:
         reference = self.runs[0]
         if run is reference:
             return Verdict(word="reference")
-        told, other = reference.lead.told, run.lead.told
-        return compare(told.facts, told.curve, other.facts, other.curve)
+        content, other = reference.lead.content, run.lead.content
+        return compare(content.facts, content.curve, other.facts, other.curve)
 
 
 def encoded(view: object) -> str:

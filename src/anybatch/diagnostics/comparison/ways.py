@@ -1,4 +1,4 @@
-"""The ways of using devices that are compared, as values."""
+"""The compared ways of using devices, as frozen records."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Way:
         name: its name in tables.
         strategy: the engine's strategy; None: a loop by hand, for ways without the engine.
         num_devices: devices that it needs.
-        num_ranks: processes among them.
+        num_ranks: number of processes.
         num_samples: samples of one update.
-        micro_batch_size: most samples of one forward and backward on a rank.
-        lines_by_hand: lines of a plain loop that have to be written for it by hand.
-        lines_with_anybatch: the same with anybatch.
+        micro_batch_size: maximum samples per forward and backward on a rank.
+        lines_by_hand: changed lines in a plain loop.
+        lines_with_anybatch: changed lines with anybatch.
         unmeasured: why it is not measured; empty if it is.
     """
 

@@ -22,21 +22,21 @@ from anybatch.memory.timeline import MemoryTimeline
 
 INK, FAINT, PALE = "#262626", "#8C8C8C", "#595959"
 MOST_COLUMNS = 1_500
-"""Number of columns of a longer timeline, each as high as its peak."""
+"""Maximum number of drawn columns; a longer timeline is reduced to the peak of each column."""
 SHOWN_LIMIT = 1.6
 """A limit above this multiple of the peak is not drawn, because the axis would be mostly empty."""
 LETTER_SHARE = 0.0075
-"""Width of a letter in the strips, as a share of their width: names that do not fit are omitted."""
+"""Width of a letter as a share of a strip's width, to omit names that do not fit."""
 MOST_EDGES = 100
-"""Strips of more pieces are drawn without edges, which would hide them."""
+"""Maximum number of pieces that a strip draws with edges; more edges would hide the pieces."""
 TURN = 0.6
-"""From this share of the width on, words about the peak stand to the left of it."""
+"""The label of a peak to the right of this share of the width is on the left of the peak."""
 
 _SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
-        "text.parse_math": False,  # a dollar in a name is a dollar
-        "svg.fonttype": "none",  # text stays text, which can be searched for
-        "svg.hashsalt": "anybatch",  # or names in the file would differ from one time to the next
+        "text.parse_math": False,  # do not interpret $ as math
+        "svg.fonttype": "none",  # keep text searchable
+        "svg.hashsalt": "anybatch",  # the same ids in every file
         "text.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": FAINT,
@@ -84,11 +84,11 @@ def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
     colours = colours_of(course.categories)
     moments = highest_moments(course.totals, MOST_COLUMNS)
     heights = (course.held_bytes[moments].T / unit_bytes).tolist()
-    # In steps, since memory stays the same between two events.
+    # Drawn as steps, because memory is constant between two events.
     areas.stackplot(moments.tolist(), heights, colors=list(colours.values()), step="post", linewidth=0, zorder=2)
     top = _draw_limit(areas, course, picture, unit_bytes)
     areas.set_xlim(0, max(1, len(course.phases) - 1))
-    # From zero, since areas are compared by their size.
+    # From zero, so that areas are proportional to memory.
     areas.set_ylim(0, top)
     areas.set_ylabel(unit)
     areas.set_xlabel(picture.axis)
@@ -116,12 +116,12 @@ def highest_moments(totals: Int[Tensor, " moment"], num_columns: int) -> Int[Ten
         return torch.arange(num_moments)
     borders = [num_moments * number // num_columns for number in range(num_columns + 1)]
     highest = [begin + int(totals[begin:end].argmax()) for begin, end in pairwise(borders)]
-    # A set, since an end may be the highest moment of its stretch.
+    # A set, because both ends may already be in `highest`.
     return torch.tensor(sorted({0, *highest, num_moments - 1}))
 
 
 def stretches(names: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return where each name begins and ends, for as long as it stays the same."""
+    """Return each run of equal names as (begin, end, name)."""
     borders = [0, *(place for place in range(1, len(names)) if names[place] != names[place - 1]), len(names)]
     return [(begin, end, names[begin]) for begin, end in pairwise(borders) if begin < end]
 
@@ -140,7 +140,7 @@ def _draw_title(strips: Axes, picture: MemoryPicture) -> None:
 
 
 def _draw_limit(areas: Axes, course: MemoryTimeline, picture: MemoryPicture, unit_bytes: float) -> float:
-    """Draw what there is, if it is near, and return the height of the axis."""
+    """Draw the memory limit if it is close to the peak, and return the height of the axis."""
     peak, limit = max(course.peak_bytes, 1), picture.limit_bytes
     if limit is None or limit > SHOWN_LIMIT * peak:
         return 1.16 * peak / unit_bytes
@@ -162,7 +162,7 @@ def _draw_limit(areas: Axes, course: MemoryTimeline, picture: MemoryPicture, uni
 
 
 def _draw_peak(areas: Axes, course: MemoryTimeline, unit_bytes: float) -> None:
-    """Mark the highest moment, and say what took the last piece."""
+    """Mark the peak, with the operation that allocated last."""
     moment, height = course.peak_moment, course.peak_bytes / unit_bytes
     words = f"peak {in_bytes(course.peak_bytes)}"
     if course.operations[moment]:
@@ -215,7 +215,7 @@ def _draw_marks(strips: Axes, areas: Axes, course: MemoryTimeline) -> None:
 
 
 def _label(strips: Axes, span: tuple[int, int], height: float, name: str, num_moments: int) -> bool:
-    """Write a name into a stretch of a strip, if it is wide enough; return whether it was."""
+    """Write a name into a stretch of a strip if it fits; return whether it fits."""
     begin, end = span
     fits = end - begin >= LETTER_SHARE * (len(name) + 1) * num_moments
     if fits:
@@ -224,7 +224,7 @@ def _label(strips: Axes, span: tuple[int, int], height: float, name: str, num_mo
 
 
 def _draw_areas_legend(areas: Axes, course: MemoryTimeline, colours: Mapping[str, str]) -> None:
-    """Name the areas from top to bottom, with what each holds at the peak."""
+    """List the areas from top to bottom, with the memory of each at the peak."""
     at_peak = course.at(course.peak_moment)
     areas.legend(
         handles=[
@@ -242,7 +242,7 @@ def _draw_areas_legend(areas: Axes, course: MemoryTimeline, colours: Mapping[str
 
 
 def _draw_phases_legend(strips: Axes, areas: Axes, phases: Sequence[str]) -> None:
-    """Name the phases that have no name in their strip."""
+    """List the phases whose names did not fit into the strip."""
     if phases:
         strips.legend(
             handles=[Patch(facecolor=_PHASES[name], label=_phase_name(name)) for name in phases],
@@ -252,7 +252,7 @@ def _draw_phases_legend(strips: Axes, areas: Axes, phases: Sequence[str]) -> Non
             bbox_transform=areas.transAxes,
             handlelength=1.1,
             alignment="left",
-        ).set_in_layout(False)  # it uses the room next to the areas that the other legend has reserved
+        ).set_in_layout(False)  # the other legend has already reserved this space
 
 
 def _phase_name(phase: str) -> str:

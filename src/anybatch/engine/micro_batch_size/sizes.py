@@ -38,11 +38,11 @@ class RunSizes:
         constraints: requirements of the BatchNorm policy and the strategy on cuts.
 
     Attributes:
-        constraints: the same.
+        constraints: the argument.
         sizes: the sizes known so far.
         searches: whether a size is still unknown.
         is_auto: whether the engine chooses the micro-batch size.
-        may_run_out: whether a size must be found even if it is not timed, because the device can run out of memory.
+        may_run_out: whether the device can run out of memory, so that even an untimed size needs a trial run.
 
     Raises:
         BatchSizeError: a size is below 1, or the three contradict each other.
@@ -300,7 +300,7 @@ class RunSizes:
         return dataclasses.replace(found, words=f"{found.words}; it could not be saved for later runs")
 
     def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch", *, lockstep: bool) -> str:
-        """Return why speed must not decide; empty if it may. Deterministic, and the same on all ranks."""
+        """Return why sizes are not timed, or "" if they are. Deterministic, and the same on all ranks."""
         if reason := trial.why_clocks_do_not_count:
             return reason
         if lockstep and not first.smallest_share:

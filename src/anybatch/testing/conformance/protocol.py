@@ -17,7 +17,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One term of a loss, as data: its name, what its value is a mean over, and its weight in the loss.
+    """One term of a loss: its name, the items that it averages over, and its weight in the loss.
 
     `over` is "samples"; "targets" (entries of `labels` other than -100, from the second position on if `shift`); or
     "class weights" (the mean is over the sum of the targets' weights).
@@ -44,7 +44,7 @@ class LossTerm:
 class LossTerms:
     """A loss: `function(model, samples)` returns the mean of each term over the samples of its input.
 
-    The mean over nothing is NaN, as torch has it: a trainer has to leave such a term out.
+    The mean over zero items is NaN, as in torch, so a trainer has to omit such a term.
     """
 
     function: Callable[[nn.Module, Samples], Mapping[str, Tensor]]
@@ -53,7 +53,7 @@ class LossTerms:
     def whole(self, model: nn.Module, samples: Samples) -> Tensor:
         """Return the loss of an un-split batch, which every split has to reproduce."""
         means = self.function(model, samples)
-        # The mean over nothing is NaN.
+        # The mean over zero items is NaN.
         counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
         return torch.stack(counted).sum()
 
@@ -63,7 +63,7 @@ class Case:
     """A training task whose result must not depend on the split.
 
     Attributes:
-        name: names the unevenness in tables.
+        name: its name in tables, such as "ragged tokens".
         model: builds the model, the same one each time.
         samples: builds all samples, along the first axis of every tensor.
         loss: what to minimise.
@@ -89,7 +89,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class SplitCase:
-    """One case with one split: what an adapter gets."""
+    """One case with one split: the input of an adapter."""
 
     case: Case
     micro_batch_size: int
@@ -109,7 +109,7 @@ class SplitCase:
         return self.case.model()
 
     def samples(self) -> dict[str, Tensor]:
-        """Return all samples, in the order they are to be used."""
+        """Return all samples, in training order."""
         return self.case.samples()
 
 
@@ -119,7 +119,7 @@ class TrainerStep:
 
     Attributes:
         gradients: parameter name -> gradient; None for a parameter that no backward has reached.
-        sample_ids: the samples of it, by their place in the data; None if the trainer does not tell.
+        sample_ids: positions of its samples in the data; None if the trainer does not report them.
     """
 
     gradients: Gradients
@@ -127,7 +127,7 @@ class TrainerStep:
 
 
 class Adapter(Protocol):
-    """A trainer, as the kit sees it: all it takes is one method."""
+    """The interface to a trainer: its name, and one method."""
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class Adapter(Protocol):
         ...
 
     def steps(self, split: SplitCase) -> Iterable[TrainerStep]:
-        """Go through the samples once, in order, at unchanged parameters, and return every step's gradient."""
+        """Go through the samples once, in order, without changing parameters, and return the gradient of every step."""
         ...
 
 
@@ -151,7 +151,7 @@ def parts(samples: Samples, size: int) -> list[dict[str, Tensor]]:
 
 
 def gradients_of(model: nn.Module, *losses: Callable[[nn.Module], Tensor]) -> Gradients:
-    """Return the gradients that the backwards of some losses, one after the other, leave in a fresh model."""
+    """Run the backward of each loss on a new model, and return the accumulated gradients."""
     for loss in losses:
         loss(model).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
