@@ -20,7 +20,7 @@ from anybatch.engine.update import bf16_weights
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.device_table import DEVICES
+from anybatch.planner.cost.devices import DEVICES
 from anybatch.planner.cost.devices import devices_of
 from anybatch.planner.cost.step_time import StepSeconds
 from anybatch.planner.envelopes import find_envelopes

@@ -15,7 +15,7 @@ from anybatch.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from anybatch.planner.cost.device import Device
+    from anybatch.planner.cost.devices import Device
     from anybatch.planner.report import Plan
 
 

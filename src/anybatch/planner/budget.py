@@ -7,7 +7,7 @@ from anybatch.core.headroom import HEADROOM
 from anybatch.core.units import in_bytes
 from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import UserError
-from anybatch.planner.cost.device import Device
+from anybatch.planner.cost.devices import Device
 from anybatch.planner.cost.devices import parse_budget
 
 CONTEXT_BYTES: Final = 500 * 2**20

@@ -21,7 +21,7 @@ from anybatch.planner.cache.measured_devices import (
     MeasuredStep,
     driver_version,
 )
-from anybatch.planner.cost.device import Device
+from anybatch.planner.cost.devices import Device
 from anybatch.planner.cost.devices import find_device, parse_budget
 from anybatch.planner.report import Plan
 from anybatch.planner.verification import Verification, full_name

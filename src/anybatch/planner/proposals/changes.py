@@ -21,7 +21,7 @@ from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import Strategy, trainable
-from anybatch.planner.cost.device import Autocast
+from anybatch.planner.cost.devices import Autocast
 from anybatch.planner.cost.step_time import CostLine
 from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
 from anybatch.planner.proposals.stand_ins import (

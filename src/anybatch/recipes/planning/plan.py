@@ -24,7 +24,7 @@ from anybatch.errors import BatchSizeError, UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
-from anybatch.planner.cost.device import Device
+from anybatch.planner.cost.devices import Device
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.measured import measured_of
 from anybatch.planner.plan import make_plan
