@@ -301,7 +301,7 @@ class _TwinRun:
         is_first = not engine.num_steps
         self._recorder, self._num_operations = recorder, 0
         if recorder is not None:
-            recorder.cached_result = self.ledger.cached_result
+            recorder.cached_result = lambda: self.ledger.entry
         engine.step(_TracedBatch(self, micro_batch_size * self._spec.num_micro_batches * self._world.size))
         self._recorder = None
         self._hold_states()
