@@ -45,7 +45,7 @@ def plan_subject(
     **choices: Any,  # noqa: ANN401 (passed on)
 ) -> int:
     """Print the plan of a recipe or model; return the exit status (out of memory if nothing fits)."""
-    from anybatch.planner.cache.measured_devices import KnownDevices  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.measurements import KnownDevices  # noqa: PLC0415 (imports torch)
     from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (imports torch)
     from anybatch.planner.plan_figure import draw_plan  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (imports torch)
@@ -89,8 +89,7 @@ def _as_json(found: "Plan") -> str:
 
 def _verified(found: "Plan", device: str, known: Any) -> str:  # noqa: ANN401 (its class imports torch)
     """Run the planned step, keep its measured memory, and return the report."""
-    from anybatch.planner.measured import keep  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.verification import verify  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.verification import keep, verify  # noqa: PLC0415 (imports torch)
 
     measured = verify(found.spec, found.baseline, _device_of(device))
     return f"{measured}\n{keep(measured, found, known)}\n"
