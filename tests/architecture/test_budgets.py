@@ -15,7 +15,7 @@ SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
     "engine": (15_750, 73),
     "diagnostics": (8_250, 52),
-    "planner": (8_000, 48),
+    "planner": (7_450, 35),
     "parallel": (6_150, 37),
     "core": (5_650, 30),
     "recipes": (3_800, 28),
