@@ -34,7 +34,7 @@ from anybatch.core.message_rounds import sum_rounds
 from anybatch.parallel.messenger import _sum
 from anybatch.parallel.process_groups import ControlGroup, PendingMessage
 from anybatch.parallel.world import World
-from anybatch.planner.forecast.control_plane import ControlMessages
+from anybatch.planner.forecast.forecast import ControlMessages
 from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS
 from anybatch.testing import RankPool
 

@@ -253,7 +253,7 @@ def rows(rates: Rates) -> list[str]:
         "| configuration | micro-batches | predicted, ms | band | measured, ms | error | roofline alone |",
         "|---|---|--:|---|--:|--:|--:|",
     ]
-    bare = replace(rates, measured=(), host_seconds={})
+    bare = replace(rates, efficiency={}, host_seconds={})
     found: list[tuple[float, float, float]] = []
     for one in CONFIGURATIONS:
         costs = line(one)
@@ -274,7 +274,8 @@ def rows(rates: Rates) -> list[str]:
         *table,
         "",
         *(
-            f"{name}: median error {statistics.median(errors):.0%}, largest {errors[-1]:.0%}, "
+            f"{name}: mean error {statistics.mean(errors):.0%}, median {statistics.median(errors):.0%}, "
+            f"largest {errors[-1]:.0%}, "
             f"right order in {share:.0%} of {len(pairs)} pairs."
             for name, errors, share in zip(("Calibrated", "Roofline alone"), errors_of, right, strict=True)
         ),
@@ -291,7 +292,7 @@ def main() -> None:
     rates = measure_rates("cpu", time.thread_time)
     seconds = time.thread_time() - begin
     report.publish(
-        [*rows(rates), f"Measuring the device took {seconds:.1f} s, {len(rates.measured)} samples."],
+        [*rows(rates), f"Measuring the device took {seconds:.1f} s."],
         title="Predicted against measured time of a step",
         command="python benchmarks/step_time.py",
         setting="1 thread, CPU seconds, medians",

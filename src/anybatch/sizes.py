@@ -2,8 +2,7 @@
 
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.engine.spec import Hardware, TrainSpec
-from anybatch.planner.cache.measured_devices import KnownDevices
-from anybatch.planner.cache.measured_sizes import KnownSizes
+from anybatch.planner.measurements import KnownDevices, KnownSizes
 from anybatch.recipes.planning.size_limit import planned_largest
 
 __all__ = ["Auto", "Hardware", "KnownDevices", "KnownSizes", "TrainSpec", "planned_largest"]

@@ -15,7 +15,7 @@ SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
     "engine": (15_700, 72),
     "diagnostics": (8_000, 49),
-    "planner": (8_000, 48),
+    "planner": (7_450, 35),
     "parallel": (5_500, 34),
     "core": (5_750, 31),
     "recipes": (3_450, 24),

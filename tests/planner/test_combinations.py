@@ -20,12 +20,10 @@ from anybatch.engine.update import bf16_weights
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.device_table import DEVICES
-from anybatch.planner.cost.devices import devices_of
+from anybatch.planner.cost.devices import DEVICES, devices_of
 from anybatch.planner.cost.step_time import StepSeconds
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
-from anybatch.planner.plan_json import as_json
 from anybatch.planner.proposals import fit
 from anybatch.planner.proposals.changes import (
     Change,
@@ -43,7 +41,7 @@ from anybatch.planner.proposals.fit import (
     simplest_of_the_fastest,
 )
 from anybatch.planner.proposals.stand_ins import AdamW8bit, FourBitLinear, LoraLinear
-from anybatch.planner.report import Plan
+from anybatch.planner.report import Plan, as_json
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
 from tests.planner.step_specs import step_spec

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.units import UNITS, parse_bytes
 from anybatch.errors import UserError
-from anybatch.planner.cost.device_table import DEVICES
-from anybatch.planner.cost.devices import find_device, parse_budget
+from anybatch.planner.cost.devices import DEVICES, find_device, parse_budget
 
 GIB = 1 << 30
 
@@ -17,29 +16,16 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("rtx 4090", "RTX 4090"),
         ("4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("A100-80", "A100-80"),
         ("a100 80gb", "A100-80"),
-        ("A100_80GiB", "A100-80"),
         ("NVIDIA A100-SXM4-80GB", "A100-80"),
-        ("a100-40", "A100-40"),
         ("Tesla T4", "T4"),
         ("Tesla V100-SXM2-16GB", "V100-16"),
-        ("h100", "H100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("h100 pcie", "H100 PCIe"),
-        ("NVIDIA H200", "H200"),
-        ("b200", "B200"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("mi325x", "MI325X"),
-        ("NVIDIA H20", "H20"),
-        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
-        ("rtx 4070 ti", "RTX 4070 Ti"),
         ("rtx 3080 12gb", "RTX 3080 12GB"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("Tesla P100-PCIE-16GB", "P100"),
         ("NVIDIA GH200 480GB", "GH200-96"),
         ("AMD Instinct MI250X", "MI250X"),
@@ -63,10 +49,7 @@ def test_names_mean_one_device_each() -> None:
     ("text", "said"),
     [
         ("A100", "'A100' is one of several: A100-40, A100-80"),
-        ("v100", "one of several: V100-16, V100-32"),
         ("3080", "one of several: RTX 3080 10GB, RTX 3080 12GB, RTX 3080 Ti"),
-        ("GH200", "one of several: GH200-96, GH200-144"),
-        ("M3 Max", "one of several"),
         ("H2", "one of several: H20, H200"),
         ("RTX 4900", "not known. Is it RTX 4090"),
         ("H100X", "Is it H100"),
@@ -114,23 +97,13 @@ def test_sizes_are_read_back(number: int, unit: str, space: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("80 GB", 80 * 10**9), ("1.5GiB", 3 * GIB // 2)]
-)
-def test_sizes_as_written(text: str, num_bytes: int) -> None:
-    """GB are decimal, GiB binary."""
-    assert parse_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("24", "'24' has no unit"),
         ("24G", "the unit 'G' of '24G' is not known. Is it 24GiB or 24GB"),
         ("24 gigs", "the unit 'gigs' .* Is it 24GiB or 24GB"),
-        ("3 cards", "the unit 'cards' of '3 cards' is not known. Units are B, KB"),
         ("GiB", "'GiB' is no size of memory"),
         ("-3GiB", "no size of memory"),
-        ("1.2.3GiB", "no size of memory"),
         ("0GiB", "not even one byte"),
         ("", "no size of memory"),
     ],

@@ -22,16 +22,15 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.errors import PlanError, UserError
 from anybatch.parallel.process_groups import ControlGroup, PendingMessage
 from anybatch.planner.forecast import one_rank
-from anybatch.planner.forecast.control_plane import ControlMessages
 from anybatch.planner.forecast.forecast import (
     GLOO_THREADS,
+    ControlMessages,
     _sharded_micro_batch,
     all_reduce_seconds,
     expected_maximum,
     forecast,
 )
-from anybatch.planner.forecast.forecast_figure import draw_forecast
-from anybatch.planner.forecast.forecast_report import USEFUL_GAIN
+from anybatch.planner.forecast.forecast_report import USEFUL_GAIN, draw_forecast
 from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS, Algorithm, Cluster, StrategyName, Workload
 from tests.ranks_fixture import Ranks
 

@@ -120,7 +120,6 @@ def test_attention_counts_what_is_not_masked() -> None:
     assert whole["attention"].flops == 2 * 2 * 6 * 8 * 8 * 4
     assert whole["attention backward"].flops == 5 * 2 * 6 * 8 * 8 * 4
     assert all(half[kind].flops * 2 == whole[kind].flops for kind in ("attention", "attention backward"))
-    assert whole["attention"].dims == whole["attention backward"].dims == (6, 8, 8, 4)
 
 
 def test_arithmetic_is_as_torch_counts_it() -> None:
@@ -155,7 +154,6 @@ def test_convolutions_by_hand(make: Callable[[], nn.Module], num_groups: int, fo
 
     assert found["convolution"].flops == forward
     assert found["convolution backward"].flops == 2 * forward
-    assert found["convolution"].dims[-1] == found["convolution backward"].dims[-1] == num_groups
     if num_groups == 1:
         assert counter.get_total_flops() == 3 * forward
 
@@ -201,7 +199,7 @@ def test_costs_are_worked_out_once() -> None:
     expected = recorded(Run(3))
     mode, recorder = FakeTensorMode(), OperationRecorder()
     ledger = FakeLedger(mode, on_operation=recorder)
-    recorder.cached_result = ledger.cached_result
+    recorder.cached_result = lambda: ledger.entry
     with mode:
         run = Run(3)
         with ledger:

@@ -19,12 +19,11 @@ from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.caching_allocator import largest_that_fits
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
-from anybatch.planner.plan_figure import draw_plan
 from anybatch.planner.proposals import fit
 from anybatch.planner.proposals.changes import changed as with_changes
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.fit import PlanTarget, fit_of, propose
-from anybatch.planner.report import Plan
+from anybatch.planner.report import Plan, draw_plan
 from anybatch.planner.trace.checkpointing import Keeping, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step

@@ -17,7 +17,7 @@ from anybatch.memory.trace import Category, MemoryTrace
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.cost.device_table import DEVICES
+from anybatch.planner.cost.devices import DEVICES
 from anybatch.planner.cost.step_time import rates_of
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.proposals.fit import smallest_world

@@ -11,7 +11,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.run_config import RunConfig
 from anybatch.events.jsonl import read_jsonl
-from anybatch.planner.cache.measured_sizes import KnownSizes
+from anybatch.planner.measurements import KnownSizes
 from anybatch.recipes.run.session import train
 
 

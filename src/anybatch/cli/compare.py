@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
             tell=tell,
         )
     if given.link is not None:
-        from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (imports torch)
+        from anybatch.planner.forecast.forecast import largest_worlds  # noqa: PLC0415 (imports torch)
         from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
 
         report = dataclasses.replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))

@@ -113,7 +113,7 @@ def run_forecast(given: argparse.Namespace) -> int:
         raise UserError(message)
     # Imported late: importing torch takes seconds, and a wrong option is reported without it.
     from anybatch.planner.forecast.forecast import forecast  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.forecast.forecast_figure import draw_forecast  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.forecast_report import draw_forecast  # noqa: PLC0415 (imports torch)
     from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
 
     cluster = Cluster(

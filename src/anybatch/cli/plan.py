@@ -15,7 +15,7 @@ from anybatch.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from anybatch.planner.cost.device import Device
+    from anybatch.planner.cost.devices import Device
     from anybatch.planner.report import Plan
 
 
@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     asked = changes_of(given, parser)
     # Imported late: importing torch takes seconds, and a wrong option is reported without it.
     with frozen_imports():
-        import anybatch.planner.plan_figure  # noqa: PLC0415 (imports torch)
+        import anybatch.planner.report  # noqa: PLC0415 (imports torch)
         import anybatch.planner.verification  # noqa: PLC0415 (imports torch)
         import anybatch.recipes.planning.plan  # noqa: F401, PLC0415 (imports torch)
     return plan_subject(given.pop("what"), **given, **asked)
@@ -45,9 +45,9 @@ def plan_subject(
     **choices: Any,  # noqa: ANN401 (passed on)
 ) -> int:
     """Print the plan of a recipe or model; return the exit status (out of memory if nothing fits)."""
-    from anybatch.planner.cache.measured_devices import KnownDevices  # noqa: PLC0415 (imports torch)
     from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.plan_figure import draw_plan  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.measurements import KnownDevices  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.report import draw_plan  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (imports torch)
 
     known, as_json = KnownDevices(), choices.pop("json")
@@ -82,15 +82,14 @@ def _own_device(name: str, file: Path | None) -> "str | Device":
 
 
 def _as_json(found: "Plan") -> str:
-    from anybatch.planner.plan_json import as_json  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.report import as_json  # noqa: PLC0415 (imports torch)
 
     return f"{json.dumps(as_json(found), indent=1)}\n"
 
 
 def _verified(found: "Plan", device: str, known: Any) -> str:  # noqa: ANN401 (its class imports torch)
     """Run the planned step, keep its measured memory, and return the report."""
-    from anybatch.planner.measured import keep  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.verification import verify  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.verification import keep, verify  # noqa: PLC0415 (imports torch)
 
     measured = verify(found.spec, found.baseline, _device_of(device))
     return f"{measured}\n{keep(measured, found, known)}\n"

@@ -17,8 +17,7 @@ from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest, short
 from anybatch.errors import RankFailedError, UserError, WorldError
 from anybatch.parallel.launchers import is_restarted, launch_id, max_restarts
 from anybatch.parallel.world import World
-from anybatch.planner.cache.measured_devices import KnownDevices
-from anybatch.planner.cache.measured_sizes import KnownSizes
+from anybatch.planner.measurements import KnownDevices, KnownSizes
 from anybatch.recipes.load import load_recipe
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.prepare import on_first_rank

@@ -1,14 +1,17 @@
-"""The memory budget of a training step on a device."""
+"""The memory budget of a training step on a device, from measured steps if there are any."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from anybatch.core.headroom import HEADROOM
+import torch
+
+from anybatch.core.headroom import HEADROOM, measured_headroom
 from anybatch.core.units import in_bytes
 from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import UserError
-from anybatch.planner.cost.device import Device
-from anybatch.planner.cost.devices import parse_budget
+from anybatch.planner.cost.devices import Device, find_device, parse_budget
+from anybatch.planner.measurements import KnownDevices, MeasuredStep, full_name, subject, versions_here
 
 CONTEXT_BYTES: Final = 500 * 2**20
 """A CUDA context with its kernels: reports say 287 MB with lazy loading and 667 MB without (pytorch issue 86509).
@@ -74,6 +77,74 @@ class Budget:
         """Return the device's name and memory."""
         size = in_bytes(self.total_bytes)
         return size if self.device is None else f"{self.device.name} ({size})"
+
+
+def measured_of(
+    device: str | int | Device | torch.device, name: str, precision: str, known: KnownDevices
+) -> DeviceMeasurements:
+    """Return the measurements of a device: of this machine, by name, or by memory.
+
+    A measured step is used if its device has that name, or its budget that many bytes, and the versions of torch,
+    anybatch and the driver are the same: others allocate differently. The size of a context applies to every step.
+    The headroom is 10% plus the error of the plan for the same model; errors for other models can only lower the
+    default.
+
+    Args:
+        device: a device, as for `budget_of`, or of this machine.
+        name: name of the trained model.
+        precision: number formats of forward and backward.
+        known: the file of measured steps.
+
+    Raises:
+        UserError: the device is unknown.
+    """
+    steps, refused = known.steps()
+    belongs, of = _belongs(device), subject(name, precision)
+    mine = [step for step in steps if belongs(step)]
+    versions = versions_here(on_cpu=str(device).startswith("cpu"))
+    fresh = [step for step in mine if step.versions == versions]
+    notes = (refused,) if refused else ()
+    if not fresh:
+        # Mention only the newest outdated measurement.
+        return DeviceMeasurements(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
+    same = [step for step in fresh if step.subject == of]
+    excess = max(step.excess for step in same or fresh)
+    headroom = measured_headroom(excess) if same else min(HEADROOM, measured_headroom(excess))
+    seen = [step.outside_bytes for step in fresh if step.outside_bytes is not None]
+    last = (same or fresh)[-1]
+    why = f"measured on {last.date} with torch {versions['torch']}"
+    compared = f"{100 * excess:.1f}% more memory" if excess else "no more memory"
+    note = f"{why}: headroom {100 * headroom:.0f}%; {compared} used than planned for {last.subject}"
+    outside = seen[-1] if seen else None
+    return DeviceMeasurements(headroom=headroom, outside_bytes=outside, why=f"as {why}", notes=(*notes, note))
+
+
+def catalogued(full: str) -> Device | None:
+    """Return the device in the table by its driver's name; None if it is missing."""
+    try:
+        return None if full.startswith("cpu:") else find_device(full.partition(": ")[2])
+    except UserError:
+        return None
+
+
+def _belongs(device: str | int | Device | torch.device) -> Callable[[MeasuredStep], bool]:
+    """Return a predicate: was a step measured on this device?"""
+    if isinstance(device, torch.device) or (isinstance(device, str) and device.startswith("cpu:")):
+        here = full_name(device if isinstance(device, torch.device) else torch.device("cpu"))
+        return lambda step: step.device == here
+    total_bytes, named = (0, device) if isinstance(device, Device) else (device, None)
+    if isinstance(device, str):
+        total_bytes, named = parse_budget(device)
+    if named is not None:
+        return lambda step: catalogued(step.device) is named
+    return lambda step: step.budget_bytes == total_bytes and not step.device.startswith("cpu:")
+
+
+def _stale(step: MeasuredStep, versions: Mapping[str, str | None]) -> str:
+    """Return a note on why a measured step is ignored."""
+    changed = [(name, step.versions.get(name), now) for name, now in versions.items() if step.versions.get(name) != now]
+    other = ", ".join(f"{name} {old or 'unknown'} (now {now or 'unknown'})" for name, old, now in changed)
+    return f"measurements of {step.date} are ignored: they used {other or 'other versions'}"
 
 
 def budget_of(

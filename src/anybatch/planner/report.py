@@ -1,15 +1,20 @@
-"""A plan, as a value and as text."""
+"""A plan: as a value, as text, as plain values for programs, and as a picture."""
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.units import in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory.bar import MemoryBar
+from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
 from anybatch.memory.counted import Counted, counting_text
-from anybatch.memory.timeline import ORDER
+from anybatch.memory.timeline import ORDER, timeline
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, StepSeconds
 from anybatch.planner.proposals.changes import Change, code_of
@@ -322,3 +327,103 @@ def _wrapped(name: str, texts: Sequence[str]) -> list[str]:
 
 def _rows(**texts: str) -> list[str]:
     return [f"{name:<{_NAME_WIDTH}}{text}" for name, text in texts.items()]
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain values for `json.dumps`. Keys are stable; later versions may add keys.
+
+    Args:
+        plan: the plan.
+    """
+    budget, best = plan.budget, None if plan.answer is None else plan.answer.best
+    return {
+        "name": plan.name,
+        "num_parameters": plan.num_parameters,
+        "optimizer": plan.optimizer,
+        "precision": plan.precision,
+        "asked": [change.name for change in plan.asked],
+        "device": {
+            "name": None if budget.device is None else budget.device.name,
+            "total_bytes": budget.total_bytes,
+            "usable_bytes": budget.usable_bytes,
+            "headroom": budget.headroom,
+        },
+        "world_size": plan.batch.world_size,
+        "effective_batch_size": plan.batch.num_samples,
+        "fits": plan.fits,
+        "baseline": _of_fit(plan.baseline),
+        "bytes_by_purpose": dict(plan.bytes_by_purpose()),
+        "changes": [{"name": one.name, "how": one.how, **_of_fit(one)} for one in plan.changes],
+        "answer": None if best is None else _of_combination(best),
+        "tried": [] if plan.answer is None else [_of_combination(one) for one in plan.answer.tried],
+        "batch_norms": list(plan.batch_norms),
+        "notes": [*budget.notes, *plan.notes],
+    }
+
+
+def _of_combination(one: Combination) -> dict[str, Any]:
+    return {
+        "changes": [change.name for change in one.changes],
+        "strategy": one.strategy or None,
+        "same_step": one.same_step,
+        "costs": {change.name: change.costs for change in one.changes if change.costs},
+        "how": code_of(one.changes, one.strategy, one.spec.strategy),
+        "why_not": one.why or None,
+        **({} if one.fit is None else _of_fit(one.fit)),
+    }
+
+
+def _of_fit(fit: Fit) -> dict[str, Any]:
+    seconds = fit.seconds
+    return {
+        "fits": fit.fits,
+        "micro_batch_size": fit.micro_batch_size,
+        "accumulation_steps": fit.accumulation_steps,
+        "largest": fit.largest,
+        "binds": fit.binds,
+        "peak_bytes": fit.peak.num_bytes,
+        "tensor_bytes": fit.peak.num_bytes,
+        "reserved_bytes": fit.reserved_bytes,
+        "peak": {"phase": fit.peak.phase, "operation": fit.peak.operation},
+        "seconds": None
+        if seconds is None or not fit.fits
+        else {name: getattr(seconds, name) for name in ("total", "least", "greatest", "is_calibrated")},
+    }
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw the predicted memory of tensors over a step, at the proposed micro-batch size.
+
+    The limit is drawn at the memory available to tensors, without context, libraries and the allocator's rounding.
+
+    Args:
+        plan: the plan to draw.
+        path: the file, which ends in .png, .svg or .pdf.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file name does not end in .png, .svg or .pdf.
+        OSError: the file cannot be written.
+    """
+    fit, budget = plan.baseline, plan.budget
+    overhead = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
+    shown = "two of " if fit.accumulation_steps > 1 else "all of "
+    picture = MemoryPicture(
+        title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
+        below=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
+        f"plus {in_bytes(overhead)} overhead",
+        limit_bytes=budget.total_bytes - overhead,
+        headroom=budget.headroom,
+    )
+    course = timeline(fit.envelope.at(fit.micro_batch_size))
+    draw_memory(dataclasses.replace(course, marks=_beginnings(course.marks)), picture, path)
+
+
+def _beginnings(marks: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """Return the marks at the beginning of each micro-batch, counted from 1, and of the update."""
+    found = []
+    for place, name in marks:
+        if match := re.fullmatch(r"micro-batch (\d+) begins", name):
+            found.append((place, f"micro-batch {int(match[1]) + 1}"))
+        elif name == "update begins":
+            found.append((place, "update"))
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""Verify a plan: run a step of the real engine on the device, and measure its memory."""
+"""Verify a plan: run a step of the real engine on the device, measure its memory, and keep it for later plans."""
 
 import dataclasses
 import warnings
@@ -14,9 +14,20 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
-from anybatch.memory.host_memory import device_name
 from anybatch.parallel.world import World
+from anybatch.planner.budget import catalogued
+from anybatch.planner.measurements import (
+    LEAST_OUTSIDE_BYTES,
+    MOST_EXCESS,
+    MOST_OUTSIDE_BYTES,
+    KnownDevices,
+    MeasuredStep,
+    full_name,
+    subject,
+    versions_here,
+)
 from anybatch.planner.proposals.fit import Fit
+from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_in_memory
 
 
@@ -115,9 +126,47 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     )
 
 
-def full_name(device: torch.device) -> str:
-    """Return a device's type and its driver's name."""
-    return f"{device.type}: {device_name(device)}"
+def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
+    """Store the measurements of a plan; return a sentence with the file, or with the reason for not storing them.
+
+    Args:
+        found: measurements of the step.
+        plan: the verified plan.
+        known: the file of measured steps.
+    """
+    step, device = _step(found, plan, known.today()), plan.budget.device
+    if found.too_large:
+        return "not kept: the planned size ran out of memory, so a smaller one was measured"
+    if device is not None and catalogued(step.device) is not device:
+        return f"not kept: this device is a {step.device.partition(': ')[2]}, and the plan is for {device.name}"
+    if step.excess > MOST_EXCESS:
+        return "not kept: the step needed more than twice the planned memory, so other plans cannot use the result"
+    if not known.keep(step):
+        return f"not kept for later plans: cannot write {known.path}"
+    return (
+        f"kept in {known.path}\nlater plans for this device keep 10% free; override with --headroom, or delete the file"
+    )
+
+
+def _step(found: Verification, plan: Plan, today: str) -> MeasuredStep:
+    """Return the measured step, with the bytes of tensors or of the allocator: the ones with the larger error."""
+    workspace, outside = plan.budget.workspace_bytes, found.outside_bytes
+    pairs = [(found.planned_bytes + workspace, found.measured_bytes)]
+    if found.planned_reserved_bytes is not None and found.measured_reserved_bytes is not None:
+        pairs.append((found.planned_reserved_bytes + workspace, found.measured_reserved_bytes))
+    # The larger error determines the headroom of later plans.
+    planned, measured = max(pairs, key=lambda pair: pair[1] / pair[0])
+    of_a_context = outside is not None and LEAST_OUTSIDE_BYTES <= outside <= MOST_OUTSIDE_BYTES
+    return MeasuredStep(
+        device=found.name,
+        budget_bytes=plan.budget.total_bytes,
+        subject=subject(plan.name, plan.precision),
+        planned_bytes=planned,
+        measured_bytes=measured,
+        outside_bytes=outside if of_a_context else None,
+        versions=versions_here(on_cpu=found.name.startswith("cpu:")),
+        date=today,
+    )
 
 
 def _repeated(sample: Batch, num_samples: int) -> Batch:

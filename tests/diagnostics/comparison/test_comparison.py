@@ -20,7 +20,7 @@ from anybatch.diagnostics.comparison.measure import variance_of
 from anybatch.diagnostics.comparison.report import ComparisonReport, WayResult, slowest
 from anybatch.diagnostics.comparison.ways import Way, ways_of
 from anybatch.errors import BatchSizeError, UserError
-from anybatch.planner.forecast.from_comparison import largest_worlds
+from anybatch.planner.forecast.forecast import largest_worlds
 from anybatch.planner.forecast.workload import Cluster
 from anybatch.recipes.measured_job import MeasuredJob
 from tests.cli.small import SPEC

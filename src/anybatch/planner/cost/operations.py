@@ -26,15 +26,13 @@ _PRODUCTS = {
 }
 """The arguments that are multiplied."""
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
-_TRANSPOSED, _GROUPS = 6, 8
-"""Positions of these arguments of `aten.convolution`; in its backward, they follow the output's gradient."""
+_TRANSPOSED = 6
+"""Position of this argument of `aten.convolution`; in its backward, arguments follow the output's gradient."""
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
 """Operations that read only as much of their first tensor as they write."""
 _TAKE_MEMORY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 """Operations that allocate memory without writing to it."""
 _DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
-"""Matrix products of attention: scores and output; in backward, the recomputed scores and four gradients."""
 
 
 class OperationRecorder:
@@ -129,7 +127,7 @@ def operation_of(
         bytes_read=0 if kind == "view" else read,
         bytes_written=0 if kind == "view" else written,
         num_tensors=_num_tensors(args) if kind == "foreach" else 1,
-        dims=_dims(name, kind, args),
+        dims=_product_dims(name, args) if kind == "matmul" else (),
     )
 
 
@@ -199,23 +197,24 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
     """Return floating-point operations; a multiplication and an addition count as two.
 
-    Causal attention counts half, since kernels skip masked products. Convolutions are counted by their weights, since
-    torch's counter treats the weight gradient of a grouped convolution as dense, too large by the number of groups.
-    Other operations use torch's counter.
+    Attention has two products, and five in its backward, which computes the scores again; causal attention counts half,
+    since kernels skip masked products. Convolutions are counted by their weights, since torch's counter treats the
+    weight gradient of a grouped convolution as dense, too large by the number of groups. Other operations use torch's
+    counter.
     """
     if kind in {"convolution", "convolution backward"}:
         return _convolution_flops(kind, args, result)
     if kind in {"attention", "attention backward"}:
-        batch, queries, keys, width = _attention_dims(kind, args)
-        num_products = _FORWARD_PRODUCTS if kind == "attention" else _BACKWARD_PRODUCTS
+        # The first argument of a backward is the gradient of the output.
+        (query, key), num_products = (args[:2], 2) if kind == "attention" else (args[1:3], 5)
         # Some kernels take `is_causal` by position, others by name.
         is_causal = any(one is True for one in (*args, kwargs.get("is_causal")))
-        return 2 * num_products * batch * queries * keys * width // (2 if is_causal else 1)
+        return int(2 * num_products * query.numel() * key.shape[-2] // (2 if is_causal else 1))
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     if func.overloadpacket.__name__ in {"mv", "addmv"}:
-        return 2 * math.prod(_dims(func.overloadpacket.__name__, kind, args))
+        return 2 * math.prod(_product_dims(func.overloadpacket.__name__, args))
     if func.overloadpacket.__name__ == "_grouped_mm":
         # Each row is multiplied by the matrix of its group only, so the number of groups does not matter.
         rows, inner = args[0].shape[-2:]
@@ -238,30 +237,7 @@ def _convolution_flops(kind: OperationKind, args: tuple[Any, ...], result: objec
     return int(2 * num_products * positions.shape[0] * math.prod(positions.shape[2:]) * math.prod(weight.shape))
 
 
-def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the lengths that determine the utilisation of arithmetic units; see `Operation.dims`."""
-    if kind == "matmul":
-        left, right = (args[at].shape for at in _PRODUCTS[name])
-        batch = math.prod(left[:-2])
-        return batch, left[-2], right[-1] if len(right) > 1 else 1, left[-1]
-    if kind == "convolution":
-        return _convolution_dims(args)
-    if kind == "convolution backward":
-        # The first argument of a backward is the gradient of the output.
-        return _convolution_dims(args[1:])
-    return _attention_dims(kind, args) if kind in {"attention", "attention backward"} else ()
-
-
-def _convolution_dims(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return (images, channels in of a group, channels out, kernel, positions, groups)."""
-    image, weight = args[0].shape, args[1].shape
-    # The number of groups matters: a depthwise convolution uses other kernels than an image with one channel.
-    num_groups = args[_GROUPS] if len(args) > _GROUPS else max(1, image[1] // weight[1])
-    return image[0], weight[1], weight[0], math.prod(weight[2:]), math.prod(image[2:]), num_groups
-
-
-def _attention_dims(kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
-    """Return (batch and heads, queries, keys, width of a head)."""
-    # The first argument of a backward is the gradient of the output.
-    query, key = args[:2] if kind == "attention" else args[1:3]
-    return math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
+def _product_dims(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return (batch, rows, columns, inner) of a matrix product."""
+    left, right = (args[at].shape for at in _PRODUCTS[name])
+    return math.prod(left[:-2]), left[-2], right[-1] if len(right) > 1 else 1, left[-1]

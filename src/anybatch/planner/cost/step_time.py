@@ -4,14 +4,12 @@ An operation takes the time to launch it, plus the longer of its arithmetic and 
 
     seconds = launch + max(flops / peak, bytes / bandwidth)
 
-No device reaches its peaks, and the gap depends on the operation and its shape. On a measured device, each operation is
-corrected by the measured times of similar operations at similar shapes. Otherwise, an efficiency per kind of operation
-is used, and the band around the prediction is wide.
+No device reaches its peaks, so each kind of operation has an efficiency: measured on this machine, or a rule of thumb
+with a wide band around the prediction.
 
 Source of the roofline: Williams, Waterman and Patterson 2009.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -19,7 +17,7 @@ from typing import Literal
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import PlanError
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.device import Arithmetic, Device
+from anybatch.planner.cost.devices import Arithmetic, Device
 
 OperationKind = Literal[
     "view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
@@ -44,9 +42,7 @@ class Operation:
         bytes_read: bytes of its arguments.
         bytes_written: bytes of its results and of arguments changed in place.
         num_tensors: number of tensors that a foreach operation processes; otherwise 1.
-        dims: the lengths that determine the utilisation of arithmetic units: (batch, rows, columns, inner) of a matmul,
-            (images, channels in of a group, channels out, kernel, positions, groups) of a convolution, (batch and
-            heads, queries, keys, width) of attention; empty for others.
+        dims: (batch, rows, columns, inner) of a matrix product; empty for others.
     """
 
     name: str
@@ -65,31 +61,6 @@ class Operation:
         """Bytes read and written."""
         return self.bytes_read + self.bytes_written
 
-    @property
-    def features(self) -> tuple[float, ...]:
-        """Logarithms (base 2) of its lengths, to compare it with operations of the same name."""
-        lengths = self.dims or (max(1, self.num_bytes // self.num_tensors),)
-        return tuple(math.log2(max(1, length)) for length in lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRatio:
-    """Measured time of an operation on a device, relative to its roofline.
-
-    Attributes:
-        name: the operation's name.
-        kind: the operation's kind.
-        dtype: number format of its first tensor.
-        features: see `Operation.features`.
-        ratio: measured seconds divided by roofline seconds.
-    """
-
-    name: str
-    kind: OperationKind
-    dtype: DtypeName
-    features: tuple[float, ...]
-    ratio: float
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -104,8 +75,8 @@ class Rates:
         launch_seconds: minimum time of any operation.
         host_seconds: host time per operation by phase: Python, autograd, the optimizer's loops.
         overlaps: the host runs ahead of the device, so that a step takes the maximum of both times, not the sum.
-        efficiency: share of the roofline reached by each kind of operation, used without measurements.
-        measured: timed operations, relative to their rooflines.
+        efficiency: share of the roofline reached by each kind of operation; 1 for kinds that are missing.
+        is_calibrated: whether the rates were measured.
         band: expected range of measured / predicted.
     """
 
@@ -117,13 +88,8 @@ class Rates:
     host_seconds: Mapping[Phase, float] = field(default_factory=dict)
     overlaps: bool = False
     efficiency: Mapping[OperationKind, float] = field(default_factory=dict)
-    measured: tuple[MeasuredRatio, ...] = ()
+    is_calibrated: bool = False
     band: tuple[float, float]
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether there are measurements."""
-        return bool(self.measured)
 
     def roofline_seconds(self, operation: Operation) -> float:
         """Return the time to launch an operation and run it at the device's peaks.
@@ -150,20 +116,15 @@ UNMEASURED_EFFICIENCY: Mapping[OperationKind, float] = {
 """Shares of the roofline that vendors' kernels reach at sizes that fill a device. Rules of thumb."""
 UNMEASURED_BAND = (0.6, 2.0)
 """For a device without measurements: from 40% faster than predicted to twice as long. A rule of thumb, too."""
-UNSEEN_SPREAD = 3.0
-"""The minimum factor of the band, in either direction, for a model that calibration has not seen.
+CALIBRATED_BAND = (1 / 3, 3.0)
+"""For a measured device and any model.
 
-The calibration programs resemble each other, so their mutual errors are smaller than those of other models. Of 19
-randomly drawn models (benchmarks/plan_unseen.py --times --seed 21), the 18th largest error is a factor of 2.94, so nine
-in ten further models have a smaller one (Vovk, Gammerman and Shafer 2005, conformal prediction). None of the 19 is used
-to evaluate the band.
+Of 19 randomly drawn models (benchmarks/plan_unseen.py --times --seed 21), the 18th largest error is a factor of 2.94,
+so nine in ten further models have a smaller one (Vovk, Gammerman and Shafer 2005, conformal prediction).
 """
 UNMEASURED_LAUNCH_SECONDS = 2e-6
 UNMEASURED_HOST_SECONDS = 8e-6
 """Time per operation of Python, dispatcher and autograd on the host of an accelerator."""
-_NUM_NEIGHBOURS = 4
-# Added to squared distances, so that a sample of exactly the same shape has a finite weight.
-_SAME_SHAPE = 0.05
 
 
 def rates_of(device: Device, *, tf32: bool = False) -> Rates:
@@ -187,65 +148,16 @@ def rates_of(device: Device, *, tf32: bool = False) -> Rates:
     )
 
 
-def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]]]) -> Rates:
-    """Return rates corrected by measured operations, given with their seconds for each program.
-
-    The band is from leave-one-out errors: each program is predicted from the others, and the 80th percentile of the
-    errors, at least `UNSEEN_SPREAD`, is used.
-    """
-    samples = [
-        [
-            MeasuredRatio(one.name, one.kind, one.dtype, one.features, taken / rates.roofline_seconds(one))
-            for one, taken in program
-        ]
-        for program in measured
-    ]
-    errors = []
-    for number, program in enumerate(measured):
-        others = tuple(sample for part in (*samples[:number], *samples[number + 1 :]) for sample in part)
-        if others and program:
-            # Operations are timed one by one, so their times do not include host overhead.
-            predicted = operation_seconds([one for one, _ in program], replace(rates, measured=others, host_seconds={}))
-            # In logarithms, twice and half the time are errors of the same size.
-            errors.append(abs(math.log(predicted / sum(taken for _, taken in program))))
-    spread = math.exp(sorted(errors)[4 * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
-    spread = max(spread, UNSEEN_SPREAD)
-    return replace(rates, measured=tuple(sample for part in samples for sample in part), band=(1 / spread, spread))
-
-
 def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
     """Return the total time of operations, including host overhead."""
-    corrections: dict[tuple[object, ...], float] = {}
     device = host = 0.0
     for one in operations:
         host += rates.host_seconds.get(one.phase, 0.0) * one.num_tensors
         # A view launches no kernel, so on an accelerator it costs only the host.
-        if one.kind == "view" and rates.overlaps:
-            continue
-        key = (one.name, one.dtype, one.features)
-        correction = corrections.get(key)
-        if correction is None:
-            found = _correction(rates.measured, one)
-            # Without measurements, use the efficiency of the kind.
-            correction = 1 / rates.efficiency.get(one.kind, 1.0) if found is None else found
-            corrections[key] = correction
-        device += rates.roofline_seconds(one) * correction
+        if one.kind != "view" or not rates.overlaps:
+            device += rates.roofline_seconds(one) / rates.efficiency.get(one.kind, 1.0)
     # An accelerator computes while the host prepares the next operations; a CPU alternates between both.
     return max(device, host) if rates.overlaps else device + host
-
-
-def _correction(measured: Sequence[MeasuredRatio], one: Operation | MeasuredRatio) -> float | None:
-    """Return the mean ratio of the nearest measured operations of the same name, or else kind; None without any.
-
-    This is a geometric mean, weighted by the inverse square of the distance in `features`.
-    """
-    of_kind = [sample for sample in measured if sample.kind == one.kind and sample.dtype == one.dtype]
-    like = [sample for sample in of_kind if sample.name == one.name] or of_kind
-    distances = sorted((math.dist(sample.features, one.features), sample.ratio) for sample in like)
-    nearest = [(1 / (_SAME_SHAPE + distance * distance), ratio) for distance, ratio in distances[:_NUM_NEIGHBOURS]]
-    if not nearest:
-        return None
-    return math.exp(sum(weight * math.log(ratio) for weight, ratio in nearest) / sum(weight for weight, _ in nearest))
 
 
 @dataclass(frozen=True, slots=True)

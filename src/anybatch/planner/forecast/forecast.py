@@ -5,9 +5,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import get_args
 
 from anybatch.core.collective_times import (
+    Link,
     best_all_reduce,
+    bruck_all_gather,
+    doubling_all_reduce,
     gloo_all_reduce,
     hierarchical_all_gather,
     hierarchical_all_reduce,
@@ -15,9 +19,12 @@ from anybatch.core.collective_times import (
     tree_all_reduce,
 )
 from anybatch.core.geometry import ceil_div
+from anybatch.core.message_rounds import gather_messages, sum_messages
+from anybatch.core.size_choice import SecondsFit
 from anybatch.core.whole_numbers import checked_int
+from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.errors import UserError
-from anybatch.planner.forecast.control_plane import ControlMessages
+from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.planner.forecast.forecast_report import USEFUL_GAIN, Effect, ForecastReport, ForecastRow
 from anybatch.planner.forecast.workload import Algorithm, Cluster, FsdpReduction, StrategyName, Workload
 
@@ -35,6 +42,45 @@ _OVER_HOSTS = {
     "tree": tree_all_reduce,
     "gloo": gloo_all_reduce,
 }
+
+
+_NUMBER_BYTES = 8
+_COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anything to run, and a request
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessages:
+    """The collectives of the control group in a step, after the first steps and the check of the loss.
+
+    `parallel/step_agreement.py` sums one float64 message in each step: the loss of one term, a flag for each
+    parameter, two for leaving, and a digest and its square for each of `NUM_DIGESTS`. If counts need the data,
+    `World.gather_from` gathers a few numbers before it. Ranks in agreement send no other messages.
+
+    Attributes:
+        agreement_bytes: bytes of the sum.
+        count_bytes: bytes of a rank's part of the gather; 0 without a gather.
+    """
+
+    agreement_bytes: int
+    count_bytes: int
+
+    @classmethod
+    def of(cls, num_parameters: int, *, counts_need_data: bool) -> "ControlMessages":
+        """Return the messages of a model with `num_parameters` tensors and a loss of one term."""
+        numbers = 1 + num_parameters + 2 + 2 * NUM_DIGESTS
+        return cls(_NUMBER_BYTES * numbers, _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0)
+
+    def agreement_seconds(self, num_ranks: int, link: Link) -> float:
+        """Return the seconds of the sum at the end of a step, whose latency grows with the ranks' logarithm."""
+        return doubling_all_reduce(self.agreement_bytes, num_ranks, link)
+
+    def count_seconds(self, num_ranks: int, link: Link) -> float:
+        """Return the seconds of the gather before a step, whose bytes grow with the number of ranks."""
+        return bruck_all_gather(self.count_bytes * num_ranks, num_ranks, link) if self.count_bytes else 0.0
+
+    def messages(self, num_ranks: int) -> int:
+        """Return the number of messages that all ranks send in a step, without acknowledgements."""
+        return sum_messages(num_ranks) + (gather_messages(num_ranks) if self.count_bytes else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +123,14 @@ def forecast(
         UserError: the number of ranks or the strategy is invalid.
     """
     checked_int("world_size", world_size, least=2)
-    if strategy not in ("all_reduce", "ddp", "zero1", "fsdp"):
+    if strategy not in get_args(StrategyName):
         message = f"{strategy=} cannot be forecast: it must be 'all_reduce', 'ddp', 'zero1' or 'fsdp'."
         raise UserError(message)
 
     def row(num_ranks: int, changed: Workload = workload) -> ForecastRow:
         return _row(changed, cluster, num_ranks, strategy, reduction)
 
-    sizes = _doublings(LARGEST_WORLD)
+    sizes = [2**power for power in range(LARGEST_WORLD.bit_length())]
     largest, why = largest_useful([row(size) for size in sizes], workload)
     shown = sorted({*(size for size in sizes if size < world_size), world_size})
     alone = row(1).samples_per_second
@@ -288,10 +334,6 @@ def _with_efficiency(row: ForecastRow, alone: float) -> ForecastRow:
     return dataclasses.replace(row, efficiency=row.samples_per_second / (row.world_size * alone))
 
 
-def _doublings(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length())]
-
-
 def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> tuple[str, ...]:
     """Return the parts of a forecast that were not compared with measurements of anybatch."""
     algorithms: dict[Algorithm, str] = {
@@ -311,3 +353,37 @@ def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> t
     if strategy == "fsdp":
         found.append("fsdp: gathers and reduce-scatters of equal blocks around a ring")
     return tuple(found)
+
+
+def largest_worlds(report: ComparisonReport, cluster: Cluster) -> dict[str, int]:
+    """Return the largest useful number of ranks by way, at the compared effective batch size.
+
+    A micro-batch of m samples takes `a + b m` seconds: a and b are fitted to the small and the native batch, including
+    the update.
+
+    Args:
+        report: result of `compare`; ways that were not measured, or use one process, are skipped.
+        cluster: the network between ranks.
+    """
+    by_name = {one.way.name: one for one in report.results}
+    small, native = by_name.get("small batch"), by_name.get("native")
+    if small is None or native is None or small.way.num_samples == native.way.num_samples:
+        return {}
+    slope = (native.seconds_per_step - small.seconds_per_step) / (native.way.num_samples - small.way.num_samples)
+    fixed = small.seconds_per_step - slope * small.way.num_samples
+    found, strategies = {}, {name: name for name in get_args(StrategyName)}
+    for one in report.results:
+        strategy = strategies.get(one.way.strategy or "")
+        if strategy is None or one.way.num_ranks == 1:
+            continue
+        workload = Workload(
+            # A line through two noisy times may start below 0 or have a negative slope.
+            micro_batch=SecondsFit(max(0.0, fixed), max(slope, 1e-3 * native.seconds_per_sample)),
+            micro_batch_size=one.way.micro_batch_size,
+            gradient_bytes=one.gradient_bytes,
+            effective_batch_size=one.way.num_samples,
+        )
+        largest = forecast(workload, cluster, world_size=2, strategy=strategy).largest_useful
+        if largest is not None:
+            found[one.way.name] = largest
+    return found

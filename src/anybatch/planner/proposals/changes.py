@@ -21,7 +21,7 @@ from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import Strategy, trainable
-from anybatch.planner.cost.device import Autocast
+from anybatch.planner.cost.devices import Autocast
 from anybatch.planner.cost.step_time import CostLine
 from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
 from anybatch.planner.proposals.stand_ins import (
@@ -45,25 +45,29 @@ _SCALED: Mapping[Autocast, str] = {
     "bf16": "",
     "fp16": "; losses are scaled, and a step whose gradients overflow is skipped",
 }
-_KEEP_PRODUCTS = [
-    "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",
-    "aten = torch.ops.aten",
-    "products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,",
-    "            aten._scaled_dot_product_flash_attention.default,",
-    "            aten._scaled_dot_product_efficient_attention.default}",
-    "def keep(context, operation, *args, **kwargs):",
-    "    policy = CheckpointPolicy",
-    "    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE",
-    "again = partial(checkpoint, use_reentrant=False,",
-    "                context_fn=partial(create_selective_checkpoint_contexts, keep))",
-]
-_OFFLOADED = [
-    "def offloaded(forward):",
-    "    def run(*args, **kwargs):",
-    "        with torch.autograd.graph.save_on_cpu(pin_memory=True):",
-    "            return forward(*args, **kwargs)",
-    "    return run",
-]
+_AGAIN = """\
+from functools import partial
+from torch.utils.checkpoint import checkpoint
+again = partial(checkpoint, use_reentrant=False)"""
+_AGAIN_BUT_PRODUCTS = """\
+from functools import partial
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+aten = torch.ops.aten
+products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default}
+def keep(context, operation, *args, **kwargs):
+    policy = CheckpointPolicy
+    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE
+again = partial(checkpoint, use_reentrant=False,
+                context_fn=partial(create_selective_checkpoint_contexts, keep))"""
+_OFFLOADED = """\
+def offloaded(forward):
+    def run(*args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return forward(*args, **kwargs)
+    return run"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,11 +126,8 @@ def strategy_lines(strategy: str | Callable[[], Strategy]) -> tuple[list[str], s
     as_function = "# the optimizer as a function: named_parameters -> optimizer"
     if isinstance(strategy, str):
         return [as_function] if strategy == "fsdp" else [], f'strategy="{strategy}"'
-    return [
-        "from anybatch.parallel.fsdp import FSDP",
-        "from anybatch.parallel.sharding import Sharding",
-        as_function,
-    ], "strategy=FSDP(Sharding(param_dtype=torch.bfloat16))"
+    before = ["from anybatch.strategies import FSDP, Sharding", as_function]
+    return before, "strategy=FSDP(Sharding(param_dtype=torch.bfloat16))"
 
 
 def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
@@ -255,14 +256,10 @@ def _of_precision(ready: StepSpec, *formats: Autocast) -> list[Change]:
             engine=f'precision="{autocast}"',
             costs=f"products are rounded to {autocast}, weights and sums stay in float32{_SCALED[autocast]}",
             same_step=False,
-            apply=partial(_rounded, autocast),
+            apply=partial(dataclasses.replace, precision=autocast),
         )
         for autocast in formats
     ]
-
-
-def _rounded(autocast: Autocast, train: TrainSpec) -> TrainSpec:
-    return dataclasses.replace(train, precision=autocast)
 
 
 def _of_blocks(ready: StepSpec) -> list[Change]:
@@ -275,29 +272,26 @@ def _of_blocks(ready: StepSpec) -> list[Change]:
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
     # A stand-in for a transformers model also replaces its cache.
     caching = ["model.config.use_cache = False"] if has_cache or ready.called else []
-    ways: tuple[tuple[str, Keeping, int, str], ...] = (
-        ("checkpointing", "inputs", 1, "each block's forward runs twice"),
-        ("checkpointing every 2nd block", "inputs", 2, "every second block's forward runs twice"),
-        ("checkpointing all but products", "products", 1, "each block runs twice, except for its products"),
+    ways: tuple[tuple[str, str, Keeping, int, str], ...] = (
+        ("checkpointing", _AGAIN, "inputs", 1, "each block's forward runs twice"),
+        ("checkpointing every 2nd block", _AGAIN, "inputs", 2, "every second block's forward runs twice"),
+        (
+            "checkpointing all but products",
+            _AGAIN_BUT_PRODUCTS,
+            "products",
+            1,
+            "each block runs twice, except for its products",
+        ),
     )
     return [
         Change(
             name=name,
-            how="\n".join([*_checkpointing_lines(rows, keeping, every, ready.called), *caching]),
+            how="\n".join([again, *_loops(rows, every, ready.called, "partial(again, block.forward)"), *caching]),
             costs=costs,
             apply=partial(_checkpointed, keeping, every),
         )
-        for name, keeping, every, costs in ways
+        for name, again, keeping, every, costs in ways
     ]
-
-
-def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int, called: Mapping[str, str]) -> list[str]:
-    """Return the code for activation checkpointing of blocks."""
-    lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
-    lines += _KEEP_PRODUCTS if keeping == "products" else ["again = partial(checkpoint, use_reentrant=False)"]
-    for loop in _loops(rows, every, called):
-        lines += [*loop, "    block.forward = partial(again, block.forward)"]
-    return lines
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -358,13 +352,10 @@ def _of_host(ready: StepSpec) -> list[Change]:
     rows = repeated_blocks(as_module(ready.trained.model))
     if ready.profile == "cpu" or not rows:
         return []
-    lines = list(_OFFLOADED)
-    for loop in _loops(rows, 1, ready.called):
-        lines += [*loop, "    block.forward = offloaded(block.forward)"]
     return [
         Change(
             name="offloading",
-            how="\n".join(lines),
+            how="\n".join([_OFFLOADED, *_loops(rows, 1, ready.called, "offloaded(block.forward)")]),
             costs="what blocks save goes to the host and back over PCIe",
             timed=False,
             apply=lambda train: dataclasses.replace(train, model=offloaded(train.model)),
@@ -383,7 +374,7 @@ def _of_state(ready: StepSpec) -> list[Change]:
             how=how,
             costs="not the same optimizer: its two averages are rounded to 8 bits, in blocks of 256",
             same_step=False,
-            apply=lambda train: dataclasses.replace(train, optimizer=_with_eight_bits),
+            apply=partial(dataclasses.replace, optimizer=_with_eight_bits),
         )
     ]
 
@@ -452,18 +443,24 @@ def _of_head(ready: StepSpec) -> list[Change]:
     ]
 
 
-def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str]) -> list[list[str]]:
-    """Return code that starts loops over repeated blocks; it finds them by class, also inside adapters."""
+def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str], forward: str) -> list[str]:
+    """Return code that replaces the forward of repeated blocks; it finds them by class, also inside adapters."""
+    step = "" if every == 1 else f"[::{every}]"
     kinds = [called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows]
-    if every == 1 or len(set(kinds)) == len(kinds):
-        step = "" if every == 1 else f"[::{every}]"
-        found = "[one for one in model.modules() if type(one).__name__ == {!r}]"
-        return [[f"blocks = {found.format(kind)}", f"for block in blocks{step}:"] for kind in dict.fromkeys(kinds)]
-    loops = []
-    # If several rows have the same class, take every n-th block of each row.
-    for blocks, kind in zip(rows, kinds, strict=True):
-        where = called.get(blocks.path, blocks.path)
-        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where.split(".") if part)
-        children = f"[one for one in model{path}.children() if type(one).__name__ == {kind!r}]"
-        loops.append([f"blocks = {children}", f"for block in blocks[::{every}]:"])
-    return loops
+    found = {kind: f"model.modules() if type(one).__name__ == {kind!r}" for kind in kinds}
+    if every > 1 and len(found) < len(kinds):
+        # If several rows have the same class, take every n-th block of each row.
+        found = {}
+        for blocks, kind in zip(rows, kinds, strict=True):
+            parts = called.get(blocks.path, blocks.path).split(".")
+            path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts if part)
+            found[blocks.path] = f"model{path}.children() if type(one).__name__ == {kind!r}"
+    return [
+        line
+        for where in found.values()
+        for line in (
+            f"blocks = [one for one in {where}]",
+            f"for block in blocks{step}:",
+            f"    block.forward = {forward}",
+        )
+    ]

@@ -20,8 +20,7 @@ from anybatch.memory.trace import MemoryEnvelope, Peak
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.cost.device import Autocast
-from anybatch.planner.cost.device_table import DEVICES
+from anybatch.planner.cost.devices import DEVICES, Autocast
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, rates_of, step_seconds
 from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
 from anybatch.planner.proposals.changes import (

@@ -5,6 +5,7 @@ nothing, and are for fake tensors only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from textwrap import wrap
 from typing import Any, Final, overload
 
@@ -220,32 +221,20 @@ def four_bit_lines(model: nn.Module, called: Mapping[str, str]) -> list[str]:
     ]
 
 
-class Offloaded(nn.Module):
-    """Runs a block with the memory of `torch.autograd.graph.save_on_cpu`: no saved tensor stays on the device."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (any arguments and result)
-        """Return the block's output."""
-        with torch.autograd.graph.saved_tensors_hooks(_shape_of, _empty_tensor):
-            return self.block(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute)
-        """Return the block's attribute if this module has none of that name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("block"), name)
-
-
 def offloaded(model: Model) -> Model:
-    """Offload the saved tensors of a model's repeated blocks; return the model."""
+    """Run a model's repeated blocks with the memory of `torch.autograd.graph.save_on_cpu`; return the model.
+
+    No saved tensor stays on the device.
+    """
     for blocks in repeated_blocks(as_module(model)):
-        for name in blocks.names:
-            setattr(blocks.parent, name, Offloaded(blocks.parent.get_submodule(name)))
+        for block in blocks.modules:
+            vars(block)["forward"] = partial(_saving_nothing, block.forward)
     return model
+
+
+def _saving_nothing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (any module)
+    with torch.autograd.graph.saved_tensors_hooks(_shape_of, _empty_tensor):
+        return forward(*args, **kwargs)
 
 
 def _shape_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -37,7 +37,7 @@ class StepSpec:
             code uses the library's names.
         profile: device type whose allocations are planned, "cuda" or "cpu".
         cache: results of operations on fake tensors, shared by all traces of this step and its variants;
-            `ResultCache(enabled=False)` gives the same plan in four times the time.
+            `ResultCache(enabled=False)` gives the same plan in up to five times the time.
     """
 
     train: TrainSpec | MakeTrainSpec

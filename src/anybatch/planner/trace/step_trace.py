@@ -31,9 +31,8 @@ from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.cuda_emulation import allocating_as, choose_foreach
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
-from anybatch.planner.trace.fake_ranks import fake_ranks
+from anybatch.planner.trace.fake_ranks import StreamPools, fake_ranks, resizes_booked, with_gradients
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
-from anybatch.planner.trace.gathered_memory import StreamPools, resizes_booked, with_gradients
 from anybatch.planner.trace.joint_rows import AllRows
 from anybatch.planner.trace.refusals import (
     as_planning_errors,
@@ -301,7 +300,7 @@ class _TwinRun:
         is_first = not engine.num_steps
         self._recorder, self._num_operations = recorder, 0
         if recorder is not None:
-            recorder.cached_result = self.ledger.cached_result
+            recorder.cached_result = lambda: self.ledger.entry
         engine.step(_TracedBatch(self, micro_batch_size * self._spec.num_micro_batches * self._world.size))
         self._recorder = None
         self._hold_states()

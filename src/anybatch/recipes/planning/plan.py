@@ -23,11 +23,10 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.budget import budget_of
-from anybatch.planner.cache.measured_devices import KnownDevices
-from anybatch.planner.cost.device import Device
+from anybatch.planner.budget import budget_of, measured_of
+from anybatch.planner.cost.devices import Device
 from anybatch.planner.cost.step_time import Rates
-from anybatch.planner.measured import measured_of
+from anybatch.planner.measurements import KnownDevices
 from anybatch.planner.plan import make_plan
 from anybatch.planner.proposals.changes import changed, named_change
 from anybatch.planner.report import Plan

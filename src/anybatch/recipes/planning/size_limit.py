@@ -12,10 +12,9 @@ from anybatch.memory.device_memory import limit_of, memory_in_use, outside_bytes
 from anybatch.memory.host_memory import read_host
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.world import World
-from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceMeasurements
-from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceMeasurements, measured_of
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.measured import measured_here
+from anybatch.planner.measurements import KnownDevices
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 from anybatch.recipes.job import Job
@@ -63,7 +62,7 @@ def planned_largest(
                 spec, _ = built(StepSpec(train=train, sample=batch, strategy="single", profile=profile))
                 spec = spec.with_train(effective_batch_size=num_samples)
                 precision = spec.trained.precision
-                measured = DeviceMeasurements() if known is None else measured_here(place, "", precision, known)
+                measured = DeviceMeasurements() if known is None else measured_of(place, "", precision, known)
                 left = measured.headroom if headroom is None else headroom
                 usable = (
                     _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))

@@ -17,7 +17,7 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Auto, Memory
 from anybatch.errors import AnyBatchError, UserError
 from anybatch.parallel.world import World
-from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.measurements import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.run.folder import Origin, RunFolder, RunHeader, Stretch
 from anybatch.recipes.run.settings import LEARNED, resolve_settings

@@ -22,7 +22,7 @@ from anybatch.engine.micro_batch_size.search import Memory
 from anybatch.errors import CannotRedoError, RankFailedError, UserError
 from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
-from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.measurements import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder, RunHeader
 from anybatch.recipes.run.prepare import PreparedRun, on_first_rank, prepare

@@ -1,1 +1,0 @@
-"""Measurements of this machine, kept in files for the next plan."""
