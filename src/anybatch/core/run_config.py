@@ -115,8 +115,9 @@ class RunConfig:
         """Return the settings that `as_json` wrote."""
         size = values["effective_batch_size"]
         values = {**values, "effective_batch_size": BatchRamp.parse(size) if isinstance(size, str) else size}
-        if values.get("micro_batch_tokens") or values.get("accumulation_steps"):
-            values.pop("micro_batch_size")  # "auto" in headers of earlier versions
+        other = values.get("micro_batch_tokens") or values.get("accumulation_steps")
+        if other and values.get("micro_batch_size") == "auto":
+            del values["micro_batch_size"]  # earlier versions wrote it next to the setting that replaced it
         return cls(**values)
 
     def differences(self, other: "RunConfig", names: Iterable[str]) -> tuple[str, ...]:
