@@ -159,6 +159,6 @@ def test_a_stateful_loaders_batches_are_refused_under_a_budget() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         ab.Engine(model, optimizer, DECLARED, micro_batch_size=ab.token_budget(40)) as engine,
-        pytest.raises(CompositionError, match="padded together"),
+        pytest.raises(CompositionError, match="already padded"),
     ):
         engine.step(next(iter(ab.shares(loader))))
