@@ -7,7 +7,7 @@ result, the separate run of each of its cells shows which one is wrong.
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from anybatch.core.compatibility import Feature, Verdict, cell, meetings
+from anybatch.core.compatibility import COMBINABLE, Feature, Verdict, cell, meetings
 from tests.engine.compatibility_cases import Features, checkpointed_and_compiled, complete, runs_of
 
 Pair = tuple[Feature, Feature]
@@ -16,7 +16,7 @@ ROUNDING = frozenset(
     {Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, Feature.COMPRESSED}
     | {Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS}
 )
-STATISTICS = frozenset(feature for feature in Feature if feature.axis.name == "norms")
+STATISTICS = frozenset(feature for feature in Feature if feature.axis == "norms")
 BAD = frozenset({Verdict.REFUSED, Verdict.EXCLUSIVE})
 
 
@@ -48,7 +48,7 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
 
 
 def _ranks(run: Features) -> Features:
-    return frozenset(feature for feature in run if feature.axis.name in ("strategy", "ranks"))
+    return frozenset(feature for feature in run if feature.axis in ("strategy", "ranks"))
 
 
 def _asked(pair: Pair, run: Features) -> Features:
@@ -65,7 +65,7 @@ def _may_be_combined(pair: Pair, run: Features) -> bool:
 
 def _may_meet(features: Features) -> bool:
     """Whether no two features are values of one axis, and one backend can compile them all."""
-    axes = [feature.axis for feature in features if feature.axis.exclusive]
+    axes = [feature.axis for feature in features if feature.axis not in COMBINABLE]
     return len(axes) == len(set(axes)) and not checkpointed_and_compiled(features)
 
 
