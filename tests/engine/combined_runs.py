@@ -1,7 +1,7 @@
 """A few runs that cover many cells of the composition table by combining features wherever possible.
 
-A cell counts as run if it was exact, or differed, together with other features. If such a run gives an unexpected
-result, the separate run of each of its cells shows which one is wrong.
+A cell counts as run if it was exact, differed, or was refused in the backward, together with other features. If an
+exact or different run gives an unexpected result, the separate run of each of its cells shows which one is wrong.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,14 +27,15 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
     first cell not yet covered and adds every other one that fits.
     """
     shown: dict[tuple[Pair, Features], Features] = {}
-    alike: dict[tuple[Features, Standing], list[tuple[Pair, Features]]] = {}
+    alike: dict[tuple[Features, Standing, bool], list[tuple[Pair, Features]]] = {}
     for item in [(pair, run) for pair in pairs for run in runs_of(*pair)]:
         pair, run = item
         if _may_be_combined(pair, run):
-            alike.setdefault((_ranks(run), _standing(run)), []).append(item)
+            # Compiled runs take ten times as long, so other cells do not share them.
+            alike.setdefault((_ranks(run), _standing(run), Feature.COMPILED in run), []).append(item)
         else:
             shown[item] = run
-    for (_, standing), items in alike.items():
+    for (_, standing, _), items in alike.items():
         while left := [item for item in items if item not in shown]:
             asked: Features = frozenset()
             for pair, run in left:
@@ -57,10 +58,15 @@ def _asked(pair: Pair, run: Features) -> Features:
 
 
 def _may_be_combined(pair: Pair, run: Features) -> bool:
-    """Whether a cell can share its run: refused cells run alone, and "auto" may remove a difference."""
-    verdict = cell(*pair).verdict
-    cured = verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
-    return verdict not in BAD and not cured and not checkpointed_and_compiled(run)
+    """Whether a cell can share its run.
+
+    "auto" may remove a difference, and an engine that refuses to be built shows no other feature. A refusal in the
+    backward comes after the others.
+    """
+    found = cell(*pair)
+    cured = found.verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
+    runs = found.verdict not in BAD or found is cell(Feature.REENTRANT, Feature.REENTRANT)
+    return runs and not cured and not checkpointed_and_compiled(run)
 
 
 def _may_meet(features: Features) -> bool:
