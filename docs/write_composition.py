@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from anybatch.core.compatibility import Cell, Feature, Verdict, cell, is_stated, pairs
+from anybatch.core.compatibility import TABLE, Feature, Verdict, cell
 
 
 def as_markdown() -> str:
@@ -65,7 +65,11 @@ _SECTIONS: Mapping[str, Verdict] = {
     "Untested": Verdict.UNTESTED,
     "Exclusive across axes": Verdict.EXCLUSIVE,
 }
-_DETECTED_LATE: Mapping[str, str] = {"first batch": " (detected at the first batch)", "running": " (detected in a run)"}
+_DETECTED_LATE: Mapping[str, str] = {
+    "batch": " (detected at the first batch)",
+    "idle parameters": " (detected in a run)",
+    "checkpointing": " (detected in a run)",
+}
 
 
 def _legend() -> str:
@@ -75,8 +79,8 @@ def _legend() -> str:
 
 def _features() -> str:
     rows = [
-        f"| {number} | `{feature.name.lower()}` | {feature.axis.name} | "
-        f"{feature.says}{_DETECTED_LATE.get(feature.axis.known, '')} |"
+        f"| {number} | `{feature.name.lower()}` | {feature.axis} | "
+        f"{feature.says}{_DETECTED_LATE.get(feature.axis, '')} |"
         for number, feature in enumerate(Feature, 1)
     ]
     return "\n".join(["| | feature | axis | meaning |", "|---|---|---|---|", *rows])
@@ -96,13 +100,11 @@ def _matrix() -> str:
 
 
 def _section(title: str, verdict: Verdict) -> str:
-    grouped: dict[Cell, list[str]] = {}
-    for one, other in pairs(Feature):
-        found = cell(one, other)
-        if is_stated(one, other) and found.verdict is verdict:
-            names = (one,) if one is other else (one, other)
-            grouped.setdefault(found, []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
-    items = [f"- {', '.join(names)}: {found.reason}. {found.instead}".rstrip() for found, names in grouped.items()]
+    items = []
+    for combinations, found in TABLE.items():
+        if found.verdict is verdict:
+            names = [" with ".join(f"`{feature.name.lower()}`" for feature in features) for features in combinations]
+            items.append(f"- {', '.join(names)}: {found.reason}. {found.remedy}".rstrip())
     return "\n\n".join([f"## {title}", "\n".join(items) or "None."])
 
 

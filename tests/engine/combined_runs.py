@@ -1,13 +1,13 @@
 """A few runs that cover many cells of the composition table by combining features wherever possible.
 
-A cell counts as run if it was exact, or differed, together with other features. If such a run gives an unexpected
-result, the separate run of each of its cells shows which one is wrong.
+A cell counts as run if it was exact, differed, or was refused in the backward, together with other features. If an
+exact or different run gives an unexpected result, the separate run of each of its cells shows which one is wrong.
 """
 
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from anybatch.core.compatibility import Feature, Verdict, cell, meetings
+from anybatch.core.compatibility import COMBINABLE, Feature, Verdict, cell, meetings
 from tests.engine.compatibility_cases import Features, checkpointed_and_compiled, complete, runs_of
 
 Pair = tuple[Feature, Feature]
@@ -16,7 +16,7 @@ ROUNDING = frozenset(
     {Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, Feature.COMPRESSED}
     | {Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS}
 )
-STATISTICS = frozenset(feature for feature in Feature if feature.axis.name == "norms")
+STATISTICS = frozenset(feature for feature in Feature if feature.axis == "norms")
 BAD = frozenset({Verdict.REFUSED, Verdict.EXCLUSIVE})
 
 
@@ -27,14 +27,15 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
     first cell not yet covered and adds every other one that fits.
     """
     shown: dict[tuple[Pair, Features], Features] = {}
-    alike: dict[tuple[Features, Standing], list[tuple[Pair, Features]]] = {}
+    alike: dict[tuple[Features, Standing, bool], list[tuple[Pair, Features]]] = {}
     for item in [(pair, run) for pair in pairs for run in runs_of(*pair)]:
         pair, run = item
         if _may_be_combined(pair, run):
-            alike.setdefault((_ranks(run), _standing(run)), []).append(item)
+            # Compiled runs take ten times as long, so other cells do not share them.
+            alike.setdefault((_ranks(run), _standing(run), Feature.COMPILED in run), []).append(item)
         else:
             shown[item] = run
-    for (_, standing), items in alike.items():
+    for (_, standing, _), items in alike.items():
         while left := [item for item in items if item not in shown]:
             asked: Features = frozenset()
             for pair, run in left:
@@ -48,7 +49,7 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
 
 
 def _ranks(run: Features) -> Features:
-    return frozenset(feature for feature in run if feature.axis.name in ("strategy", "ranks"))
+    return frozenset(feature for feature in run if feature.axis in ("strategy", "ranks"))
 
 
 def _asked(pair: Pair, run: Features) -> Features:
@@ -57,15 +58,20 @@ def _asked(pair: Pair, run: Features) -> Features:
 
 
 def _may_be_combined(pair: Pair, run: Features) -> bool:
-    """Whether a cell can share its run: refused cells run alone, and "auto" may remove a difference."""
-    verdict = cell(*pair).verdict
-    cured = verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
-    return verdict not in BAD and not cured and not checkpointed_and_compiled(run)
+    """Whether a cell can share its run.
+
+    "auto" may remove a difference, and an engine that refuses to be built shows no other feature. A refusal in the
+    backward comes after the others.
+    """
+    found = cell(*pair)
+    cured = found.verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
+    runs = found.verdict not in BAD or found is cell(Feature.REENTRANT, Feature.REENTRANT)
+    return runs and not cured and not checkpointed_and_compiled(run)
 
 
 def _may_meet(features: Features) -> bool:
     """Whether no two features are values of one axis, and one backend can compile them all."""
-    axes = [feature.axis for feature in features if feature.axis.exclusive]
+    axes = [feature.axis for feature in features if feature.axis not in COMBINABLE]
     return len(axes) == len(set(axes)) and not checkpointed_and_compiled(features)
 
 

@@ -41,23 +41,14 @@ DEFAULTS = (
     *(Feature.DEALT, Feature.COUNT_BEFORE, Feature.DENSE),
 )
 IMPLIED = {
-    Feature.MASTER_WEIGHTS: Feature.LOW_PARAMETERS,
-    Feature.CAST: Feature.LOW_PARAMETERS,
-    Feature.SPLIT_WEIGHTS: Feature.LOW_PARAMETERS,
-    Feature.ROUNDED_WEIGHTS: Feature.LOW_PARAMETERS,
+    **dict.fromkeys([feature for feature in Feature if feature.axis == "update"], Feature.LOW_PARAMETERS),
+    Feature.DIRECT: Feature.WIDE_PARAMETERS,
     Feature.LOW_PARAMETERS: Feature.MASTER_WEIGHTS,
-    **dict.fromkeys([feature for feature in Feature if feature.axis.name == "norms"], Feature.BATCH_NORM),
+    **dict.fromkeys([feature for feature in Feature if feature.axis == "norms"], Feature.BATCH_NORM),
 }
 IN_FLOAT32 = {Feature.MASTER_WEIGHTS, Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS}
 GROUP_SIZE = 3
-STRATEGIES = {
-    Feature.SINGLE: "single",
-    Feature.ALL_REDUCE: "all_reduce",
-    Feature.DDP: "ddp",
-    Feature.ZERO1: "zero1",
-    Feature.FSDP: "fsdp",
-    Feature.DATA_PARALLEL: "data_parallel",
-}
+STRATEGIES = {feature: feature.name.lower() for feature in Feature if feature.axis == "strategy"}
 SETTINGS = [(strategy, ranks) for ranks in (Feature.ALONE, Feature.SEVERAL_RANKS) for strategy in STRATEGIES]
 ON_ONE_RANK = [(strategy, Feature.ONE_RANK) for strategy in STRATEGIES]
 
@@ -81,7 +72,7 @@ def complete(features: Iterable[Feature]) -> Features:
     """Return the features of a complete run: the given ones, implied ones, and the defaults of the other axes."""
     found = set(features)
     for feature in (*[IMPLIED[f] for f in Feature if f in found and f in IMPLIED], *DEFAULTS):
-        if not any(other.axis is feature.axis for other in found):
+        if not any(other.axis == feature.axis for other in found):
             found.add(feature)
     return frozenset(found)
 
@@ -106,12 +97,11 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
         if all(feature in setting for feature in (one, other) if feature.axis in [s.axis for s in setting])
     ]
     bad = (Verdict.REFUSED, Verdict.EXCLUSIVE)
-    return [run for run in runs if all(met is cell(one, other) for met in cells(run) if met.verdict in bad)]
-
-
-def cells(features: Features) -> list[Any]:
-    """Return all entries of the table that apply to a run."""
-    return [cell(*pair) for pair in meetings(features)]
+    return [
+        run
+        for run in runs
+        if all(met is cell(one, other) for met in (cell(*pair) for pair in meetings(run)) if met.verdict in bad)
+    ]
 
 
 # The model, the data, the loss and the optimizer
@@ -366,7 +356,7 @@ def compiled(network: Network, features: Features) -> nn.Module:
     Its backward is one autograd node ("aot_eager"), as by default, but without minutes of code generation. With other
     features on several ranks or in low precision, only the forward is compiled ("eager"), in a quarter of the time.
     """
-    alone = features == complete({f for f in features if f.axis.name in ("strategy", "ranks", "compilation")})
+    alone = features == complete({f for f in features if f.axis in ("strategy", "ranks", "compilation")})
     both = alone or checkpointed_and_compiled(features) or (is_wide(features) and Feature.SEVERAL_RANKS not in features)
     model: Any = torch.compile(network, backend="aot_eager" if both else "eager")
     return model  # type: ignore[no-any-return]

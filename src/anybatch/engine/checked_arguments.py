@@ -137,7 +137,7 @@ def check_arguments(
         accumulation_steps=hardware.accumulation_steps,
         deal=hardware.deal,
     )
-    features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, clip=clip, policy=policy)
+    features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, policy=policy)
     composes = partial(_composes, features, spec, modules, world)
     choice = choose(hardware.strategy, spec.optimizer, modules, world, composes, bf16_weights=spec.bf16_weights)
     strategy, needs = choice.strategy, choice.strategy.capabilities

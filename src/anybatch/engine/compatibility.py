@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Mapping
+from typing import get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +17,6 @@ from anybatch.core.torch_internals import BatchNormBase
 from anybatch.engine.rng.per_sample_dropout import PerSample
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.torch_internals import DropoutBase, is_compiled
-from anybatch.engine.update.clipping import ClipByNorm, ClipByValue, ClipPolicy
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import CompositionError, UserError
 from anybatch.norms import Policy
@@ -26,9 +26,6 @@ from anybatch.parallel.world import World
 Features = Mapping[Feature, str]
 """The features of a run, each with its origin as text, which may be empty."""
 
-_PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
-_DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
-_CLIPS = {ClipByNorm: Feature.CLIP_NORM, ClipByValue: Feature.CLIP_VALUE}
 _IN_PIECES = {"split": Feature.SPLIT_WEIGHTS, "stochastic": Feature.ROUNDED_WEIGHTS}
 _DROPOUTS = {
     "micro_batch": Feature.DROPOUT_KEYED,
@@ -38,68 +35,51 @@ _DROPOUTS = {
 
 
 def features_of(
-    spec: TrainSpec,
-    modules: nn.Module,
-    loss: Loss,
-    *,
-    sizes: Sizes,
-    deal: Deal,
-    clip: ClipPolicy | None,
-    policy: Policy,
+    spec: TrainSpec, modules: nn.Module, loss: Loss, *, sizes: Sizes, deal: Deal, policy: Policy
 ) -> dict[Feature, str]:
-    """Return the features of a run that follow from its spec and sizes.
+    """Return the features in the composition table's entries that follow from a run's spec, modules and options.
 
-    Features that appear only in a forward are missing: unused parameters, activation checkpointing, functions such as
-    `F.dropout`.
-
-    Args:
-        spec: the arguments for the training.
-        modules: all trained modules.
-        loss: the declared loss.
-        sizes: the sizes from the user.
-        deal: how units are dealt to ranks.
-        clip: the clipping policy.
-        policy: the BatchNorm policy.
+    Features that appear only in a forward are missing: activation checkpointing, functions such as `F.dropout`.
 
     Raises:
         UserError: an unknown value of `deal`.
     """
-    if deal not in _DEALS:
-        message = f"{deal=} must be one of {', '.join(map(repr, _DEALS))}."
+    if deal not in get_args(Deal):
+        message = f"{deal=} must be one of {', '.join(map(repr, get_args(Deal)))}."
         raise UserError(message)
-    found = {_PRECISIONS[spec.precision]: "", _DEALS[deal]: ""}
-    if sizes.micro_batch_size is not None:
-        found[Feature.MICRO_BATCH_SIZE] = str(sizes.micro_batch_size)
-    elif sizes.accumulation_steps is not None:
-        found[Feature.ACCUMULATION_STEPS] = str(sizes.accumulation_steps)
-    elif sizes.micro_batch_tokens is not None:
+    found = {
+        loss.kind.feature: "",
+        **_features_of_parameters(spec, modules),
+        **_features_of_layers(spec, modules, loss),
+    }
+    if spec.precision == "fp16":
+        found[Feature.FP16] = ""
+    if deal == "fixed":
+        found[Feature.FIXED] = ""
+    if sizes.micro_batch_tokens is not None:
         found[Feature.TOKEN_BUDGET] = f"{sizes.micro_batch_tokens} tokens"
-    else:
-        found[Feature.AUTO_SIZE] = ""
-    if clip is not None:
-        found[_CLIPS.get(type(clip), Feature.CLIP_GROUPS)] = ""
     if policy.feature is not None:
         found[policy.feature] = ""
-    return {**_features_of_training(spec, modules, loss), **found}
+    return found
 
 
-def _features_of_training(spec: TrainSpec, modules: nn.Module, loss: Loss) -> dict[Feature, str]:
-    rng = spec.rng
-    dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(rng, PerSample) else _DROPOUTS[rng]
+def _features_of_layers(spec: TrainSpec, modules: nn.Module, loss: Loss) -> dict[Feature, str]:
+    found: dict[Feature, str] = {}
+    dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(spec.rng, PerSample) else _DROPOUTS[spec.rng]
+    # Functions such as F.dropout cannot be detected.
+    if dropout is Feature.DROPOUT_PER_SAMPLE:
+        found[dropout] = ""
+    elif spec.rng is None and loss.kind.feature is Feature.JOINT:
+        found[dropout] = "or any other random function"
     layers = {
         Feature.BATCH_NORM: lambda module: isinstance(module, BatchNormBase) and module.training,
         dropout: lambda module: isinstance(module, DropoutBase) and module.training and module.p > 0,
         Feature.COMPILED: is_compiled,
     }
-    found = {**_features_of_parameters(spec, modules), **_features_of_loss(loss)}
-    if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be detected
-        found[Feature.DROPOUT_UNKEYED] = "or any other random function"
     for feature, shows in layers.items():
         first = next((name for name, module in modules.named_modules() if shows(module)), None)
         if first is not None:
             found[feature] = f"module {first!r}" if first else "the model itself"
-    if dropout is Feature.DROPOUT_PER_SAMPLE:
-        found.setdefault(dropout, "")  # F.dropout cannot be detected, and some features prevent seeding it
     return found
 
 
@@ -125,14 +105,9 @@ def refuse_features(
     *,
     already_sharded: bool = False,
 ) -> None:
-    """Refuse combinations that do not compose, and features that the strategy does not support.
+    """Refuse combinations that do not compose, and features that the strategy, with these `needs`, does not support.
 
-    Args:
-        features: of the run.
-        optimizer: as in `TrainSpec`.
-        needs: capabilities of the strategy.
-        world: the ranks.
-        already_sharded: the model is sharded already, so the strategy does not replace its parameters.
+    A model that is `already_sharded` keeps its parameters under any strategy.
 
     Raises:
         CompositionError: with the reasons and alternatives.
@@ -174,8 +149,6 @@ def refused_in_backward(error: BaseException) -> CompositionError | None:
 def _features_of_parameters(spec: TrainSpec, modules: nn.Module) -> dict[Feature, str]:
     own = trainable(modules)
     low = next((name for name, parameter in own.items() if is_low_precision(parameter)), None)
-    frozen = [name for name, parameter in modules.named_parameters() if not parameter.requires_grad]
-    tied = [name for name, _ in modules.named_parameters(remove_duplicate=False)]
     sparse = next((name for name, module in modules.named_modules() if _has_sparse_gradients(module)), None)
     found: dict[Feature, str] = {}
     if low is None:
@@ -188,22 +161,9 @@ def _features_of_parameters(spec: TrainSpec, modules: nn.Module) -> dict[Feature
         found[Feature.DIRECT] = ""
     else:
         found[Feature.CAST if isinstance(spec.optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
-    if sparse is None:
-        found[Feature.DENSE] = ""
-    else:
+    if sparse is not None:
         found[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
-    if frozen:
-        found[Feature.FROZEN] = f"{len(frozen)} of them, first {frozen[0]!r}"
-    # `tied` has a parameter once for each of its names, the others have it once.
-    if len(tied) > len(own) + len(frozen):
-        found[Feature.TIED] = ""
     return found
-
-
-def _features_of_loss(loss: Loss) -> dict[Feature, str]:
-    modules = [function for function in loss.functions.values() if isinstance(function, nn.Module)]
-    training = [type(module).__name__ for module in modules if any(p.requires_grad for p in module.parameters())]
-    return {loss.kind.feature: "", **({Feature.LOSS_PARAMETERS: ", ".join(training)} if training else {})}
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
