@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from anybatch.checkpoints import list_checkpoints, load, load_latest, save
 from anybatch.checkpoints.loading import stored_state
-from anybatch.checkpoints.parts import HeldPart, assign_parts
-from anybatch.checkpoints.saving_together import SharedSave
+from anybatch.checkpoints.saving import HeldPart, SharedSave, assign_parts
 from anybatch.checkpoints.structure import TensorPart
 from anybatch.errors import CheckpointError, DamagedCheckpointError, TruncatedCheckpointError, UserError
 from tests.checkpoints.exactly import exactly
@@ -112,10 +111,10 @@ def test_torch_reads_the_parts(tmp_path: Path) -> None:
 
 @sees(
     "a checkpoint in parts is named before its digests are written",
-    "src/anybatch/checkpoints/saving_together.py",
-    "            write_file(self._partial / DIGESTS, [last], disk=self._disk)\n",
+    "src/anybatch/checkpoints/saving.py",
+    "            write_file(self._partial / DIGESTS, [digests_bytes({STATE: state, **parts})], disk=self._disk)\n",
     "            put_in_place(self._partial, self._target, disk=self._disk)\n"
-    "            write_file(self._target / DIGESTS, [last], disk=self._disk)\n"
+    "            write_file(self._target / DIGESTS, [digests_bytes({STATE: state, **parts})], disk=self._disk)\n"
     "            self._disk.rename(self._target, self._partial)\n",
 )
 @pytest.mark.slow
