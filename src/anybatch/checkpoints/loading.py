@@ -72,10 +72,10 @@ def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
     for name in (STATE, *own):
         with intact(path / name, digests[name]) as file:
             if name == STATE:
-                refuse_renamed(path, file.read())
+                _refuse_renamed(path, file.read())
 
 
-def refuse_renamed(path: Path, state: bytes) -> None:
+def _refuse_renamed(path: Path, state: bytes) -> None:
     """Refuse a checkpoint under the name of another step, which might be taken for the newest."""
     named, saved = step_in_name(path), (parsed(state) or {}).get("step")
     if named is not None and saved is not None and named != saved:
