@@ -108,7 +108,7 @@ def test_killed_at_any_operation(act: Act) -> None:
     "a file is not brought to the disk",
     "src/anybatch/checkpoints/files.py",
     """
-        disk.sync(file)
+            disk.sync(file)
 """,
     "",
 )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anybatch.checkpoints import save
-from anybatch.checkpoints.tensors import STANDARD_DTYPES, file_layout, read_tensors
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, file_layout, stored_tensors
 from tests.checkpoints.exactly import bytes_of, exactly
 from tests.checkpoints.faulty_disk import FaultyDisk
 
@@ -67,7 +67,7 @@ def test_tensors_of_the_reference_library_are_read(tmp_path: Path) -> None:
     given = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
     save_file(given, tmp_path / "reference.safetensors", metadata={"format": "pt"})
     with (tmp_path / "reference.safetensors").open("rb") as file:
-        tensors = read_tensors(file)
+        tensors = {name: tensor.read() for name, tensor in stored_tensors([file]).items()}
 
     assert {name: exactly(tensor) for name, tensor in tensors.items()} == {
         name: exactly(tensor) for name, tensor in given.items()
@@ -104,4 +104,4 @@ def test_a_header_that_lies_is_refused(entry: dict[str, object], tmp_path: Path)
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
 
     with path.open("rb") as file, pytest.raises(ValueError, match="'a'"):
-        read_tensors(file)
+        stored_tensors([file])

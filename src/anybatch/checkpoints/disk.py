@@ -15,39 +15,30 @@ class Disk(Protocol):
 
     def make_folder(self, path: Path, /) -> None:
         """Make a folder that does not exist yet; its parent does."""
-        ...
 
     def create(self, path: Path, /) -> FileIO:
         """Open a file that does not exist yet, to be written without a buffer."""
-        ...
 
     def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
         """Append all of `block`."""
-        ...
 
     def sync(self, file: FileIO, /) -> None:
         """Return once the bytes of `file` would survive a power failure."""
-        ...
 
     def sync_folder(self, path: Path, /) -> None:
         """Return once the names in a folder would survive a power failure."""
-        ...
 
     def rename(self, path: Path, new: Path, /) -> None:
         """Rename within a folder, in one indivisible operation; `new` does not exist."""
-        ...
 
     def remove_file(self, path: Path, /) -> None:
         """Remove a file, or a link."""
-        ...
 
     def remove_folder(self, path: Path, /) -> None:
         """Remove an empty folder."""
-        ...
 
     def free_bytes(self, path: Path, /) -> int:
         """Return how many bytes can be written where the folder `path` is, or will be."""
-        ...
 
 
 @final

@@ -6,9 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from anybatch.checkpoints.disk import LOCAL_DISK
-from anybatch.checkpoints.files import has_digests, write_file
-from anybatch.checkpoints.folder import list_checkpoints
-from anybatch.checkpoints.loading import LoadedCheckpoint, newest_intact, stored_state, verify
+from anybatch.checkpoints.files import write_file
+from anybatch.checkpoints.loading import candidates, newest_intact, stored_state, verify
 from anybatch.checkpoints.saving import file_errors_explained
 from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, file_layout
 from anybatch.errors import CheckpointError, UserError
@@ -43,10 +42,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     if target.exists():
         message = f"{target} exists already. Give another name, or remove it first."
         raise UserError(message)
-    if has_digests(path):
-        verify(path)
-    else:
-        path = newest_intact(path, list_checkpoints(path), _checked).path
+    path = newest_intact(path, candidates(path), verify).path
     with stored_state(path) as state:
         if "model" not in state or "average" not in state:
             message = f"{path} was not saved by an engine: it holds {', '.join(map(str, state))}. Use load(path)."
@@ -67,11 +63,6 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
                 raise
             LOCAL_DISK.sync_folder(target.parent)
     return target
-
-
-def _checked(path: Path) -> LoadedCheckpoint:
-    verify(path)
-    return LoadedCheckpoint(path, {}, ())
 
 
 def _named_once(

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -77,14 +77,20 @@ def digests_bytes(digests: Mapping[str, Digest]) -> bytes:
 
 
 def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) -> Digest:
-    """Write and sync a new file, and return its digest."""
+    """Write and sync a new file, and return its digest; remove the file after an error of the disk."""
     sha256, num_bytes = hashlib.sha256(), 0
     with disk.create(path) as file:
-        for block in blocks:
-            disk.write(file, block)
-            sha256.update(block)
-            num_bytes += len(block)
-        disk.sync(file)
+        try:
+            for block in blocks:
+                disk.write(file, block)
+                sha256.update(block)
+                num_bytes += len(block)
+            disk.sync(file)
+        except OSError:
+            # The message about a full disk counts the free bytes afterwards.
+            with suppress(OSError):
+                disk.remove_file(path)
+            raise
     return Digest(num_bytes, sha256.hexdigest())
 
 

@@ -89,7 +89,10 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
         if _HALF_WRITTEN.fullmatch(path.name):
             remove(path, disk=disk)
         elif _HALF_REMOVED.fullmatch(path.name):
-            failures += _remains(path, disk=disk)
+            try:
+                remove(path, disk=disk)
+            except OSError as error:
+                failures.append(f"{path} was to be removed, and could not be: {error}.")
         # A run killed between the two renames of `put_in_place` left only the former checkpoint.
         elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not os.path.lexists(path.with_suffix("")):
             disk.rename(path, path.with_suffix(""))
@@ -151,11 +154,3 @@ def remove(path: Path, *, disk: Disk) -> None:
     for entry in sorted(path.iterdir()):
         remove(entry, disk=disk)
     disk.remove_folder(path)
-
-
-def _remains(path: Path, *, disk: Disk) -> list[str]:
-    try:
-        remove(path, disk=disk)
-    except OSError as error:
-        return [f"{path} was to be removed, and could not be: {error}."]
-    return []

@@ -4,11 +4,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybatch.checkpoints.files import STATE, intact, opened, parsed, read_digests, tensor_files
+from anybatch.checkpoints.files import STATE, has_digests, intact, opened, parsed, read_digests, tensor_files
 from anybatch.checkpoints.folder import folder_name, list_checkpoints, step_in_name
 from anybatch.checkpoints.structure import read_stored, unpack
 from anybatch.checkpoints.tensors import stored_tensors
@@ -72,10 +72,10 @@ def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
     for name in (STATE, *own):
         with intact(path / name, digests[name]) as file:
             if name == STATE:
-                refuse_renamed(path, file.read())
+                _refuse_renamed(path, file.read())
 
 
-def refuse_renamed(path: Path, state: bytes) -> None:
+def _refuse_renamed(path: Path, state: bytes) -> None:
     """Refuse a checkpoint under the name of another step, which might be taken for the newest."""
     named, saved = step_in_name(path), (parsed(state) or {}).get("step")
     if named is not None and saved is not None and named != saved:
@@ -121,16 +121,31 @@ def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
         CheckpointAccessError: no permission to read the newest.
     """
     folder = Path(folder)
-    return newest_intact(folder, list_checkpoints(folder), lambda path: LoadedCheckpoint(path, load(path), ()))
+    return newest_intact(folder, list_checkpoints(folder), load)
 
 
-def newest_intact(folder: Path, paths: Sequence[Path], read: Callable[[Path], LoadedCheckpoint]) -> LoadedCheckpoint:
-    """Return the newest checkpoint that can be read, and the damaged ones that were skipped."""
+def candidates(path: Path) -> tuple[Path, ...]:
+    """Return `path` if it is a checkpoint, or else the checkpoints in it."""
+    return (path,) if has_digests(path) else list_checkpoints(path)
+
+
+def newest_intact(
+    folder: Path, paths: Sequence[Path], read: Callable[[Path], dict[Any, Any] | None]
+) -> LoadedCheckpoint:
+    """Return the newest checkpoint that can be read, and the damaged ones that were skipped.
+
+    Args:
+        folder: of the checkpoints, or one checkpoint, whose damage is raised.
+        paths: the candidates, newest last.
+        read: verifies a checkpoint; may return its state.
+    """
+    if paths == (folder,):
+        return LoadedCheckpoint(folder, read(folder) or {}, ())
     skipped: list[SkippedCheckpoint] = []
     # An unreadable or newer checkpoint raises: falling back silently would lose steps.
     for path in reversed(paths):
         try:
-            return replace(read(path), skipped=tuple(skipped))
+            return LoadedCheckpoint(path, read(path) or {}, tuple(skipped))
         except (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError) as error:
             skipped.append(SkippedCheckpoint(path, str(error)))
     if not skipped:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, as_standard, from_standard
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, as_standard
 from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
@@ -40,7 +40,7 @@ Keys = tuple[Any, ...]
 
 
 class TensorPart:
-    """One process's part of a tensor; `shape` is the shape of the whole tensor.
+    """One process's part of a tensor, or all of it; `shape` is the shape of the whole tensor.
 
     Not a dataclass, which tree functions would treat as a container.
     """
@@ -55,39 +55,25 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedState:
-    """A packed state: JSON data, and tensors by name, each memory once."""
-
-    structure: Any
-    tensors: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedParts:
-    """One process's part of a packed state."""
+    """A packed state: JSON data, and this process's tensors by name, each memory once."""
 
     structure: Any
     parts: Mapping[str, TensorPart]
 
 
-def pack(state: Mapping[Any, Any]) -> PackedState:
-    """Pack a state without copying tensors; raise `UserError` for values that cannot be restored."""
-    packer = _Packer()
-    return PackedState(packer.pack(state, ()), packer.tensors)
+def pack(state: Mapping[Any, Any], *, has_others: bool) -> PackedState:
+    """Pack a state of whole tensors and `TensorPart`s without copying them.
 
+    Args:
+        state: nested dicts, lists and values.
+        has_others: a tensor without data (on device "meta") is one of other processes.
 
-def pack_parts(state: Mapping[Any, Any]) -> PackedParts:
-    """Pack this process's part of a state (whole tensors or `TensorPart`s) without copying tensors.
-
-    A tensor without data (on device "meta") marks a tensor of other processes.
+    Raises:
+        UserError: a value cannot be restored unchanged.
     """
-    packer = _Packer(in_parts=True)
+    packer = _Packer(has_others=has_others)
     structure = packer.pack(state, ())
-    parts = {
-        name: TensorPart(tensor, *packer.places.get(name, (tuple(tensor.shape), (0,) * tensor.dim())))
-        for name, tensor in packer.tensors.items()
-        if not tensor.is_meta
-    }
-    return PackedParts(structure, parts)
+    return PackedState(structure, {name: held for name, held in packer.parts.items() if not held.part.is_meta})
 
 
 def read_stored(value: Any, known: dict[object, torch.Tensor] | None = None) -> Any:  # noqa: ANN401 (a nested state)
@@ -107,8 +93,8 @@ def read_stored(value: Any, known: dict[object, torch.Tensor] | None = None) -> 
     return read
 
 
-def unpack(structure: Any, tensors: Mapping[str, torch.Tensor | StoredTensor]) -> Any:  # noqa: ANN401 (a nested state)
-    """Restore a packed state."""
+def unpack(structure: Any, tensors: Mapping[str, StoredTensor]) -> Any:  # noqa: ANN401 (a nested state)
+    """Restore the structure of a packed state around its stored tensors."""
     if isinstance(structure, list):
         return [unpack(item, tensors) for item in structure]
     if not isinstance(structure, dict):
@@ -127,13 +113,11 @@ def unpack(structure: Any, tensors: Mapping[str, torch.Tensor | StoredTensor]) -
 class _Packer:
     """Names the tensors of a state while packing it."""
 
-    __slots__ = ("_in_parts", "_names", "places", "tensors")
+    __slots__ = ("_has_others", "_names", "parts")
 
-    def __init__(self, *, in_parts: bool = False) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        # of the tensors that are parts: the whole shape, and where they begin
-        self.places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._in_parts = in_parts
+    def __init__(self, *, has_others: bool) -> None:
+        self.parts: dict[str, TensorPart] = {}
+        self._has_others = has_others
         self._names: dict[Any, str] = {}
 
     def pack(self, value: Any, keys: Keys) -> Any:  # noqa: ANN401 (a nested state)
@@ -151,10 +135,11 @@ class _Packer:
             return {"$tuple": self._items(value, keys)}
         if kind in _MAPPINGS:
             return self._mapping(value, keys)
-        if kind is TensorPart and self._in_parts:
-            return self._tensor(value.part, keys, value)
-        _refuse_unless(isinstance(value, torch.Tensor), keys, _named(kind), _remedy(value))
-        return self._tensor(value, keys)
+        tensor = value.part if kind is TensorPart else value
+        _refuse_unless(isinstance(tensor, torch.Tensor), keys, _named(kind), _remedy(value))
+        _refuse_odd(tensor, keys, has_others=self._has_others)
+        held = value if kind is TensorPart else TensorPart(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        return self._tensor(held, keys)
 
     def _items(self, values: Iterable[Any], keys: Keys) -> list[Any]:
         return [self.pack(value, (*keys, position)) for position, value in enumerate(values)]
@@ -173,16 +158,15 @@ class _Packer:
             tagged["metadata"] = self.pack(metadata, (*keys, "_metadata"))
         return tagged
 
-    def _tensor(self, tensor: torch.Tensor, keys: Keys, part: TensorPart | None = None) -> dict[str, str]:
-        _refuse_odd(tensor, keys, may_be_elsewhere=self._in_parts)
+    def _tensor(self, held: TensorPart, keys: Keys) -> dict[str, str]:
+        tensor = held.part
         memory = _memory(tensor)
         # Tied weights are written once, and are one tensor again after loading.
         if memory not in self._names:
             self._names[memory] = name = self._free_name(keys)
-            self.tensors[name] = standard = as_standard(tensor)
-            if part is not None:
-                more_axes = (standard.shape[-1],) if standard.dim() > tensor.dim() else ()
-                self.places[name] = (*part.shape, *more_axes), (*part.offset, *(0 for _ in more_axes))
+            standard = as_standard(tensor)
+            more_axes = standard.shape[tensor.dim() :]
+            self.parts[name] = TensorPart(standard, (*held.shape, *more_axes), (*held.offset, *(0 for _ in more_axes)))
         reference = {"$tensor": self._names[memory]}
         if tensor.dtype not in STANDARD_DTYPES:
             reference["dtype"] = str(tensor.dtype).removeprefix("torch.")
@@ -191,7 +175,7 @@ class _Packer:
     def _free_name(self, keys: Keys) -> str:
         wanted = name = ".".join(map(str, keys)).encode(errors="backslashreplace").decode()
         number = 1
-        while name in self.tensors or name == "__metadata__":  # reserved by the format
+        while name in self.parts or name == "__metadata__":  # reserved by the format
             number += 1
             name = f"{wanted}~{number}"
         return name
@@ -206,7 +190,7 @@ def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
     return (tensor.device, tensor.dtype, *view)
 
 
-def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, may_be_elsewhere: bool) -> None:
+def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, has_others: bool) -> None:
     plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
     _refuse_unless(
         plain, keys, _named(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one."
@@ -218,8 +202,9 @@ def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, may_be_elsewhere: bool) -> 
     _refuse_unless(
         dense, keys, f"a tensor of layout {tensor.layout}", "Use to_dense(), or store its indices and values."
     )
-    has_data = may_be_elsewhere or not tensor.is_meta
-    _refuse_unless(has_data, keys, "a tensor without data (device 'meta')", "Give it data first.")
+    _refuse_unless(
+        has_others or not tensor.is_meta, keys, "a tensor without data (device 'meta')", "Give it data first."
+    )
 
 
 def _refuse_unless(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
@@ -247,10 +232,6 @@ def _remedy(value: object) -> str:
     )
 
 
-def _same(value: Any) -> Any:  # noqa: ANN401 (a leaf)
-    return value
-
-
 def _pack_int(value: int) -> int | dict[str, str]:
     # hexadecimal, because Python limits the length of decimal integers
     return value if value.bit_length() <= _MAX_INT_BITS else {"$int": hex(value)}
@@ -270,10 +251,6 @@ def _pack_text(value: str) -> str | dict[str, str]:
     return value if _is_unicode(value) else {"$text": value.encode(errors="surrogatepass").hex()}
 
 
-def _unpack_text(text: str) -> str:
-    return bytes.fromhex(text).decode(errors="surrogatepass")
-
-
 def _is_unicode(value: str) -> bool:
     try:
         value.encode()
@@ -282,17 +259,7 @@ def _is_unicode(value: str) -> bool:
     return True
 
 
-def _pack_bytes(value: bytes) -> dict[str, str]:
-    return {"$bytes": value.hex()}
-
-
-def _unpack_int(text: str) -> int:
-    return int(text, 16)
-
-
-def _unpack_tensor(
-    reference: Mapping[str, str], tensors: Mapping[str, torch.Tensor | StoredTensor]
-) -> torch.Tensor | StoredTensor:
+def _unpack_tensor(reference: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> StoredTensor:
     tensor = tensors[reference["$tensor"]]
     if "dtype" not in reference:
         return tensor
@@ -302,19 +269,7 @@ def _unpack_tensor(
             f"it holds tensors of dtype {reference['dtype']!r}, which torch {torch.__version__} lacks. Update torch."
         )
         raise NewerCheckpointError(message)
-    return tensor.of_dtype(dtype) if isinstance(tensor, StoredTensor) else from_standard(tensor, dtype)
-
-
-def _unpack_tuple(items: list[Any], _: object) -> tuple[Any, ...]:
-    return tuple(items)
-
-
-def _unpack_dict(pairs: list[Any], _: object) -> dict[Any, Any]:
-    return dict(pairs)
-
-
-def _unpack_counter(pairs: list[Any], _: object) -> Counter[Any]:
-    return Counter(dict(pairs))
+    return tensor.of_dtype(dtype)
 
 
 def _unpack_ordered_dict(pairs: list[Any], metadata: object) -> OrderedDict[Any, Any]:
@@ -325,22 +280,22 @@ def _unpack_ordered_dict(pairs: list[Any], metadata: object) -> OrderedDict[Any,
 
 
 _LEAVES: Final[Mapping[type, Callable[[Any], Any]]] = {
-    NoneType: _same,
-    bool: _same,
+    NoneType: lambda value: value,
+    bool: lambda value: value,
     int: _pack_int,
     float: _pack_float,
     str: _pack_text,
-    bytes: _pack_bytes,
+    bytes: lambda value: {"$bytes": value.hex()},
 }
 _ATOMS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "$int": _unpack_int,
+    "$int": lambda text: int(text, 16),
     "$float": _unpack_float,
-    "$text": _unpack_text,
+    "$text": lambda text: bytes.fromhex(text).decode(errors="surrogatepass"),
     "$bytes": bytes.fromhex,
 }
 _CONTAINERS: Final[Mapping[str, Callable[[list[Any], Any], Any]]] = {
-    "$tuple": _unpack_tuple,
-    "$dict": _unpack_dict,
+    "$tuple": lambda items, _: tuple(items),
+    "$dict": lambda pairs, _: dict(pairs),
     "$ordered_dict": _unpack_ordered_dict,
-    "$counter": _unpack_counter,
+    "$counter": lambda pairs, _: Counter(dict(pairs)),
 }

@@ -224,11 +224,6 @@ def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredP
         position = end
 
 
-def read_tensors(file: BufferedReader) -> dict[str, torch.Tensor]:
-    """Read every tensor of a verified open file into new CPU memory."""
-    return {name: tensor.read() for name, tensor in stored_tensors([file]).items()}
-
-
 def as_standard(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a standard dtype with the same bits: any other dtype as bytes, with one axis more."""
     if tensor.dtype in STANDARD_DTYPES:

@@ -1,101 +1,69 @@
 """Save checkpoints, with the run waiting or in the background, and load them on all ranks."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, list_checkpoints, save
-from anybatch.checkpoints.files import has_digests
-from anybatch.checkpoints.loading import newest_intact, stored_state, verify
-from anybatch.checkpoints.parts import HeldPart
-from anybatch.checkpoints.saving_together import SharedSave
+from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint
+from anybatch.checkpoints.loading import candidates, newest_intact, stored_state, verify
+from anybatch.checkpoints.saving import HeldPart, SharedSave
 from anybatch.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, NotACheckpointError
 from anybatch.parallel.world import World
-
-
-def save_on_first_rank(
-    folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int
-) -> SavedCheckpoint:
-    """Write a checkpoint on rank 0 while the others wait; return the saved checkpoint on every rank.
-
-    Raises:
-        CheckpointError: on rank 0, which could not write it; the others raise a RankFailedError with it.
-    """
-
-    def write() -> SavedCheckpoint:
-        return save(folder, step, state, keep_last=keep_last)
-
-    saved: SavedCheckpoint = world.run_on_all_ranks(write if world.is_first else None)[0]
-    return saved
-
-
-def save_on_all_ranks(sharing: SharedSave, world: World) -> SavedCheckpoint:
-    """Write this process's part of a checkpoint that was begun; return the saved checkpoint on every rank.
-
-    Raises:
-        CheckpointError: on the rank that could not write; the others raise a RankFailedError with it.
-    """
-    try:
-        digests = world.run_on_all_processes(sharing.write)[: num_processes(world)]
-        finish = partial(sharing.finish, digests)
-        saved: SavedCheckpoint = world.run_on_all_ranks(finish if world.is_first else None)[0]
-    except BaseException:
-        if world.is_first:
-            sharing.abandon()
-        raise
-    return saved
-
-
-def begin_save_on_all_ranks(
-    folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int, alone: bool = False
-) -> SharedSave | None:
-    """Begin a checkpoint on all processes, assign its parts, and return this process's share; None without one.
-
-    Args:
-        folder: of the run's checkpoints.
-        step: of the checkpoint.
-        state: of this process, see `collect_state`.
-        world: the ranks.
-        keep_last: number of checkpoints to keep.
-        alone: the first process writes the whole checkpoint.
-
-    Raises:
-        CheckpointError, UserError: on the rank that failed; the others raise a RankFailedError with it.
-    """
-    sharing: SharedSave | None = None
-    if alone:
-        process, others = 0, 1
-    else:
-        process, others = world.process, num_processes(world)
-
-    def begin() -> list[HeldPart]:
-        nonlocal sharing
-        sharing = SharedSave(folder, step, state, process=process, num_processes=others, keep_last=keep_last)
-        if world.is_first:
-            sharing.begin()
-        return sharing.held
-
-    def deal() -> None:
-        if sharing is not None:
-            sharing.deal([held[world.first_process]] if alone else held[:others])
-
-    try:
-        held = world.run_on_all_processes(begin if world.is_first or not alone else None)
-        world.run_on_all_processes(deal)
-    except BaseException:
-        if world.is_first and sharing is not None:
-            sharing.abandon()
-        raise
-    return sharing
 
 
 def num_processes(world: World) -> int:
     """Return the number of real processes, including this one; simulated ranks do not count."""
     return 1 if world.roll_call is None else world.num_processes
+
+
+def _begin_on_all_ranks(
+    make: Callable[[], SharedSave], writers: Sequence[int], world: World, *, copied: bool
+) -> tuple[Path, SharedSave | None]:
+    """Begin a checkpoint, and deal its parts to the processes that write it.
+
+    Args:
+        make: returns this process's share.
+        writers: the processes that write.
+        world: the ranks.
+        copied: copy the parts to host memory.
+
+    Returns:
+        The checkpoint's path, and this process's share; None if it does not write.
+    """
+    shares: list[SharedSave] = []
+    writes = world.process in writers
+
+    def begin() -> tuple[Path, list[HeldPart]]:
+        shares.append(make())
+        if world.is_first:
+            shares[0].begin()
+        return shares[0].path, shares[0].held
+
+    def deal() -> None:
+        shares[0].deal([begun[process][1] for process in writers])
+        if copied:
+            shares[0].stage()
+
+    with _abandoned_after_error(shares, world):
+        begun = world.run_on_all_processes(begin if writes else None)
+        world.run_on_all_processes(deal if writes else None)
+    return begun[world.first_process][0], shares[0] if writes else None
+
+
+@contextmanager
+def _abandoned_after_error(shares: Sequence[SharedSave | None], world: World) -> Iterator[None]:
+    """After an error, remove the files written so far."""
+    try:
+        yield
+    except BaseException:
+        for share in shares:
+            if share is not None and world.is_first:
+                share.abandon()
+        raise
 
 
 @contextmanager
@@ -112,44 +80,37 @@ def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
     Raises:
         CheckpointError: no checkpoint is intact, or ranks see different ones.
     """
-    is_one = False
-    found: Sequence[Path] = ()
+    found: list[Path] = []
 
     def find() -> list[str]:
-        nonlocal is_one, found
-        is_one = has_digests(path)
-        found = [path] if is_one else list_checkpoints(path)
+        found.extend(candidates(path))
         return [one.name for one in found]
-
-    def check(candidate: Path) -> LoadedCheckpoint:
-        _verify_on_all_ranks(candidate, world)
-        return LoadedCheckpoint(candidate, {}, ())
 
     names = world.run_on_all_processes(find)
     # All ranks compare the same number of newest checkpoints; a rank may have more of the older ones.
     least = min(map(len, names))
-    if len({tuple(own[len(own) - max(least, 1) :]) for own in names}) > 1:
-        message = (
-            f"ranks see checkpoints of different steps in {path}: {[own[-1:] for own in names]}. "
-            "Put it on a file system that all ranks share."
-        )
-        raise CheckpointError(message, path=path)
-    newest = check(path) if is_one else newest_intact(path, found[len(found) - least :], check)
+    _refuse_different([own[len(own) - max(least, 1) :] for own in names], path)
+    verify_together = partial(_verify_on_all_ranks, world=world)
+    newest = newest_intact(path, tuple(found[len(found) - least :]), verify_together)
     with ExitStack() as stack:
         state: dict[str, Any] = {}
 
-        def open_state() -> int:
+        def open_state() -> list[int]:
             state.update(stack.enter_context(stored_state(newest.path)))
-            return int(state["num_steps"])
+            return [state["num_steps"]]
 
-        steps = world.run_on_all_processes(open_state)
-        if len(set(steps)) > 1:
-            message = (
-                f"ranks see checkpoints of different steps in {path}: {steps}. "
-                "Put it on a file system that all ranks share."
-            )
-            raise CheckpointError(message, path=path)
+        _refuse_different(world.run_on_all_processes(open_state), path)
         yield replace(newest, state=state)
+
+
+def _refuse_different(seen: Sequence[Sequence[Any]], path: Path) -> None:
+    """Raise if ranks see different checkpoints; the last of each list is the newest."""
+    if any(own != seen[0] for own in seen):
+        message = (
+            f"ranks see checkpoints of different steps in {path}: {[own[-1:] for own in seen]}. "
+            "Put it on a file system that all ranks share."
+        )
+        raise CheckpointError(message, path=path)
 
 
 def _verify_on_all_ranks(path: Path, world: World) -> None:
@@ -192,38 +153,34 @@ class CheckpointSaver:
         self.writing: _BackgroundWrite | None = None
 
     def save(
-        self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool
-    ) -> SavedCheckpoint:
-        """Write a checkpoint; return on all ranks when it is complete.
+        self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool, wait: bool
+    ) -> tuple[Path, SavedCheckpoint | None]:
+        """Write a checkpoint; return its path, and the checkpoint if it is complete.
 
         Args:
             folder: of the run's checkpoints.
             step: of the checkpoint.
             state: result of `collect_state`, in parts or whole.
             keep_last: number of checkpoints to keep.
-            in_parts: whether the state is in parts.
+            in_parts: whether the state is in parts, one for each process; else the first process writes all of it.
+            wait: return when the checkpoint is complete. False: when it is copied to host memory; threads write it.
 
         Raises:
-            CheckpointError: on the rank that failed; the others raise a RankFailedError with it.
+            CheckpointError, UserError: on the rank that failed; the others raise a RankFailedError with it.
         """
-        if not in_parts:
-            return save_on_first_rank(folder, step, state, self._world, keep_last=keep_last)
-        sharing = begin_save_on_all_ranks(folder, step, state, self._world, keep_last=keep_last)
-        assert sharing is not None
-        return save_on_all_ranks(sharing, self._world)
-
-    def start(self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool) -> Path:
-        """Copy a checkpoint into host memory, begin to write it, and return its future path.
-
-        Takes the arguments of `save`, and raises its errors if they occur before anything is written.
-        """
-        sharing = begin_save_on_all_ranks(folder, step, state, self._world, keep_last=keep_last, alone=not in_parts)
-        # After out of memory here the next save removes the unfinished folder, which is never read.
-        self._world.run_on_all_ranks(None if sharing is None else sharing.stage)
-        if sharing is not None:
-            self.writing = _BackgroundWrite(sharing, finishes=self._world.is_first)
-        path: Path = self._world.run_on_all_ranks(lambda: None if sharing is None else sharing.path)[0]
-        return path
+        world = self._world
+        writers = range(num_processes(world)) if in_parts else [world.first_process]
+        process = world.process if in_parts else 0
+        make = partial(SharedSave, folder, step, state, process=process, num_processes=len(writers))
+        path, share = _begin_on_all_ranks(partial(make, keep_last=keep_last), writers, world, copied=not wait)
+        if not wait:
+            self.writing = None if share is None else _BackgroundWrite(share, finishes=world.is_first)
+            return path, None
+        with _abandoned_after_error([share], world):
+            written = world.run_on_all_processes(None if share is None else share.write)
+            digests = [written[process] for process in writers]
+            finish = partial(share.finish, digests) if share is not None and world.is_first else None
+            return path, world.run_on_all_ranks(finish)[0]
 
     def completed(self) -> SavedCheckpoint | None:
         """Return a checkpoint that was completed in the background since the last call, without waiting."""
@@ -327,16 +284,16 @@ class _BackgroundWrite:
 
     def _run(self) -> None:
         try:
-            try:
-                self._write()
-            finally:
-                self._has_written.set()
+            self._write()
+            self._has_written.set()
             if self._finishes:
                 self._saved = self._finish()
         except Exception as error:  # noqa: BLE001 (the next call that all ranks make together raises it)
             self._error = error
             if self._finishes:
                 self._sharing.abandon()
+        finally:
+            self._has_written.set()
 
     def _write(self) -> None:
         try:

@@ -105,8 +105,9 @@ def collect_state(
     target, scaler = parts.target, parts.scaler
     gather = partial(_held, layout=parts.layout) if in_parts else parts.layout.gather
     model = _model_state(parts.modules, only_trainable=only_trainable)
-    if in_parts and not world.is_first:
-        # Buffers such as running statistics differ between ranks: save only the first process's.
+    # Buffers such as running statistics differ between ranks, as further objects may: save only the first process's.
+    is_kept = world.is_first or not in_parts
+    if not is_kept:
         model = _without_buffers(model, parts.modules)
     return {
         "num_steps": progress.num_steps,
@@ -121,9 +122,7 @@ def collect_state(
         if parts.generators
         else None,
         "host_random": world.gather_objects(host_random_state()) if parts.generators else None,
-        "further": {name: dict(found.state_dict()) for name, found in parts.further.items()}
-        if world.is_first or not in_parts
-        else {},
+        "further": {name: dict(found.state_dict()) for name, found in parts.further.items()} if is_kept else {},
         "optimizer": map_tensors(_optimizer_state(target.optimizer, parts.sharding, world, in_parts=in_parts), gather),
         "master_weights": [gather(weight.detach()) for weight in target.updated]
         if target.update == "master_weights"
@@ -131,11 +130,9 @@ def collect_state(
         "missing_bits": {number: gather(bits) for number, bits in target.beside.items()}
         if target.update == "split"
         else None,
-        "scheduler": None
-        if parts.scheduler is None or (in_parts and not world.is_first)
-        else parts.scheduler.state_dict(),
+        "scheduler": parts.scheduler.state_dict() if parts.scheduler is not None and is_kept else None,
         "scaler": scaler.scaler.state_dict() if scaler.enabled else None,
-        "noise": None if parts.noise is None or (in_parts and not world.is_first) else dict(parts.noise.state_dict()),
+        "noise": dict(parts.noise.state_dict()) if parts.noise is not None and is_kept else None,
         "average": None
         if parts.average is None
         else {_uncompiled_name(name): gather(weight) for name, weight in parts.average.weights.items()},

@@ -215,11 +215,11 @@ class Parts:
             updater.finite.settle()
             self.replicas.compare(num_steps)
             state = self.collect(num_steps, progress, only_trainable=form.only_trainable, in_parts=in_parts)
-            if not form.wait:
-                return self.saver.start(folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts)
-            saved = self.saver.save(folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts)
+            path, saved = self.saver.save(
+                folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts, wait=form.wait
+            )
         self.announce(saved)
-        return saved.path
+        return path
 
     def load(self, path: Path, restore: Callable[[Mapping[str, Any], Path], None]) -> LoadedCheckpoint:
         """Find a checkpoint and restore it; see `Engine.load`."""
