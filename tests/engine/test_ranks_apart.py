@@ -153,6 +153,7 @@ def test_an_update_that_fails_on_one_rank() -> None:
     """The rank with a failed update refuses to continue, and the others raise in their next step instead of waiting."""
     other, failed = (outcome.value for outcome in run_ranks(2, fails_in_update, "ddp", timeout_seconds=TIMEOUT_SECONDS))
     assert failed.kinds == ["0", "1", "RuntimeError", "UpdateFailedError"]
+    assert "the update of step 2 (counted from 0) failed midway (RuntimeError: planted)" in failed.ends[-1]
     assert other.kinds == ["0", "1", "2", "RankFailedError"]
     assert "rank 1 failed in step 2: RuntimeError: planted" in other.ends[-1]
 
