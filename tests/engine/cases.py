@@ -155,6 +155,12 @@ def engine_for(case: Case, split: Split, strategy: Strategy, world: ab.World, **
     )
 
 
+def sgd_engine(model: Any, loss: Callable[[Any, Any], Any] | None = None, **options: Any) -> ab.Engine:
+    """Return an engine with plain SGD for a mean over samples, of `classify` unless a function is given."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(loss or classify), **options)
+
+
 def plain_gradients(model: nn.Module, loss: torch.Tensor) -> Gradients:
     """Return the `.grad` of one backward of the unsplit loss."""
     model.zero_grad(set_to_none=True)

@@ -14,7 +14,18 @@ import anybatch as ab
 from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.parallel import roll_call
 from anybatch.parallel.torch_internals import default_store
-from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, perceptron, predict, sentences, vectors
+from tests.engine.cases import (
+    STRATEGIES,
+    Batch,
+    InMemory,
+    classify,
+    cut,
+    perceptron,
+    predict,
+    sentences,
+    sgd_engine,
+    vectors,
+)
 
 BATCH_SIZE, NUM_BATCHES, APART = 6, 5, 2
 """Samples per batch, batches per run, and the batch at which the last rank differs."""
@@ -186,14 +197,6 @@ def skips(strategy: str) -> Told:
     return run.end()
 
 
-def reorders(strategy: str) -> Told:
-    """Run on every rank: the last one swaps two batches."""
-    run = Run(strategy)
-    for number in [0, 1, 3, 2, 4] if run.is_last else range(NUM_BATCHES):
-        run.step(batch_at(number))
-    return run.end()
-
-
 def sets_rate(strategy: str) -> Told:
     """Run on every rank: the last one sets another learning rate for one step."""
     run = Run(strategy)
@@ -279,25 +282,16 @@ def another_engine(strategy: str) -> tuple[Told, Told]:
 
 
 def called_by_one(strategy: str, name: str, folder: str) -> Told:
-    """Run on every rank: all but the last save, evaluate or load where the last one steps."""
+    """Run on every rank: all but the last save or evaluate where the last one steps."""
     run = Run(strategy)
     run.step(batch_at(0))
     if not run.is_last:
         acts: dict[str, Callable[[], Any]] = {
             "save": partial(run.engine.save, Path(folder)),
             "evaluate": partial(run.engine.evaluate, [batch_at(1)]),
-            "load": partial(run.engine.load, Path(folder)),
         }
         run.attempt(acts[name])
     run.step(batch_at(1))
-    return run.end()
-
-
-def saves_behind_an_error(strategy: str, folder: str) -> Told:
-    """Run on every rank: after a step that fails on all, all but the last save where the last one steps."""
-    run = Run(strategy)
-    run.attempt(partial(run.engine.step, samples(0)))  # the same samples on all ranks
-    run.attempt(partial(run.engine.step, batch_at(0)) if run.is_last else partial(run.engine.save, Path(folder)))
     return run.end()
 
 
@@ -327,11 +321,11 @@ def evaluates_unreadable(strategy: str) -> Told:
     return run.end()
 
 
-def saves_alone_in_shares(strategy: str, folder: str, *, together: bool) -> Told:
-    """Run on every rank: all but the last save after a loader's first share; `together`: in the engine's world."""
+def saves_alone_in_shares(strategy: str, folder: str) -> Told:
+    """Run on every rank: all but the last save after a loader's first share, in a world of the loader's own."""
     run = Run(strategy)
     own = [samples(run.world.rank), samples(2 + run.world.rank)]
-    shares = ab.shares(own, world=run.world if together else None)
+    shares = ab.shares(own)
 
     def loop() -> None:
         for share in shares:
@@ -348,8 +342,7 @@ def saves_without_the_others(folder: str) -> str:
     """Run on every rank: all but the last save, with a short timeout, and the last one makes no call."""
     world = ab.World.from_environment(device="cpu", timeout_seconds=1.0)
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, world=world)
+    engine = sgd_engine(model, micro_batch_size=2, world=world)
     key, error = "the others have given up", ""
     if world.rank == world.size - 1:
         default_store().wait([key])

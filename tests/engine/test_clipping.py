@@ -11,7 +11,7 @@ import anybatch as ab
 from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import UserError
 from anybatch.testing import relative_error
-from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, vectors
+from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -159,6 +159,7 @@ def clipped_by_engine(name: str, strategy: str, *, sparse: bool = False) -> dict
         ab.mean_over_samples(classify),
         micro_batch_size=2,
         clip=BY_GROUP[name],
+        check_loss=False,
         strategy=STRATEGIES[strategy](),
         world=ab.World.from_environment(),
     ) as engine:
@@ -206,9 +207,6 @@ def test_the_norm_is_measured_only_if_wanted() -> None:
     """measure_gradient_norm=False reports no norm, unless clipping needs it."""
     for clip, measured in ((None, False), (ClipByValue(0.1), False), (ClipByNorm(0.1), True)):
         model = perceptron()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = ab.mean_over_samples(classify)
-        options: dict[str, Any] = {"clip": clip, "measure_gradient_norm": False, "world": ab.World()}
-        with ab.Engine(model, optimizer, loss, **options) as engine:
+        with sgd_engine(model, clip=clip, measure_gradient_norm=False, world=ab.World()) as engine:
             report = engine.step(vectors(5))
         assert (report.grad_norm is not None) == measured

@@ -62,8 +62,7 @@ def batches_of(**settings: Any) -> Any:
 
 
 @pytest.mark.usefixtures("_timed")
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("layout", FASTER)
+@pytest.mark.parametrize(("layout", "num_workers"), [("packed", 0), ("padded", 1)])
 @pytest.mark.slow
 def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
     """Every batch uses the faster layout, the choice is reported, and the gradient equals the unsplit batch's."""
@@ -134,8 +133,7 @@ def test_where_nothing_can_be_timed_the_step_says_why(collate: Any) -> None:
 
 
 @pytest.mark.usefixtures("_timed")
-@pytest.mark.parametrize("layout", FASTER)
-def test_workers_load_ahead_in_the_layout_that_was_taken(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_load_ahead_in_the_layout_that_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first step, workers never restart: they prefetch samples in the chosen layout."""
     starts: list[Prefetcher[Any, Any]] = []
     start = Prefetcher._start  # noqa: SLF001 (restarts the workers)
@@ -145,7 +143,7 @@ def test_workers_load_ahead_in_the_layout_that_was_taken(layout: str, monkeypatc
         start(self, keys)
 
     monkeypatch.setattr(Prefetcher, "_start", counted)
-    with engine_on(SimulatedDevice(FASTER[layout]), check_loss=False) as engine:  # the check would load samples again
+    with engine_on(SimulatedDevice(FASTER["packed"]), check_loss=False) as engine:  # the check would load samples again
         for number, batch in enumerate(batches_of(num_workers=1)):
             engine.step(batch)
             if not number:
@@ -154,21 +152,20 @@ def test_workers_load_ahead_in_the_layout_that_was_taken(layout: str, monkeypatc
 
 
 @pytest.mark.usefixtures("_timed")
-@pytest.mark.parametrize("layout", FASTER)
-def test_a_stream_is_laid_out_as_is_faster(layout: str) -> None:
+def test_a_stream_is_laid_out_as_is_faster() -> None:
     """Samples of a stream, which are read before the cut, are collated in the faster layout."""
 
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter([Sentences()[index] for index in range(len(LENGTHS))])
 
-    device = SimulatedDevice(FASTER[layout])
+    device = SimulatedDevice(FASTER["packed"])
     batches = ab.batches(Stream(), effective_batch_size=9, shuffle=False, lengths="input_ids", collate=PaddedOrPacked())
     with engine_on(device) as engine:
         for batch in batches:
             found = engine.gradients(batch)
             assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
-            assert device.newest == layout
+            assert device.newest == "packed"
 
 
 def test_all_ranks_take_the_layout_of_the_first(two_ranks: Ranks) -> None:
@@ -213,10 +210,9 @@ def test_a_run_that_padded_finds_the_faster_layout_when_it_may(tmp_path: Any) ->
 
 
 @pytest.mark.usefixtures("_timed")
-@pytest.mark.parametrize("layout", FASTER)
-def test_a_cost_that_is_named_stays(layout: str) -> None:
+def test_a_cost_that_is_named_stays() -> None:
     """A given `fixed_tokens` is used without measuring; the layout is still measured."""
-    device = SimulatedDevice(FASTER[layout])
+    device = SimulatedDevice(FASTER["packed"])
     model = device.runs(Language())
     budget = ab.token_budget(40, fixed_tokens=7)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
@@ -224,7 +220,7 @@ def test_a_cost_that_is_named_stays(layout: str) -> None:
         batch = next(iter(batches_of()))
         found = engine.gradients(batch)
         assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
-        assert device.newest == layout
+        assert device.newest == "packed"
         assert "micro_batch_size" not in engine.decisions
 
 
@@ -332,12 +328,6 @@ def test_layouts_that_differ_in_more_are_refused(wrong: Any) -> None:
         PaddedOrPacked(**wrong)
 
 
-LOADS = {
-    packed: functools.partial(lambda packed, positions: (packed, list(positions)), packed) for packed in (False, True)
-}
-"""Loaders by layout, which return their arguments instead of samples."""
-
-
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8)
     | st.lists(st.integers(20, 60), min_size=30, max_size=60),
@@ -425,17 +415,3 @@ def test_ways_are_timed_in_turns() -> None:
     times |= {"first": itertools.repeat(1.0), "second": itertools.repeat(9.0)}
     seconds_of_steps(runs, loads, units, drops_slow=False)  # as on ranks that wait for each other
     assert order == ["first", "first", "second", "slow"] * 3
-
-
-@pytest.mark.parametrize("result", [TrialResult("out_of_memory"), TrialResult("failed", (), "ValueError: no")])
-def test_a_layout_that_fails_has_no_time(result: TrialResult) -> None:
-    """A layout that fails is not chosen, and the reason is reported."""
-
-    def runs(batch: Any, _: int) -> Any:
-        packed, _positions = batch
-        return Timed(result if packed else TrialResult("ran", (1.0,)))
-
-    units = {packed: [SampledUnit([0], 1.0)] for packed in (False, True)}
-    seconds, failed = seconds_of_steps(runs, LOADS, units)
-    assert seconds == {False: 1.0}
-    assert failed == {True: result.error or "it runs out of memory"}

@@ -213,16 +213,6 @@ def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
             assert sorted(ids[start : start + number]) == list(range(number))
 
 
-def test_another_run_of_epochs_goes_on_with_as_many() -> None:
-    """Two loops of two epochs each equal one loop of four."""
-    expected = in_one_loop(Augmented, 4)
-    data = Augmented()
-    with make_engine() as engine:
-        seen = step(engine, batches(data, epochs=2)) + step(engine, batches(data, epochs=2))
-        assert (seen, engine.position) == (expected[0], Position(4))
-        assert torch.equal(weights(engine), expected[1])
-
-
 def test_a_start_is_taken_as_it_is() -> None:
     """Batches with `start=` begin there, regardless of the engine's steps."""
     data = Augmented()
@@ -278,15 +268,3 @@ def test_batches_taken_ahead_are_told() -> None:
         step(engine, batches(data))
         with pytest.warns(AnyBatchWarning, match=r"repeat epoch 0, and the engine is at Position\(epoch=1"):
             step(engine, list(batches(data)))
-
-
-def test_the_first_batch_may_be_looked_into() -> None:
-    """Before its step, the first batch shows epoch 0, because the engine has not placed it yet."""
-    data = Streamed()
-    with make_engine() as engine:
-        step(engine, batches(data))
-        for number, batch in enumerate(batches(data)):
-            assert batch.num_samples == (SIZE if not batch.ends_epoch else 2)
-            assert f"of epoch {min(number, 1)}" in repr(batch)
-            engine.step(batch)
-            assert batch.epoch == 1

@@ -7,7 +7,7 @@ import torch
 
 import anybatch as ab
 from anybatch.errors import DoesNotFitError
-from tests.engine.cases import InMemory
+from tests.engine.cases import InMemory, sgd_engine
 
 
 def batch_of(num_samples: int) -> InMemory:
@@ -18,8 +18,7 @@ def batch_of(num_samples: int) -> InMemory:
 def engine_of(loss: Any, **options: Any) -> ab.Engine:
     """Return an engine over a linear layer."""
     model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Engine(model, optimizer, ab.mean_over_samples(loss), check_loss=False, **options)
+    return sgd_engine(model, loss, check_loss=False, **options)
 
 
 def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:

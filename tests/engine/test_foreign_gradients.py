@@ -18,7 +18,7 @@ from anybatch.errors import AnyBatchError, AnyBatchWarning, LossError, Parameter
 from anybatch.parallel.dtensors import gather
 from anybatch.parallel.registry import choose_strategy
 from anybatch.testing import relative_error
-from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, vectors
+from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -176,11 +176,7 @@ def test_engines_over_one_bf16_model_take_turns() -> None:
     for num_engines in (1, 2):
         model, batch = perceptron().bfloat16(), vectors(7)
         batch["x"] = batch["x"].bfloat16()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engines = [
-            ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, check_loss=False)
-            for _ in range(num_engines)
-        ]
+        engines = [sgd_engine(model, micro_batch_size=2, check_loss=False) for _ in range(num_engines)]
         for step in range(4):
             engines[step % num_engines].step(InMemory(batch))
         for engine in engines:
@@ -219,22 +215,6 @@ def test_hooks_on_parameters_run_once_on_the_sum_of_ranks(strategy: str, two_ran
 def steps_with_clamp(strategy: str) -> tuple[float, list[str]]:
     """Run on every rank: `engine_steps` of a model whose gradients are clamped."""
     return engine_steps(lambda *_: None, strategy, prepare=clamped)
-
-
-def test_a_hook_is_called_once_per_step_and_keeps_its_handle() -> None:
-    """A hook sees the summed gradient once per step, until its handle is removed."""
-    model, seen = perceptron(), []
-    handle = model.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient.clone()))
-    engine = ab.Engine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify), micro_batch_size=2
-    )
-    with engine:
-        gradients = engine.gradients(InMemory(vectors(7)))
-        handle.remove()
-        engine.step(InMemory(vectors(7)))
-
-    assert len(seen) == 1
-    assert torch.equal(seen[0], gradients["0.weight"])  # type: ignore[arg-type]
 
 
 def backward_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -370,9 +350,7 @@ def test_a_loss_that_changes_gradients_is_refused_on_ranks(strategy: str, two_ra
 def test_gradients_inside_of_a_loss_are_its_own_affair() -> None:
     """`torch.autograd.grad` in the loss, as in a gradient penalty, is exact."""
     batch, model, plain = vectors(9), perceptron(), perceptron()
-    with ab.Engine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(penalised), micro_batch_size=2
-    ) as engine:
+    with sgd_engine(model, penalised, micro_batch_size=2) as engine:
         found = engine.gradients(InMemory(batch))
     penalised(plain, batch).backward()
     assert relative_error(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) <= TOLERANCE
@@ -398,9 +376,9 @@ def test_an_update_inside_of_the_backward_is_refused(when: str) -> None:
     if when == "before the engine":
         step_in_backward(model)
         with pytest.raises(ParameterError, match=r"'0.weight' has a post-accumulate hook .*once per step"):
-            ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify))
+            sgd_engine(model)
         return
-    with ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify)) as engine:
+    with sgd_engine(model) as engine:
         step_in_backward(model)
         with pytest.raises(ParameterError, match="post-accumulate hook"):
             engine.step(InMemory(vectors(7)))
@@ -421,14 +399,20 @@ def replace_head(model: nn.Module) -> None:
     model.register_module("3", nn.Linear(16, 4).double())
 
 
+def add_layer(model: nn.Module) -> None:
+    """Add a layer at the end."""
+    model.register_module("4", nn.Linear(4, 4).double())
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (thaw, r"trainable now, but not in the engine: '0.weight', '0.bias'\."),
         (freeze, r"now frozen or removed: '3.weight', '3.bias'\."),
         (replace_head, r"not in the engine: '3.weight', '3.bias'; now frozen or removed: '3.weight'"),
+        (add_layer, r"not in the engine: '4.weight', '4.bias'\."),
     ],
-    ids=["thawed", "frozen", "replaced"],
+    ids=["thawed", "frozen", "replaced", "added"],
 )
 def test_other_parameters_than_before_are_refused(change: Callable[[nn.Module], None], named: str) -> None:
     """After a parameter was unfrozen, frozen or replaced, the next step raises an error that names it."""
@@ -444,32 +428,11 @@ def test_other_parameters_than_before_are_refused(change: Callable[[nn.Module], 
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_a_new_engine_goes_on_with_the_thawed_parameters() -> None:
-    """Training continues after unfreezing if the old engine is closed and a new one is built, as the error advises."""
-    model, plain = perceptron(), perceptron()
-    batch = vectors(7)
-    for network, step in ((model, True), (plain, False)):
-        network.get_submodule("0").requires_grad_(False)
-        optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        for phase in range(2):
-            if phase:
-                thaw(network)
-                optimizer.add_param_group({"params": list(network.get_submodule("0").parameters())})
-            if step:
-                with ab.Engine(network, optimizer, ab.mean_over_samples(classify), micro_batch_size=3) as engine:
-                    engine.step(InMemory(batch))
-            else:
-                optimizer.zero_grad()
-                classify(network, batch).backward()
-                optimizer.step()
-    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= TOLERANCE
-
-
 @pytest.mark.parametrize("method", ["step", "gradients"])
 def test_a_closed_engine_trains_no_more(method: str) -> None:
     """A closed engine raises an error instead of training."""
     model = perceptron()
-    with ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify)) as engine:
+    with sgd_engine(model) as engine:
         engine.step(InMemory(vectors(7)))
     with pytest.raises(UserError, match="closed after step 1"):
         getattr(engine, method)(InMemory(vectors(7)))
@@ -596,7 +559,7 @@ def plain_adversaries() -> Gradients:
 def adversaries(strategy: str, shares_world: bool) -> tuple[float, list[str]]:
     """Run on every rank: alternate steps of a generator and a critic; return the error of the weights, and warnings."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    pair, world = networks(), ab.World.from_environment()
+    pair, world = networks(), ab.World() if strategy == "single" else ab.World.from_environment()
     given: dict[str, Any] = {"micro_batch_size": 3, "strategy": strategy}
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -618,12 +581,26 @@ def adversaries(strategy: str, shares_world: bool) -> tuple[float, list[str]]:
     return relative_error(trained, plain_adversaries()), codes
 
 
-@pytest.mark.parametrize("shares_world", [True, False])
-@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
+@sees(
+    "a backward reaches other engines' parameters",
+    "src/anybatch/engine/accumulation/accumulate.py",
+    "torch.autograd.backward(total if scale is None else scale(total), inputs=inputs)",
+    "torch.autograd.backward(total)",
+    cases=["single-True", "all_reduce-True"],
+)
+@pytest.mark.parametrize(
+    ("strategy", "shares_world"),
+    [*((name, True) for name in ("single", "all_reduce", "ddp", "zero1", "fsdp")), ("all_reduce", False)],
+)
 def test_a_loss_may_run_through_the_model_of_another_engine(
     strategy: str, shares_world: bool, two_ranks: Ranks
 ) -> None:
     """A GAN's generator and critic, each with an engine, train as in plain torch, without a warning."""
-    for error, codes in two_ranks.run(adversaries, strategy, shares_world):
+    found = (
+        [adversaries(strategy, shares_world)]
+        if strategy == "single"
+        else two_ranks.run(adversaries, strategy, shares_world)
+    )
+    for error, codes in found:
         assert error <= TOLERANCE
         assert codes == []

@@ -14,7 +14,7 @@ import anybatch as ab
 from anybatch.core.randomness import unit_seed
 from anybatch.errors import AnyBatchWarning
 from anybatch.testing import relative_error
-from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, classify, cut, vectors
+from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, classify, cut, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -29,8 +29,7 @@ def dropping() -> nn.Module:
 
 def make_engine(model: nn.Module, world: ab.World, **options: Any) -> ab.Engine:
     """Return an engine with micro-batches of three."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=SIZE, world=world, **options)
+    return sgd_engine(model, micro_batch_size=SIZE, world=world, **options)
 
 
 def keyed_by_hand(step: int) -> Gradients:
@@ -123,27 +122,6 @@ def test_without_keys_random_numbers_run_on() -> None:
         assert gradient is not None
         assert parameter.grad is not None
         assert torch.equal(gradient, parameter.grad)
-
-
-def test_the_callers_state_survives_an_error() -> None:
-    """A loss that raises in the middle of a step leaves the caller's random state unchanged."""
-
-    def fails(model: nn.Module, batch: Batch) -> torch.Tensor:
-        loss = classify(model, batch)
-        if len(batch["x"]) < SIZE:
-            message = "the last micro-batch"
-            raise RuntimeError(message)
-        return loss
-
-    model = dropping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = torch.get_rng_state()
-    with (
-        ab.Engine(model, optimizer, ab.mean_over_samples(fails), micro_batch_size=SIZE, world=ab.World()) as engine,
-        pytest.raises(RuntimeError, match="the last micro-batch"),
-    ):
-        engine.step(vectors(29))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 DRAWS: dict[str, Callable[[], object]] = {

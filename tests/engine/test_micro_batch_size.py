@@ -27,7 +27,7 @@ from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
 from anybatch.parallel.fsdp import FSDP
-from tests.engine.cases import Batch, InMemory, classify, vectors
+from tests.engine.cases import Batch, InMemory, classify, sgd_engine, vectors
 from tests.ranks_fixture import Ranks
 
 # The losses draw from every generator, to verify that trials do not affect them.
@@ -132,33 +132,23 @@ def settled(model: Model, **options: Any) -> tuple[int | None, str]:
 # The chosen size
 
 
-def test_the_fastest_of_a_few() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "words"),
+    [
+        (best_at_eight, 8, "8, the fastest of 8, 15 and 29 (78, 63 and 56 samples/s)"),
+        # Among sizes within 3% of the fastest, the smallest needs the least memory.
+        (
+            lambda size: 0.0001 + 0.01 * size,
+            2,
+            "2, the smallest within 3% of the fastest of 2, 8, 15 and 29 (99, 100, 100 and 100 samples/s)",
+        ),
+        (lambda _: 1.0, NUM_SAMPLES, "29, the fastest of 2, 4, 8, 16 and 29 (2, 4, 7, 14 and 29 samples/s)"),
+    ],
+    ids=["a cache", "no difference", "a fixed cost"],
+)
+def test_the_fastest_of_a_few(seconds: Seconds, chosen: int, words: str) -> None:
     """Full steps are compared, with the ragged last micro-batch, and the decision lists the tried sizes."""
-    size, words = settled(Model())
-
-    by_hand = {tried: sum(best_at_eight(part) for part in parts) for tried, parts in CUTS.items()}
-    assert size == min(by_hand, key=lambda tried: by_hand[tried]) == 8
-    assert words == "8, the fastest of 8, 15 and 29 (78, 63 and 56 samples/s)"
-    assert [round(NUM_SAMPLES / by_hand[tried]) for tried in (8, 15, 29)] == [78, 63, 56]
-
-
-CUTS = {8: (8, 8, 8, 5), 15: (15, 14), 29: (29,)}
-
-
-def test_the_smallest_where_it_makes_no_difference() -> None:
-    """Among sizes within 3% of the fastest, the smallest is chosen, because it needs the least memory."""
-    size, words = settled(Model(lambda size: 0.0001 + 0.01 * size))
-
-    assert size == 2
-    assert words == "2, the smallest within 3% of the fastest of 2, 8, 15 and 29 (99, 100, 100 and 100 samples/s)"
-
-
-def test_the_whole_share_where_larger_is_faster() -> None:
-    """If each micro-batch has a high fixed cost, the full share is chosen."""
-    size, words = settled(Model(lambda _: 1.0))
-
-    assert size == NUM_SAMPLES
-    assert words == "29, the fastest of 2, 4, 8, 16 and 29 (2, 4, 7, 14 and 29 samples/s)"
+    assert settled(Model(seconds)) == (chosen, words)
 
 
 class Fake:
@@ -280,14 +270,6 @@ def test_one_group_is_not_halved() -> None:
     found = search_of(fake, group=4, optimizer_is_new=True, auto=Auto(clock=fake.clock, most_seconds=0.0)).fastest()
 
     assert found.size == 4
-
-
-def test_only_one() -> None:
-    """If one sample fits and two do not, size 1 is chosen."""
-    found = search_of(Fake(straight, 8, 1)).fastest()
-
-    assert found.size == 1
-    assert found.words == "1, the only size tried (33 samples/s); 2 does not fit"
 
 
 @pytest.mark.parametrize("most_seconds", [0.0, 1.0, 10.0, 60.0])
@@ -435,24 +417,6 @@ def test_as_if_the_size_had_been_given(rng: Any) -> None:
     assert found.draws == wanted.draws
 
 
-def test_trials_leave_no_gradient() -> None:
-    """When the size is reported, trial gradients are freed, so the first step has their memory."""
-    model = Model()
-    present: list[bool] = []
-
-    class Looks:
-        """Checks for gradients when the size is reported."""
-
-        def observe(self, record: Record, /) -> None:
-            """Record whether there are gradients."""
-            if isinstance(record, DiagnosisRecord) and record.code == "micro_batch_size":
-                present.append(any(parameter.grad is not None for parameter in model.parameters()))
-
-    with engine_of(model, observer=Looks()) as engine:
-        engine.step(InMemory(vectors(NUM_SAMPLES)))
-    assert present == [False]
-
-
 def test_running_out_of_memory_leaves_nothing_behind() -> None:
     """Trial forwards that ran out of memory or failed leave no trace."""
     tried, given_size = Model(straight, fits=11, at_least=3), Model(straight)
@@ -526,42 +490,20 @@ class Small(Model):
         self.bulk = nn.Parameter(self.bulk.detach()[:-30])
 
 
-UNTIMED: Mapping[str, tuple[Callable[[], Model], dict[str, Any], str]] = {
-    "small": (Small, {}, "a step is too short to be worth timing"),
-    "BatchNorm": (Normalised, {}, "what BatchNorm makes of a sample depends on its micro-batch"),
-    "BatchNorm, synchronised": (Normalised, {"norms": "sync"}, "what BatchNorm makes of a sample depends on"),
-}
-
-
-@pytest.mark.parametrize("name", UNTIMED)
-def test_the_whole_share_on_a_cpu(name: str, one_rank: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("make", "deterministic", "reason"),
+    [
+        (Small, False, "a step is too short to be worth timing"),
+        (Normalised, False, "what BatchNorm makes of a sample depends on its micro-batch"),
+        (Model, True, "torch.use_deterministic_algorithms is on"),
+    ],
+)
+def test_the_whole_share_on_a_cpu(make: Callable[[], Model], deterministic: bool, reason: str) -> None:
     """If timing must not or need not decide, a CPU runs the full share without trials and reports why."""
-    (found,) = one_rank.run(untimed, name)
-
-    assert found == ([NUM_SAMPLES], None, f"the whole rank share, because {UNTIMED[name][2]}"[: len(found[2])])
-
-
-def untimed(name: str) -> tuple[list[int], int | None, str]:
-    """Run on the rank: return the sizes run in a step, the chosen size, and the decision."""
-    make, options, words = UNTIMED[name]
-    model = make()
-    options = {key: value() if key == "strategy" else value for key, value in options.items()}
-    optimizer = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
-    world = ab.World.from_environment()
-    loss = ab.mean_over_samples(classify)
-    auto = Auto(clock=model.clock)
-    with ab.Engine(model, optimizer, loss, micro_batch_size=auto, check_loss=False, world=world, **options) as engine:
-        report = engine.step(InMemory(vectors(NUM_SAMPLES)))
-        said = engine.decisions["micro_batch_size"]
-        return model.sizes, report.plan.cut.micro_batch_size, said[: len("the whole rank share, because ") + len(words)]
-
-
-def test_deterministic_algorithms() -> None:
-    """With torch's deterministic algorithms the cut does not depend on timing."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(deterministic)
     try:
-        model = Model()
-        assert settled(model)[1].startswith("the whole rank share, because torch.use_deterministic_algorithms is on")
+        model = make()
+        assert settled(model)[1].startswith(f"the whole rank share, because {reason}")
         assert model.sizes == [NUM_SAMPLES]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -627,10 +569,13 @@ class Packed(InMemory):
 def test_what_cannot_be_cut_is_loaded() -> None:
     """If a collate function packs the samples, each size is loaded the way a step would load it."""
     model = Model()
-    loss = ab.mean_over_samples(lambda net, batch: classify(net, {"x": batch["x"][0], "y": batch["y"][0]}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     auto = Auto(clock=model.clock)
-    with ab.Engine(model, optimizer, loss, micro_batch_size=auto, check_loss=False) as engine:
+    with sgd_engine(
+        model,
+        lambda net, batch: classify(net, {"x": batch["x"][0], "y": batch["y"][0]}),
+        micro_batch_size=auto,
+        check_loss=False,
+    ) as engine:
         engine.step(Packed(vectors(NUM_SAMPLES)))
         words = engine.decisions["micro_batch_size"]
 
@@ -779,20 +724,18 @@ def settle_on_ranks(strategy: str, curves: list[str], limits: list[int], num_sam
         return OnRank(report.plan.cut.micro_batch_size, engine.decisions["micro_batch_size"], model.sizes, gradient)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_the_slowest_rank_counts(strategy: str, two_ranks: Ranks) -> None:
+def test_the_slowest_rank_counts(two_ranks: Ranks) -> None:
     """All ranks choose the size that is fastest if each size takes as long as on its slowest rank."""
-    found: list[OnRank] = two_ranks.run(settle_on_ranks, strategy, ["straight", "best_at_eight"], [99, 99], 58)
+    found: list[OnRank] = two_ranks.run(settle_on_ranks, "all_reduce", ["straight", "best_at_eight"], [99, 99], 58)
 
     assert [one.size for one in found] == [8, 8]
     assert found[0].words == found[1].words == "8, the fastest of 8, 15 and 29 (157, 126 and 112 samples/s)"
     assert torch.equal(found[0].gradient, found[1].gradient)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_the_smallest_memory_counts(strategy: str, two_ranks: Ranks) -> None:
+def test_the_smallest_memory_counts(two_ranks: Ranks) -> None:
     """If one rank has less memory, both choose a size that fits there, and gradients are equal."""
-    found: list[OnRank] = two_ranks.run(settle_on_ranks, strategy, ["straight", "straight"], [99, 5], 58)
+    found: list[OnRank] = two_ranks.run(settle_on_ranks, "ddp", ["straight", "straight"], [99, 5], 58)
 
     assert found[0].size == found[1].size == 4
     assert all(one.words.endswith("; 8 does not fit") for one in found)

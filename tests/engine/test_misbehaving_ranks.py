@@ -17,17 +17,14 @@ CASES: dict[str, Strategy] = {
     "raises in scheduler, lingers": "all_reduce",
     "raises in load_state_dict, lingers": "zero1",
     "raises in optimizer function, ends": "ddp",
-    "killed in forward": "fsdp",
     "rank 0 of three killed in backward": "all_reduce",
     "slower than the time-out in forward": "all_reduce",
     "ends its loop": "zero1",
     "saves alone behind the last step": "all_reduce",
     "builds one more engine": "fsdp",
     "steps in a thread, in loss": "all_reduce",
-    "built with a sum": "all_reduce",
-    "built with zero1": "all_reduce",
-    "built with a frozen block": "fsdp",
     "built with another measure_gradient_norm": "fsdp",
+    "built with a frozen block": "fsdp",
     "saves in another form, wait": "ddp",
 }
 

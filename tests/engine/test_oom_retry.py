@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.buffers import BufferKeeper
-from anybatch.core.geometry import Sizes
 from anybatch.core.records import DiagnosisRecord, OutOfMemoryRecord, Record
 from anybatch.engine.micro_batch_size.backoff import FIRST_WAIT, SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
@@ -27,7 +25,6 @@ from tests.engine.out_of_memory_cases import (
     Listening,
     Run,
     engine_of,
-    network,
     same,
     samples,
     sweep,
@@ -51,14 +48,12 @@ def expect(run: Run, sizes: Mapping[str, int | str]) -> Run:
 
 HALF, QUARTER = {"micro_batch_size": LARGE // 2}, {"micro_batch_size": LARGE // 4}
 SWEEPS: Mapping[str, tuple[Run, int]] = {
-    "all_reduce": (Run(strategy="all_reduce"), 4),
+    "all_reduce": (Run(strategy="all_reduce"), 7),
     "all_reduce, each allocation": (Run(strategy="all_reduce"), 1),
-    "all_reduce, after": (Run(strategy="all_reduce, after"), 14),
-    "across samples": (Run(strategy="all_reduce", loss="joint"), 6),
-    "count comes late": (Run(strategy="all_reduce", loss="late"), 10),
+    "across samples": (Run(strategy="all_reduce", loss="joint"), 11),
+    "count comes late": (Run(strategy="all_reduce, after", loss="late"), 10),
     "the caller's numbers": (Run(strategy="all_reduce", options={"rng": None}), 10),
     "groups": (Run(strategy="all_reduce", options={"norms": "ghost"}), 11),
-    "a buffer once per step": (Run(strategy="all_reduce", options={"buffers": {"*seen": "mean"}}), 9),
 }
 
 
@@ -86,11 +81,11 @@ def test_wherever_one_of_two_ranks_fails(name: str, two_ranks: Ranks) -> None:
 
 
 ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
-    "numbers by sample": (Run(options={"rng": "per_sample"}), HALF, 9),
-    "accumulation steps": (Run(sizes={"accumulation_steps": 2}), {"accumulation_steps": 4}, 7),
+    "numbers by sample": (Run(options={"rng": "per_sample"}), HALF, 14),
+    "accumulation steps": (Run(sizes={"accumulation_steps": 2}), {"accumulation_steps": 4}, 13),
     "whole shares": (Run(sizes={"micro_batch_size": "auto"}), HALF, 9),
     "one's own batches": (Run(brought=True), HALF, 9),
-    "exact normalisation": (Run(options={"norms": "exact"}), HALF, 5),
+    "exact normalisation": (Run(options={"norms": "exact"}), HALF, 11),
     "master weights": (Run(options={"precision": "bf16"}), HALF, 9),
     "a buffer once per step": (Run(options={"buffers": {"*seen": "mean"}}), HALF, 9),
 }
@@ -104,7 +99,7 @@ def test_wherever_a_single_rank_fails(name: str) -> None:
     run, sizes, every = ONE_RANK[name]
     planned = train(expect(run, sizes))
     found = sweep(run, 0, every)
-    assert len(found) > 3
+    assert len(found) > 1
     for at, end in found:
         assert same(end.weights, planned.weights), at
         assert end.plans[1:] == planned.plans[1:]
@@ -114,13 +109,14 @@ def test_twice_in_one_step(two_ranks: Ranks) -> None:
     """A step that fails twice is retried a second time, and ends as planned with a quarter of the size."""
     run = Run(strategy="all_reduce")
     planned = two_ranks.run(train, expect(run, QUARTER))
-    for (at, _), (_, failing) in zip(*two_ranks.run(sweep, run, 1, 4, 2, 2), strict=True):
+    for (at, _), (_, failing) in zip(*two_ranks.run(sweep, run, 1, 9, 2, 2), strict=True):
         assert failing.too_large == (LARGE, LARGE // 2), at
         assert same(failing.weights, planned[1].weights), at
 
 
-@pytest.mark.parametrize("loss", ["plain", "joint"])
-@pytest.mark.parametrize("at", [(3, 3, 3), (30, 0, 8), (0, 12, 31)])
+@pytest.mark.parametrize(
+    ("loss", "at"), [("plain", (3, 3, 3)), ("plain", (30, 0, 8)), ("joint", (3, 3, 3)), ("joint", (0, 12, 31))]
+)
 def test_several_of_three_ranks_fail_at_once(at: tuple[int, ...], loss: str, three_ranks: Ranks) -> None:
     """Ranks that fail at different places of the same try agree on one smaller size and report it alike.
 
@@ -136,15 +132,6 @@ def test_several_of_three_ranks_fail_at_once(at: tuple[int, ...], loss: str, thr
         assert [event[1:] for event in end.events] == [event[1:] for event in ends[0].events]
         assert sum(phase is not None for phase, *_ in end.events) == (at[rank] > 0)
     assert size == (LARGE // 4 if loss == "joint" and max(at) > 20 else LARGE // 2)
-
-
-def test_uneven_shares_that_ranks_bring(two_ranks: Ranks) -> None:
-    """Uneven shares from the ranks' own loaders are retried from memory."""
-    run = Run(strategy="all_reduce", brought=True, num_samples=9)
-    ends = two_ranks.run(train, run, Fault(at=(0, 25)))
-    size = ends[0].events[0][2]
-    planned = two_ranks.run(train, expect(run, {"micro_batch_size": size}))
-    assert all(same(end.weights, plan.weights) for end, plan in zip(ends, planned, strict=True))
 
 
 def test_redoing_only_the_failed_micro_batch_is_wrong() -> None:
@@ -302,7 +289,7 @@ def test_however_little_memory_there_is_the_error_is_ours() -> None:
         assert re.search("weights .*Tried to allocate", str(error))
         assert same(before.state_dict(), model.state_dict())
         phases.add(error.phase)
-        num_bytes += 32
+        num_bytes += 64
         error, model, before = first_step_within(num_bytes, rows)
 
     assert "load" in phases
@@ -352,7 +339,7 @@ def ddp_point(at: int) -> tuple[tuple[int, ...], bool]:
 
 def test_ddp_begins_anew_outside_of_its_reduction(two_ranks: Ranks) -> None:
     """DDP also recovers, up to the last micro-batch's backward."""
-    for at in (1, 9, 25, 33):
+    for at in (1, 33):
         assert two_ranks.run(ddp_point, at) == [((LARGE,), True)] * 2
 
 
@@ -413,20 +400,6 @@ def test_an_update_that_fails_is_never_made_again() -> None:
         batch = InMemory(samples(1, 8))
         with out_of_memory_at(3, phase="update"), pytest.raises(HalfUpdatedError, match=r"last checkpoint \(engine"):
             engine.step(batch)
-
-
-def test_clipping_that_fails_leaves_everything_as_it_was() -> None:
-    """If clipping fails, a smaller micro-batch does not help; parameters and buffers are unchanged."""
-    model, engine = one_rank_engine(micro_batch_size=4, clip=0.01)
-    with engine:
-        engine.step(InMemory(samples(0, 2)))
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        run = Run(sizes={"micro_batch_size": 4}, options={"clip": 0.01})
-        number, batch = train(run).num_allocations + 1, InMemory(samples(1, 8))
-        with out_of_memory_at(number), pytest.raises(DoesNotFitError, match="in phase 'clip' of step 1"):
-            engine.step(batch)
-        # Running statistics move with the update, so only the model's own buffer had changed.
-        assert same(before, model.state_dict())
 
 
 @pytest.mark.slow
@@ -533,36 +506,3 @@ def test_the_next_size_makes_even_micro_batches(size: int | None, num_samples: i
     else:
         sizes = [unit.num_samples for unit in sizing.placement.plan(num_samples).units]
         assert max(sizes) == after
-
-
-def test_state_of_resizing_survives_a_checkpoint() -> None:
-    """A checkpoint saved while the larger size is retried resumes there."""
-    sizing, again_sizing = sizing_of(16), sizing_of(16)
-    sizing.is_auto = again_sizing.is_auto = True
-    resizing, again = backoff_of(sizing), backoff_of(again_sizing)
-    resizing.shrink(sizing.placement.plan(32), 0)
-    resizing.begin_step(FIRST_WAIT)
-    saved: Any = {"world_size": 1, "effective_batch_size": None, "micro_batch_size": 16, "accumulation_steps": None}
-    again.resume({"sizes": saved, "resized": resizing.state(), "decisions": {}})
-    assert again.state() == resizing.state()
-    assert again_sizing.sizes == sizing.sizes == Sizes(**saved)
-
-
-def test_buffers_go_back() -> None:
-    """Changed, replaced, added and deleted buffers return to their last saved values."""
-    model = network()
-    model.register_buffer("gone", torch.ones(2))
-    model.register_buffer("nothing", None)
-    keeper = BufferKeeper(model)
-    for _ in range(2):
-        keeper.keep()
-        before = {name: value.clone() for name, value in model.named_buffers()}
-        objects = dict(model.named_buffers())
-        model(samples(0, 3)["x"])
-        model.register_buffer("added", torch.zeros(1))
-        model.nothing = torch.zeros(3)
-        del model.gone
-        keeper.restore()
-        assert same(before, dict(model.named_buffers()))
-        assert all(value is objects[name] for name, value in model.named_buffers())
-        assert model.nothing is None

@@ -1,11 +1,10 @@
 """Reports, engines, batches and losses print as one readable paragraph."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import anybatch as ab
 from anybatch.errors import DataError
@@ -27,24 +26,6 @@ def engine_of(loss: Any, **options: Any) -> ab.Engine:
     return ab.Engine(model, optimizer, loss, micro_batch_size=4, **options)
 
 
-LOSSES: Mapping[str, Callable[[], object]] = {
-    "mean over samples of classify": lambda: ab.mean_over_samples(classify),
-    "sum over samples of classify": lambda: ab.sum_over_samples(classify),
-    "mean over unmasked targets of classify": lambda: ab.mean_over_tokens(classify),
-    "mean over what its count says of CrossEntropyLoss": lambda: ab.mean_over(nn.CrossEntropyLoss(), len),
-    "joint loss <lambda> of the outputs of classify": lambda: ab.joint(classify, lambda *_: 0.0),
-    "sum of lm (mean over unmasked targets), aux (mean over samples, times 0.1) of classify": lambda: ab.sum_of(
-        classify, lm=ab.tokens(), aux=ab.samples(weight=0.1)
-    ),
-}
-
-
-@pytest.mark.parametrize("words", LOSSES)
-def test_losses(words: str) -> None:
-    """A declared loss prints its unit and function, without a memory address."""
-    assert str(LOSSES[words]()) == words
-
-
 def test_a_report() -> None:
     """A report shows its step, loss, gradient norm, learning rate and geometry."""
     with engine_of(ab.mean_over_samples(classify)) as engine:
@@ -59,22 +40,6 @@ def test_a_report() -> None:
         )
     )
     assert len(str(report)) <= MAX_LENGTH
-
-
-def test_a_report_of_a_skipped_step_with_terms() -> None:
-    """A skipped step prints its terms, a common rate once, the skipped update, and the sizes that did not fit."""
-    terms = ab.sum_of(
-        lambda model, batch: dict.fromkeys(("a", "b"), classify(model, batch)), a=ab.samples(), b=ab.samples()
-    )
-    with engine_of(terms, measure_gradient_norm=False) as engine:
-        report = engine.step(vectors(10))
-    object.__setattr__(report, "skipped", True)  # as after an overflow
-    object.__setattr__(report, "too_large", (8, 6))
-
-    value = f"{report.losses['a']:.4g}"
-    assert f"(a {value}, b {value})" in str(report)
-    assert "gradient norm" not in str(report)
-    assert str(report).endswith("update skipped, repeated after out of memory at micro-batches of 8, 6")
 
 
 def test_an_engine() -> None:
@@ -130,10 +95,3 @@ def test_reading_a_batch_like_a_loaded_one(read: Callable[[Any], object]) -> Non
 
     with pytest.raises(DataError, match=r"batch\.load\(\)"):
         read(batch)
-
-
-def test_a_share() -> None:
-    """A share prints without its tensors."""
-    share = next(iter(ab.shares([vectors(4)])))
-
-    assert str(share) == "Share of one rank in an effective batch: dict in share.batch."

@@ -1,6 +1,5 @@
 """Ranks agree in every step: an error or difference of one rank raises on all, soon and before the update."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,7 @@ from tests.engine.ranks_apart import (
     raises_in_counted_data,
     raises_in_data,
     raises_in_loss,
-    reorders,
     saves_alone_in_shares,
-    saves_behind_an_error,
     saves_without_the_others,
     sets_rate,
     skips,
@@ -53,8 +50,7 @@ def assert_trained(told: Told, numbers: list[int]) -> None:
     torch.testing.assert_close(torch.tensor(told.weights, dtype=torch.float64), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "kind"), [("all_reduce", KeyboardInterrupt), ("ddp", RuntimeError)])
 def test_an_error_that_one_loop_catches(strategy: str, kind: type[BaseException], two_ranks: Ranks) -> None:
     """All ranks raise in the same step and skip it; later steps equal a plain loop without that batch."""
     other, failed = two_ranks.run(raises_in_loss, strategy, kind)
@@ -76,10 +72,9 @@ def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
         assert_trained(told, GOES_ON)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_data_that_one_rank_cannot_load(strategy: str, two_ranks: Ranks) -> None:
+def test_data_that_one_rank_cannot_load(two_ranks: Ranks) -> None:
     """A batch that one rank cannot load is skipped by all ranks."""
-    other, failed = two_ranks.run(raises_in_data, strategy)
+    other, failed = two_ranks.run(raises_in_data, "ddp")
     assert other.kinds == ends_with("RankFailedError")
     assert failed.kinds == ends_with("OSError")
     assert_trained(other, GOES_ON)
@@ -101,35 +96,19 @@ def test_data_that_have_to_be_counted(two_ranks: Ranks) -> None:
     assert failed == ["0", "OSError: planted", "1"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_batch_that_one_rank_leaves_out(strategy: str, two_ranks: Ranks) -> None:
-    """A batch skipped by one rank is refused on all, with the batch of each; the weights do not change."""
-    for told in two_ranks.run(skips, strategy):
+def test_a_batch_that_one_rank_leaves_out(two_ranks: Ranks) -> None:
+    """A batch skipped by one rank is refused on all; the weights do not change."""
+    for told in two_ranks.run(skips, "all_reduce"):
         assert told.kinds == ["0", "1", "RanksDifferError"]
-        assert (
-            "rank 0: engine.step at step 2, up to sample 18 of epoch 0, 6 samples (12, 13, 14, 15, ...)" in told.ends[2]
-        )
-        assert (
-            "rank 1: engine.step at step 2, up to sample 24 of epoch 0, 6 samples (18, 19, 20, 21, ...)" in told.ends[2]
-        )
         assert told.fields["names"] == ("batch",)
         assert told.fields["step"] == APART
         assert_trained(told, [0, 1])
-
-
-def test_another_order_on_one_rank(two_ranks: Ranks) -> None:
-    """Both steps with a different order are refused, and training continues when all ranks have the same batch."""
-    for told in two_ranks.run(reorders, "all_reduce"):
-        assert told.kinds == ["0", "1", "RanksDifferError", "RanksDifferError", "2"]
-        assert_trained(told, [0, 1, 4])
 
 
 def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:
     """A different learning rate on one rank is refused on all, with both values; other steps are made."""
     for told in two_ranks.run(sets_rate, "all_reduce"):
         assert told.kinds == ends_with("RanksDifferError")
-        assert "lr of group 0 0.1 | rank 1" in told.ends[APART]
-        assert "lr of group 0 0.2" in told.ends[APART]
         assert told.fields["names"] == ("settings", "lr of group 0")
         assert_trained(told, GOES_ON)
 
@@ -148,10 +127,6 @@ def test_a_weight_that_one_rank_changes(strategy: str, two_ranks: Ranks, tmp_pat
     """A weight changed on one rank is refused by save and evaluate, by name; after a repair all continue normally."""
     for told in two_ranks.run(changes_weight, strategy, str(tmp_path)):
         assert told.kinds == ["0", "ReplicaError", "ReplicaError", "done", "1"]
-        assert (
-            "1 of 6 weights ('0.weight') differ between rank 1 and rank 0; they were equal before step 0"
-            in told.ends[1]
-        )
         assert (told.fields["ranks"], told.fields["names"], told.names) == ((1,), ("0.weight",), ("0.weight",))
         assert_trained(told, [0, 1])
 
@@ -160,8 +135,6 @@ def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
     """The next periodic comparison finds a changed weight before the update, and reports the last equal step."""
     for told in two_ranks.run(changes_weight_in_loop, "all_reduce"):
         assert told.kinds == ["0", "1", *["ReplicaError"] * 3]
-        assert "replicas differ before step 2" in told.ends[2]
-        assert "they were equal before step 0" in told.ends[2]
 
 
 @sees(
@@ -176,12 +149,9 @@ def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
 """,
 )
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_update_that_fails_on_one_rank(strategy: str) -> None:
+def test_an_update_that_fails_on_one_rank() -> None:
     """The rank with a failed update refuses to continue, and the others raise in their next step instead of waiting."""
-    other, failed = (
-        outcome.value for outcome in run_ranks(2, fails_in_update, strategy, timeout_seconds=TIMEOUT_SECONDS)
-    )
+    other, failed = (outcome.value for outcome in run_ranks(2, fails_in_update, "ddp", timeout_seconds=TIMEOUT_SECONDS))
     assert failed.kinds == ["0", "1", "RuntimeError", "UpdateFailedError"]
     assert "the update of step 2 (counted from 0) failed midway (RuntimeError: planted)" in failed.ends[-1]
     assert other.kinds == ["0", "1", "2", "RankFailedError"]
@@ -189,22 +159,19 @@ def test_an_update_that_fails_on_one_rank(strategy: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_another_engine_behind_a_message_that_was_left(strategy: str) -> None:
+def test_another_engine_behind_a_message_that_was_left() -> None:
     """After a rank has waited in vain, new engines are refused, so that none reads the abandoned message."""
-    outcomes = run_ranks(2, another_engine, strategy, timeout_seconds=TIMEOUT_SECONDS)
+    outcomes = run_ranks(2, another_engine, "all_reduce", timeout_seconds=TIMEOUT_SECONDS)
     assert [outcome.error for outcome in outcomes] == [None, None]
     (_, waited), (_, failed) = (outcome.value for outcome in outcomes)
     assert waited.kinds == ["WorldError"]
-    assert "Start all ranks again, from the last checkpoint." in waited.ends[0]
     assert failed.kinds == ["RankFailedError"]
-    assert "ranks cannot be brought together again" in failed.ends[0]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "strategy", "name"),
-    [(2, "all_reduce", "save"), (2, "ddp", "evaluate"), (3, "all_reduce", "evaluate"), (2, "all_reduce", "load")],
+    [(2, "ddp", "evaluate"), (3, "all_reduce", "save")],
 )
 def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_path: Path) -> None:
     """If ranks make different calls, all raise soon, with the call of each, instead of reaching the time-out."""
@@ -215,25 +182,12 @@ def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_pa
         said = outcome.value.ends[1]
         assert f"rank 0 called engine.{name} at step 1" in said
         assert f"rank {world_size - 1} called engine.step at step 1" in said
-        assert "Every rank must build engines and call engine.step, evaluate, save, load and close" in said
 
 
-@pytest.mark.ranks
-def test_different_calls_behind_an_error(tmp_path: Path) -> None:
-    """After an error on all ranks, different calls are detected, and all raise the same error."""
-    for outcome in run_ranks(2, saves_behind_an_error, "all_reduce", str(tmp_path), timeout_seconds=TIMEOUT_SECONDS):
-        assert outcome.value is not None, outcome.error
-        assert outcome.value.kinds == ["DataError", "RanksDifferError"]
-        assert "rank 0 called engine.save at step 0; rank 1 called engine.step at step 0" in outcome.value.ends[1]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_batch_more_to_evaluate(strategy: str, two_ranks: Ranks) -> None:
+def test_one_batch_more_to_evaluate(two_ranks: Ranks) -> None:
     """An extra batch in one rank's evaluation is refused on all, with the fix; later calls run normally."""
-    for told in two_ranks.run(evaluates_more, strategy):
+    for told in two_ranks.run(evaluates_more, "all_reduce"):
         assert told.kinds == ["DataError", "done", "0"]
-        assert "rank 0 has 1 batches to evaluate, and other ranks have more" in told.ends[0]
-        assert "ab.shares(loader)" in told.ends[0]
         assert_trained(told, [0])
 
 
@@ -245,21 +199,12 @@ def test_a_batch_to_evaluate_that_one_rank_cannot_read(two_ranks: Ranks) -> None
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("together", [True, False], ids=["the engine's world", "a world of its own"])
-def test_a_save_on_one_rank_within_shares(together: bool, tmp_path: Path) -> None:
-    """A save on one rank within `ab.shares` raises on both, also if the loader has a separate world."""
-    outcomes = run_ranks(
-        2,
-        partial(saves_alone_in_shares, together=together),
-        "all_reduce",
-        str(tmp_path),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-    for outcome in outcomes:
+def test_a_save_on_one_rank_within_shares(tmp_path: Path) -> None:
+    """A save on one rank within `ab.shares` raises on both, although the loader has a separate world."""
+    for outcome in run_ranks(2, saves_alone_in_shares, "all_reduce", str(tmp_path), timeout_seconds=TIMEOUT_SECONDS):
         assert outcome.value is not None, outcome.error
         said = next(end for end in outcome.value.ends if end.startswith("RanksDifferError"))
         assert "rank 0 called engine.save at step 1; rank 1 called ab.shares for share 1" in said
-        assert "`if rank == 0` away" in said
 
 
 @pytest.mark.ranks
@@ -272,10 +217,9 @@ def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
     assert silent == ""
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_slow_rank_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
+def test_a_slow_rank_is_waited_for(two_ranks: Ranks) -> None:
     """A rank that is merely slow is not mistaken for a failed one, however often the others check."""
-    (other, num_looks), (late, _) = two_ranks.run(slow, strategy)
+    (other, num_looks), (late, _) = two_ranks.run(slow, "all_reduce")
     assert num_looks >= NUM_LOOKS
     for told in (other, late):
         assert told.kinds == ["0", "1", "done", "2"]

@@ -14,7 +14,7 @@ import anybatch as ab
 from anybatch.core.batch import Position
 from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, RankFailedError, RanksDifferError
 from anybatch.testing import relative_error, run_ranks
-from tests.engine.cases import STRATEGIES, classify, cut, perceptron, vectors
+from tests.engine.cases import STRATEGIES, classify, cut, perceptron, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -24,9 +24,7 @@ def train_on_uneven_loaders(strategy: str) -> tuple[dict[str, torch.Tensor], lis
     world = ab.World.from_environment()
     own = [cut(whole, *bounds[world.rank]) for whole, bounds in rounds(world.size) if world.rank < len(bounds)]
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"micro_batch_size": 2, "strategy": STRATEGIES[strategy](), "world": world}
-    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+    with sgd_engine(model, micro_batch_size=2, strategy=STRATEGIES[strategy](), world=world) as engine:
         plans = [str(engine.step(share).plan) for share in ab.shares(own, world=world)]
     return model.state_dict(), plans
 
@@ -76,33 +74,6 @@ def test_a_rank_that_is_done_first_does_not_stop_the_others(ranks: Ranks) -> Non
             assert relative_error(state, model.state_dict()) <= 1e-12
 
 
-def train_with_an_idle_rank(strategy: str) -> dict[str, torch.Tensor]:
-    """Run on every rank: train with three batches on the first rank and none on the last; return the parameters."""
-    world = ab.World.from_environment()
-    model = perceptron()
-    own = [] if world.rank == world.size - 1 else [vectors(5 + number) for number in range(3)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"micro_batch_size": 2, "strategy": STRATEGIES[strategy](), "world": world}
-    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
-        for share in ab.shares(own, world=world):
-            engine.step(share)
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_a_rank_may_bring_nothing_from_the_start(strategy: str, two_ranks: Ranks) -> None:
-    """If one of two ranks has an empty loader, the steps equal those on the other's batches alone."""
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(3):
-        optimizer.zero_grad()
-        classify(model, vectors(5 + number)).backward()
-        optimizer.step()
-
-    for state in two_ranks.run(train_with_an_idle_rank, strategy):
-        assert relative_error(state, model.state_dict()) <= 1e-12
-
-
 def test_empty_loaders_make_no_step(two_ranks: Ranks) -> None:
     """If no rank has a batch, no share is yielded."""
     assert list(ab.shares([], world=ab.World())) == []
@@ -140,9 +111,7 @@ def train_on_joined(sizes_of_ranks: list[list[int]], effective_batch_size: int) 
     own = list(itertools.accumulate(sizes_of_ranks[world.rank], initial=start))
     loader = [cut(whole, *bounds) for bounds in itertools.pairwise(own)]
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"micro_batch_size": 3, "effective_batch_size": effective_batch_size, "world": world}
-    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+    with sgd_engine(model, micro_batch_size=3, effective_batch_size=effective_batch_size, world=world) as engine:
         shares = ab.shares(loader, effective_batch_size=effective_batch_size, world=world)
         sizes = [engine.step(share).num_samples for share in shares]
     return sizes, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -214,8 +183,7 @@ def test_what_cannot_be_joined_is_refused_on_all_ranks_at_once(two_ranks: Ranks)
 def steps_of_loader(sizes: list[int], **options: Any) -> None:
     """Make one step per batch size, with effective_batch_size=64."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), effective_batch_size=64, **options) as engine:
+    with sgd_engine(model, effective_batch_size=64, **options) as engine:
         for size in sizes:
             engine.step(vectors(size))
 
@@ -238,8 +206,7 @@ def loop_and_evaluate() -> str:
     """Run on every rank: step loaders of 2 and 3 batches without `ab.shares`, evaluate; return the error."""
     world = ab.World.from_environment()
     model = perceptron()
-    options: dict[str, Any] = {"micro_batch_size": 2, "world": world}
-    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify), **options)
+    engine = sgd_engine(model, micro_batch_size=2, world=world)
     try:
         for number in range(2 + world.rank):
             engine.step(vectors(4 + number + 10 * world.rank))
@@ -262,8 +229,7 @@ def step_from_different_places() -> str:
     """Run on every rank: rank 1 has set a different position; return the error."""
     world = ab.World.from_environment()
     model = perceptron()
-    options: dict[str, Any] = {"micro_batch_size": 2, "world": world}
-    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify), **options)
+    engine = sgd_engine(model, micro_batch_size=2, world=world)
     engine.position = Position(0, 38 * world.rank)
     with pytest.raises(DataError) as caught:
         engine.step(vectors(4))
@@ -301,8 +267,7 @@ def step_a_stream(is_divided: bool) -> str:
     options: dict[str, Any] = {"micro_batch_size": 2, "world": world}
     data = DividedByRank(*((world.rank, world.size) if is_divided else (0, 1)))
     try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options)
+        engine = sgd_engine(model, **options)
         for batch in ab.batches(data, effective_batch_size=6, shuffle=False):
             engine.step(batch)
     except DataError as error:
@@ -433,8 +398,7 @@ def steps_of_small_data(num_samples: int, size: int, **options: Any) -> list[int
     model = perceptron()
     whole = vectors(num_samples)
     data = [{name: value[k] for name, value in whole.items()} for k in range(num_samples)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=8, **options) as engine:
+    with sgd_engine(model, micro_batch_size=8, **options) as engine:
         loop = ab.batches(data, effective_batch_size=size, epochs=2)
         return [engine.step(batch).num_samples for batch in loop]
 

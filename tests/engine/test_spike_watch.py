@@ -60,6 +60,7 @@ def engine_of(spikes: Any = None, *, optimizer: Any = torch.optim.AdamW, **optio
         lambda named: optimizer([parameter for _, parameter in named], lr=0.01),
         ab.mean_over_samples(loss_of),
         micro_batch_size=8,
+        check_loss=False,
         norms="keep",
         scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 10, gamma=0.9),
         spikes=spikes,

@@ -162,8 +162,7 @@ def test_the_choice_changes_no_weights(two_ranks: Ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [False, True], ids=["function", "instance"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize(("kind", "dtype"), [("AdamW", torch.bfloat16), ("SGD", torch.float32)])
 def test_the_arithmetic_is_that_of_a_step(kind: str, dtype: torch.dtype, made: bool) -> None:
     """The estimate equals the memory of an engine's tensors between steps, with one copy of the gradients."""
 

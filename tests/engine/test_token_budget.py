@@ -1,6 +1,5 @@
 """Micro-batches cut by a token budget: exact gradients on any ranks, padded and packed, and exact resume."""
 
-import functools
 import itertools
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 import anybatch as ab
 from anybatch.core.token_budget import SampleLengths
 from anybatch.data import Packed, Padded
-from anybatch.engine.micro_batch_size import budget_trials
-from anybatch.engine.micro_batch_size.token_costs import TokenCosts
 from anybatch.errors import BatchSizeError, CompositionError, DataError, DoesNotFitError, LossError
 from anybatch.metrics import OverWholeSet
 from anybatch.norms import Ghost
 from anybatch.testing import out_of_memory_at, relative_error
-from tests.engine.cases import CASES, InMemory, plain_gradients
+from tests.engine.cases import CASES, InMemory, plain_gradients, sgd_engine
 from tests.engine.length_cases import (
     DECLARED,
     LENGTHS,
@@ -69,8 +66,10 @@ def test_a_run_goes_on_exactly_at_another_world_size(one_rank: Ranks, two_ranks:
     assert relative_error(found, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, torch.tensor(LENGTHS), "input_ids", lambda sample: len(sample["labels"])])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("lengths", "num_workers"),
+    [(LENGTHS, 0), (torch.tensor(LENGTHS), 0), ("input_ids", 1), (lambda sample: len(sample["labels"]), 0)],
+)
 def test_lengths_come_in_many_forms(lengths: Any, num_workers: int) -> None:
     """Lengths as a list, a tensor, a field or a function give the same cut, with and without prefetching workers."""
     batches = ab.batches(
@@ -81,21 +80,6 @@ def test_lengths_come_in_many_forms(lengths: Any, num_workers: int) -> None:
         for batch in batches:
             assert batch.lengths is not None
             assert list(batch.lengths.tokens) == [LENGTHS[one] for one in batch.sample_ids]
-            found = engine.gradients(batch)
-            assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
-
-
-def test_a_stream_is_cut_by_length() -> None:
-    """Samples of a stream are read before they are cut, so a function for the lengths is enough."""
-
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter([Sentences()[index] for index in range(len(LENGTHS))])
-
-    batches = ab.batches(Stream(), effective_batch_size=9, shuffle=False, lengths="input_ids", collate=Packed())
-    model = Language()
-    with engine_of(model) as engine:
-        for batch in batches:
             found = engine.gradients(batch)
             assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
 
@@ -268,7 +252,7 @@ def test_evaluation_on_ranks_is_within_the_budget(ranks: Ranks) -> None:
     One sample is longer than the smaller budget, and runs alone.
     """
     strategies = ("single",) if ranks.world_size == 1 else ("all_reduce", "ddp", "fsdp")
-    cases = list(itertools.product(("padded", "packed"), strategies, (12, 40)))
+    cases = [*(("padded", name, 12) for name in strategies), *(("packed", name, 40) for name in strategies)]
     for found in ranks.run(evaluated, cases):
         for (_, _, tokens), (mean, plain, most) in zip(cases, found, strict=True):
             assert mean == pytest.approx(plain, rel=TOLERANCE)
@@ -309,32 +293,12 @@ def test_shapes_are_checked(wrong: Any) -> None:
 def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> None:
     """With packing or fixed shapes, rows are not samples, so a mean over samples is refused."""
     model = Language()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    declared = ab.mean_over_samples(loss)
     batches = ab.batches(Sentences(), effective_batch_size=9, lengths=LENGTHS, collate=collate)
     with (
-        ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(40)) as engine,
+        sgd_engine(model, loss, micro_batch_size=ab.token_budget(40)) as engine,
         pytest.raises(LossError, match="the loss is a mean over samples"),
     ):
         engine.step(next(iter(batches)))
-
-
-def test_a_size_that_was_found_holds_under_its_budget_only(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run keeps the cheapest cut of its first run, unless the budget is changed."""
-    monkeypatch.setattr(budget_trials, "WORTH_TIMING", 0)
-    found = TokenCosts(fixed_tokens=3.0, cut_at=20, words="found")
-    monkeypatch.setattr(budget_trials, "measured_costs", lambda *_: found)
-    dataset = Sentences([10, 9, 8, 2] * 4)
-    batches = ab.batches(dataset, effective_batch_size=16, epochs=2, lengths=dataset.lengths, collate=Padded())
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    with ab.Engine(Language(), optimizer, DECLARED, micro_batch_size=ab.token_budget(80)) as engine:
-        plan = engine.step(next(iter(batches))).plan
-        assert max(map(len, (plan.positions(unit) for unit in plan.units))) <= 20 // 2
-        engine.save(tmp_path / "saved")
-    for tokens, cut_at in ((80, 20), (160, 160)):
-        with ab.Engine(Language(), optimizer, DECLARED, micro_batch_size=ab.token_budget(tokens)) as engine:
-            engine.load(tmp_path / "saved")
-            assert f"cut at {cut_at}; a micro-batch costs 3" in engine.decisions["micro_batch_size"]
 
 
 def test_what_a_micro_batch_costs_is_measured_once(tmp_path: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths
-from anybatch.engine.micro_batch_size.budget_trials import Way, best_cap, caps_to_time, seconds_of_steps, units_by_cap
+from anybatch.engine.micro_batch_size.budget_trials import Way, best_cap, seconds_of_steps, units_by_cap
 from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 
@@ -65,16 +65,6 @@ def test_smaller_micro_batches_are_made_where_their_tokens_are_cheaper() -> None
     """The cap is half the budget if tokens of large micro-batches take 50% longer, but not if they take 3% longer."""
     assert cap_of(lambda tokens: 0.001 * (36 + tokens * (1.5 if tokens > 3_000 else 1.0))) == 2_048
     assert cap_of(lambda tokens: 0.001 * (36 + tokens * (1.03 if tokens > 3_000 else 1.0))) == BUDGET.tokens
-
-
-def test_caps_to_time_are_less_than_what_the_batch_has() -> None:
-    """Below the budget, caps to time start under the largest micro-batch and halve down to the longest sample."""
-    budget = ab.token_budget(65_536)  # with 256 tokens per micro-batch, the largest one has 4,000 padded tokens
-    assert caps_to_time(LENGTHS, budget) == [65_536, 2_048, 1_024, 512]
-    assert caps_to_time(LENGTHS, BUDGET) == [4_096, 2_048, 1_024, 512]
-    assert caps_to_time(SampleLengths(tokens=[300, 3_000]), BUDGET) == [4_096]
-    for tokens in ([], [0, 0], [1], [0, 1]):
-        assert caps_to_time(SampleLengths(tokens=tokens, packed=True), BUDGET) == [4_096]
 
 
 def test_few_shapes_are_not_cut_smaller() -> None:

@@ -20,7 +20,6 @@ from anybatch.engine.torch_internals import (
     packing_function,
     state_maker,
     tensor_hooks,
-    uncompiled,
     widened,
     without_tensor_hooks,
 )
@@ -58,20 +57,6 @@ def test_modes_that_see_operations_are_listed() -> None:
     with MemoryLedger() as ledger:
         assert active_dispatch_modes() == [ledger]
     assert active_dispatch_modes() == []
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")
-def test_compiled_modules_are_known_by_what_is_behind_them() -> None:
-    """`torch.compile(module)` and `module.compile()` are detected; the first wraps the user's module."""
-    plain = nn.Linear(2, 2)
-    wrapped: Any = torch.compile(plain)
-    inside = nn.Linear(2, 2)
-    inside.compile()
-
-    assert [is_compiled(module) for module in (plain, wrapped, inside)] == [False, True, True]
-    assert uncompiled(wrapped) is plain
-    assert uncompiled(inside) is inside
 
 
 def test_a_compiled_module_that_hides_is_refused() -> None:
@@ -142,21 +127,6 @@ def test_state_of_torch_s_optimizers_can_be_made_beforehand() -> None:
     assert state_maker(without) is None
 
 
-def test_packing_a_sequence_is_seen_by_modes() -> None:
-    """`packing_function` is the function that a mode sees when a padded sequence is packed."""
-    seen: list[object] = []
-
-    class Watcher(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watcher():
-        nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([3, 2]))
-
-    assert packing_function() in seen
-
-
 @pytest.mark.parametrize(
     ("ask", "purpose"),
     [
@@ -186,41 +156,6 @@ def test_hooks_on_parameters_are_listed_and_taken_off_for_a_while() -> None:
     assert float(hooked.grad) == 1 - 1
     handle.remove()
     assert tensor_hooks([plain, hooked]) == []
-
-
-def test_trainable_parameters_are_known_by_identity() -> None:
-    """A frozen parameter is excluded, and a tied one is listed once per use."""
-    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
-    tied = nn.ModuleList([model[0], model[1], nn.Linear(1, 1, bias=False)])
-    tied[2].weight = model[1].weight
-    model[0].requires_grad_(False)
-
-    parts = TrainableParts(tied)
-    assert parts.ids == [id(model[1].weight)] * 2
-    assert parts.are_unchanged
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.append(nn.Linear(1, 1)),
-        lambda model: model.register_module("0", nn.Linear(1, 1)),
-        lambda model: model[0].register_parameter("weight", nn.Parameter(torch.ones(1, 1))),
-        lambda model: model[0].requires_grad_(False),
-        lambda model: model[1].register_parameter("more", nn.Parameter(torch.ones(1))),
-        lambda model: model[1].weight.requires_grad_(True),
-    ],
-    ids=["a module more", "another module", "another parameter", "frozen", "a parameter more", "thawed"],
-)
-def test_parts_that_change_are_seen(change: Callable[[Any], object]) -> None:
-    """Adding, replacing, thawing or freezing a module or parameter counts as a change; writing values does not."""
-    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
-    model[1].requires_grad_(False)
-    parts = TrainableParts(model)
-    torch.nn.init.zeros_(next(model.parameters()))
-    assert parts.are_unchanged
-    change(model)
-    assert not parts.are_unchanged
 
 
 @pytest.mark.parametrize(

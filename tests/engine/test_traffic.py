@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.parallel.process_groups import ControlGroup, PendingMessage
 from anybatch.parallel.roll_call import NUM_DIGESTS
-from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
+from tests.engine.cases import STRATEGIES, Batch, InMemory, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -90,14 +90,7 @@ def make_engine(strategy: str, world: ab.World) -> ab.Engine:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"].float()), batch["y"])
 
-    return ab.Engine(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        ab.mean_over_samples(loss),
-        micro_batch_size=2,
-        strategy=STRATEGIES[strategy](),
-        world=world,
-    )
+    return sgd_engine(model, loss, micro_batch_size=2, strategy=STRATEGIES[strategy](), world=world)
 
 
 def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:

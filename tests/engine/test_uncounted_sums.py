@@ -128,8 +128,7 @@ def errors_on_rank(name: str, strategy: str, check_loss: bool) -> float:
     return error_of(loss(), expected, world=ab.World.from_environment(), strategy=strategy, check_loss=check_loss)
 
 
-@pytest.mark.parametrize("check_loss", [True, False])
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+@pytest.mark.parametrize(("strategy", "check_loss"), [("all_reduce", True), ("ddp", False)])
 @pytest.mark.parametrize("name", DECLARED)
 def test_ranks_without_a_count_take_part(name: str, strategy: str, check_loss: bool, three_ranks: Ranks) -> None:
     """A rank whose share counts nothing still adds its sums, with and without the loss check."""

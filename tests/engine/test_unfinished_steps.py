@@ -69,8 +69,27 @@ def is_restored(outcomes: list[Outcome]) -> bool:
 """,
     cases=["single-NaN loss", "single-NaN gradient"],
 )
+@sees(
+    "a gradient that is not finite is not looked at",
+    "src/anybatch/engine/update/updater.py",
+    "sum(contributions.tolist()) + (0.0 if norm is None else norm.item())",
+    "sum(contributions.tolist())",
+    cases=["single-NaN gradient"],
+    also=["tests/engine/test_refusals.py::test_refused_on_one_rank[a gradient of NaN]"],
+)
+@sees(
+    "a loss that is not finite is updated with",
+    "src/anybatch/engine/update/updater.py",
+    """
+                raise self._error(step, (contributions.sum(), norm), late=False)
+""",
+    """
+                pass
+""",
+    cases=["zero1-NaN loss"],
+)
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "way"), [*(("single", way) for way in WAYS), *spread(SHARED, WAYS, 2)])
+@pytest.mark.parametrize(("strategy", "way"), [*(("single", way) for way in WAYS), *spread(SHARED, WAYS, 3)])
 def test_every_rank_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
     """The state is unchanged on every rank, and the next step equals one of an engine that has not failed."""
     is_alone = strategy in IN_ONE_PROCESS
@@ -81,7 +100,7 @@ def test_every_rank_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "way"), spread(("all_reduce", "ddp", "zero1"), [way for way in WAYS if way not in AFTER_AGREEMENT], 2)
+    ("strategy", "way"), spread(("all_reduce", "ddp", "zero1"), [way for way in WAYS if way not in AFTER_AGREEMENT], 3)
 )
 def test_one_of_two_ranks_fails(strategy: str, way: str, two_ranks: Ranks) -> None:
     """The failing rank and its peer both restore their state, and the next step works as usual."""
@@ -93,7 +112,12 @@ def test_one_of_two_ranks_fails(strategy: str, way: str, two_ranks: Ranks) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "way"),
-    [*spread([name for name in OPTIONS if name not in ("plain", "fp16")], WAYS, 3), *(("fp16", way) for way in WAYS)],
+    [
+        *spread([name for name in OPTIONS if name not in ("plain", "fp16")], WAYS, 5),
+        ("pooled buffer", "loss"),
+        ("numbers by sample", "backward"),
+        *(("fp16", way) for way in ("loss", "refused batch", *OVERFLOWS, "out of memory while clipping")),
+    ],
 )
 def test_options(options: str, way: str) -> None:
     """The same holds for norm policies, rng settings, pooled buffers, joint losses and precisions."""
@@ -119,9 +143,10 @@ def test_a_watch_skips_a_step() -> None:
     assert differing(before, trial.state()) == ["steps"]
 
 
-def test_gradients_change_nothing() -> None:
+@pytest.mark.parametrize("options", ["plain", "pooled buffer"])
+def test_gradients_change_nothing(options: str) -> None:
     """`Engine.gradients` leaves buffers unchanged, too."""
-    trial = Trial("single", {}, ab.World())
+    trial = Trial("single", OPTIONS[options], ab.World())
     trial.engine.step(InMemory(samples(0)))
     before = trial.state()
     trial.engine.gradients(InMemory(samples(1)))

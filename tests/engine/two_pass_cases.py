@@ -103,11 +103,6 @@ class Clip(nn.Module):
         return symmetric(self.logit_scale.exp() * views.one @ views.other.T)
 
 
-def info_nce(_model: Any, views: Pair) -> torch.Tensor:
-    """Return InfoNCE at a fixed temperature (van den Oord et al. 2018; SimCSE is this with two dropout draws)."""
-    return F.cross_entropy(views.one @ views.other.T / 0.2, torch.arange(len(views.one)))
-
-
 def triplet(_model: Encoders, outputs: Batch) -> torch.Tensor:
     """Return the soft-margin triplet loss with the hardest samples of the batch (Hermans et al. 2017)."""
     vector, label = outputs["vector"], outputs["label"]
@@ -118,32 +113,12 @@ def triplet(_model: Encoders, outputs: Batch) -> torch.Tensor:
     return F.softplus(furthest - nearest).mean()
 
 
-def sup_con(_model: Encoders, outputs: Batch) -> torch.Tensor:
-    """Return the supervised contrastive loss (Khosla et al. 2020)."""
-    vector, label = outputs["vector"], outputs["label"]
-    itself = torch.eye(len(vector), dtype=torch.bool)
-    logs = (vector @ vector.T / 0.3).masked_fill(itself, -torch.inf).log_softmax(1)
-    same = (label[:, None] == label) & ~itself
-    each = -(logs.masked_fill(~same, 0.0).sum(1) / same.sum(1).clamp(min=1))
-    return each[same.any(1)].mean()
-
-
 def barlow(_model: Encoders, views: Pair) -> torch.Tensor:
     """Return the loss of Barlow Twins (Zbontar et al. 2021)."""
     one, other = ((view - view.mean(0)) / view.std(0) for view in views)
     correlation = one.T @ other / len(one)
     diagonal = torch.eye(WIDTH, dtype=torch.bool)
     return (correlation[diagonal] - 1).square().sum() + 0.1 * correlation[~diagonal].square().sum()
-
-
-def vic_reg(_model: Encoders, views: Pair) -> torch.Tensor:
-    """Return variance, invariance and covariance terms (Bardes et al. 2022)."""
-    total = F.mse_loss(views.one, views.other)
-    for view in views:
-        total = total + 5 * F.softplus(1 - (view.var(0) + 1e-4).sqrt()).mean()
-        covariance = view.T.cov()
-        total = total + (covariance.square().sum() - covariance.diagonal().square().sum()) / WIDTH
-    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +144,8 @@ JOINT_CASES: Mapping[str, JointCase] = {
     "clip, a module": JointCase(
         model=lambda: {name: getattr(Encoders(), name) for name in ("image", "text")}, encode=both_of_two, loss=Clip
     ),
-    "simcse": JointCase(model=lambda: Encoders(0.3), encode=twice, loss=lambda: info_nce, draws=True),
     "triplet": JointCase(model=Encoders, encode=labelled, loss=lambda: triplet),
-    "supcon": JointCase(model=Encoders, encode=labelled, loss=lambda: sup_con),
     "barlow twins": JointCase(model=Encoders, encode=raw_pairs, loss=lambda: barlow),
-    "vicreg": JointCase(model=Encoders, encode=raw_pairs, loss=lambda: vic_reg),
 }
 
 
