@@ -91,6 +91,11 @@ class Advice:
         return f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
 
     @property
+    def overhead_share(self) -> float:
+        """The part of a step that does not depend on its samples."""
+        return self.cost.overhead_seconds / self.cost.step_seconds(self.size)
+
+    @property
     def gain(self) -> float:
         """The part of the time to a loss that the best batch saves over the present one."""
         return 1.0 - self._cost.seconds(max(1.0, self.best), by=self.size)
@@ -112,11 +117,13 @@ class Advice:
     def __str__(self) -> str:
         """Return the advice."""
         cost = self.cost
-        step, fixed, per_sample = cost.step_seconds(self.size), cost.overhead_seconds, _ms(cost.seconds_per_sample)
+        step, fixed, per_sample = (
+            _ms(one) for one in (cost.step_seconds(self.size), cost.overhead_seconds, cost.seconds_per_sample)
+        )
         lines = [
             f"effective batch {self.size} on {self.ranks} ({self.device}), {self.num_measured} measured steps",
             f"  {in_words(cost.critical_batch_size, self.interval, self.items, self.items_per_sample)}",
-            f"  a step takes {_ms(step)}: {_ms(fixed)} fixed ({fixed / step:.0%}) plus {per_sample} per sample",
+            f"  a step takes {step}: {fixed} fixed ({self.overhead_share:.0%}) plus {per_sample} per sample",
         ]
         if self.interval[0] <= 0:
             return "\n".join([*lines, "", "No advice yet: measure more steps."])
