@@ -68,6 +68,12 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((5,), float(index))
 
 
+def spec(model: nn.Module, optimizer: Any, **options: Any) -> TrainSpec:
+    """Return the spec of a training with the mean square as its loss."""
+    loss = ab.mean_over_samples(lambda net, batch: net(batch).square().mean())
+    return TrainSpec(model=model, optimizer=optimizer, loss=loss, **options)
+
+
 def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: Any) -> TuneReport:
     """Tune on data with this loading time; the optimizer's update takes 0.1 seconds."""
 
@@ -77,11 +83,7 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
             super().step(closure)
 
     return tune(
-        TrainSpec(
-            model=model,
-            optimizer=lambda named: Slow(named, lr=1e-6),
-            loss=ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
-        ),
+        spec(model, lambda named: Slow(named, lr=1e-6)),
         lambda _: ab.batches(Samples(clock, seconds), effective_batch_size=NUM_SAMPLES, epochs=6),
         clock=clock,
         world=ab.World(),
@@ -319,12 +321,7 @@ def test_what_is_timed_is_what_is_trained() -> None:
     model = nn.Linear(5, 3)
     before = model.weight.detach().clone()
     tune(
-        TrainSpec(
-            model=model,
-            optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
-            loss=ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
-            clip=1e-12,
-        ),
+        spec(model, lambda named: torch.optim.SGD(named, lr=1.0), clip=1e-12),
         lambda _: ab.batches(Samples(Clock(), 0.0), effective_batch_size=NUM_SAMPLES, epochs=6),
         world=ab.World(),
     )
@@ -343,13 +340,8 @@ class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
 def test_streams() -> None:
     """An iterable dataset can be tuned like any other data."""
     clock = Clock()
-    model = Model(clock)
     report = tune(
-        TrainSpec(
-            model=model,
-            optimizer=lambda named: torch.optim.SGD(named, lr=1e-6),
-            loss=ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
-        ),
+        spec(Model(clock), lambda named: torch.optim.SGD(named, lr=1e-6)),
         lambda _: ab.batches(Counted(), effective_batch_size=12, shuffle=False),
         num_workers=[0],
         clock=clock,

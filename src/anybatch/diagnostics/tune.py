@@ -15,7 +15,6 @@ from anybatch.core.splitting import Cut
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.tune_report import LoadingResult, SizeResult, TuneReport
 from anybatch.engine.engine import Engine
-from anybatch.engine.inputs import Model
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
 from anybatch.memory.host_memory import device_name
@@ -81,7 +80,9 @@ def tune(
     num_samples = len(batch.sample_ids)
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
     # BatchNorm layers that make a split batch train differently; 0 if a policy was chosen.
-    num_batch_norms = len(_cut_batch_norms(train)) if train.norms is None else 0
+    modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
+    layers = [layer for module in modules for layer in batch_norms(module).values() if layer.training]
+    num_batch_norms = len(layers) if train.norms is None else 0
     train = spec_for_repeated_steps(train)
 
     def engine(size: int) -> Engine:
@@ -93,7 +94,7 @@ def tune(
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message, micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a separate run.
-    peaks = timer.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in times}
+    peaks = timer.peaks or {size: _peak_bytes(modules, engine, batch, size) for size in times}
     ratios = _relative_times(times, timer.estimated)
     fastest = min(set(ratios) - timer.estimated, key=lambda size: median(ratios[size]))
     shortest = median(times[fastest])
@@ -114,7 +115,12 @@ def tune(
         num_batch_norms=num_batch_norms,
         counted="allocated" if timer.peaks else "in tensors",
     )
-    return dataclasses.replace(report, loading=_loading(data, num_workers, report.recommended, clock))
+    cut = Cut(micro_batch_size=report.recommended)
+    loading = [
+        LoadingResult(num_workers=number, samples_per_second=_loaded_per_second(data(number), cut, clock))
+        for number in sorted(set(num_workers))
+    ]
+    return dataclasses.replace(report, loading=tuple(loading))
 
 
 def default_sizes(num_samples: int) -> Sequence[int]:
@@ -268,15 +274,10 @@ def _quartiles_of_rates(ratios: Sequence[float]) -> tuple[float, float] | None:
     return 1.0 / high, 1.0 / low
 
 
-def _cut_batch_norms(train: TrainSpec) -> Sequence[torch.nn.Module]:
-    """Return the layers that normalise by the statistics of the micro-batch."""
-    modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
-    return [layer for module in modules for layer in batch_norms(module).values() if layer.training]
-
-
-def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
+def _peak_bytes(
+    modules: Sequence[torch.nn.Module], engine: Callable[[int], Engine], batch: EffectiveBatch, size: int
+) -> int:
     """Return the peak memory of tensors in a step, by a ledger; optimizer state is allocated before it."""
-    modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     cached = CachedBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
     list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
@@ -288,20 +289,6 @@ def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: Effectiv
             made.step(cached)
     ledger.forget()
     return ledger.peak_bytes
-
-
-def _loading(
-    data: Callable[[int], Iterable[EffectiveBatch]],
-    num_workers: Sequence[int],
-    micro_batch_size: int,
-    clock: Callable[[], float],
-) -> tuple[LoadingResult, ...]:
-    """Return the loading speed of each number of workers, for micro-batches of that size."""
-    cut = Cut(micro_batch_size=micro_batch_size)
-    return tuple(
-        LoadingResult(num_workers=number, samples_per_second=_loaded_per_second(data(number), cut, clock))
-        for number in sorted(set(num_workers))
-    )
 
 
 def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable[[], float]) -> float:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.core.records import MicroBatchRecord, PhaseName, PhaseRecord, ReductionRecord, SpanEvent, StepRecord
+from anybatch.core.records import PhaseName, PhaseRecord, ReductionRecord
 from anybatch.diagnostics.scaling.from_log import read_steps
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog
+from tests.events.recorded_run import micro_batch, step
 
 NUM_STEPS = 4
 
@@ -26,36 +27,18 @@ class Writer:
             self.log.observe(PhaseRecord(rank=self.rank, event=event, step=step, name=name, position=None))
             self.now += seconds if event == "begin" else 0.0
 
-    def micro_batch(self, step: int, event: SpanEvent) -> None:
-        """Write the begin or end of a micro-batch."""
-        self.log.observe(
-            MicroBatchRecord(
-                rank=self.rank,
-                event=event,
-                step=step,
-                unit_number=0,
-                position=0,
-                num_micro_batches=1,
-                num_samples=4,
-                first_sample_id=0,
-                weight=1.0,
-                counts={},
-                loss_sums={},
-            )
-        )
-
-    def step(self, step: int, *, load: float, compute: float, reduce: float) -> None:
+    def step(self, number: int, *, load: float, compute: float, reduce: float) -> None:
         """Write a step."""
-        self.phase(step, "load", load)
-        self.micro_batch(step, "begin")
+        self.phase(number, "load", load)
+        self.log.observe(micro_batch(number, 0, "begin", rank=self.rank))
         self.now += compute
-        self.micro_batch(step, "end")
+        self.log.observe(micro_batch(number, 0, "end", rank=self.rank))
         for bucket in range(5):
             self.log.observe(
                 ReductionRecord(
                     rank=self.rank,
                     event="begin",
-                    step=step,
+                    step=number,
                     bucket=bucket,
                     collective="all_reduce",
                     payload="gradients",
@@ -63,25 +46,9 @@ class Writer:
                     dtype="float32",
                 )
             )
-        self.phase(step, "reduce", reduce)
-        self.phase(step, "update", 0.001)
-        self.log.observe(
-            StepRecord(
-                rank=self.rank,
-                step=step,
-                epoch=0,
-                sample_offset=0,
-                num_samples=4,
-                num_micro_batches=1,
-                loss=1.0,
-                losses={},
-                counts={},
-                gradient_norm=None,
-                clipped=None,
-                learning_rates=(0.1,),
-                skipped=False,
-            )
-        )
+        self.phase(number, "reduce", reduce)
+        self.phase(number, "update", 0.001)
+        self.log.observe(step(number, rank=self.rank))
 
 
 def write(folder: Path, rank: int, **parts: float) -> Path:
@@ -89,8 +56,8 @@ def write(folder: Path, rank: int, **parts: float) -> Path:
     path = folder / ("events.jsonl" if rank == 0 else f"events-rank-{rank}.jsonl")
     writer = Writer(path, rank)
     with writer.log:
-        for step in range(NUM_STEPS):
-            writer.step(step, **{name: value * (10 if step == 0 else 1) for name, value in parts.items()})
+        for number in range(NUM_STEPS):
+            writer.step(number, **{name: value * (10 if number == 0 else 1) for name, value in parts.items()})
     return path
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from anybatch.core.best_batch import BatchCost
@@ -77,13 +77,18 @@ class Advice:
     @property
     def best(self) -> float:
         """The effective batch size at which the time to a loss is least, in samples; at least that, if not known."""
-        return self.cost.best if self.is_known else self.cost.at(self.interval[0]).best
+        return self._cost.best
 
     @property
     def best_interval(self) -> tuple[float, float]:
         """The same by both ends of the noise scale's interval."""
         low, high = (self.cost.at(end).best for end in self.interval)
         return low, high
+
+    @property
+    def ranks(self) -> str:
+        """The number of ranks, in words."""
+        return f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
 
     @property
     def overhead_share(self) -> float:
@@ -111,16 +116,14 @@ class Advice:
 
     def __str__(self) -> str:
         """Return the advice."""
-        scale, cost = self.cost.critical_batch_size, self.cost
-        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
-        step = (
-            f"  a step takes {_ms(cost.step_seconds(self.size))}: {_ms(cost.overhead_seconds)} fixed "
-            f"({self.overhead_share:.0%}) plus {_ms(cost.seconds_per_sample)} per sample"
+        cost = self.cost
+        step, fixed, per_sample = (
+            _ms(one) for one in (cost.step_seconds(self.size), cost.overhead_seconds, cost.seconds_per_sample)
         )
         lines = [
-            f"effective batch {self.size} on {ranks} ({self.device}), {self.num_measured} measured steps",
-            f"  {in_words(scale, self.interval, self.items, self.items_per_sample)}",
-            step,
+            f"effective batch {self.size} on {self.ranks} ({self.device}), {self.num_measured} measured steps",
+            f"  {in_words(cost.critical_batch_size, self.interval, self.items, self.items_per_sample)}",
+            f"  a step takes {step}: {fixed} fixed ({self.overhead_share:.0%}) plus {per_sample} per sample",
         ]
         if self.interval[0] <= 0:
             return "\n".join([*lines, "", "No advice yet: measure more steps."])
@@ -129,6 +132,7 @@ class Advice:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values; an infinite end is null."""
+        known = self.interval[0] > 0
         return {
             "effective_batch_size": self.size,
             "micro_batch_size": self.micro_batch_size,
@@ -144,21 +148,11 @@ class Advice:
             "seconds_per_sample": self.cost.seconds_per_sample,
             "best": _finite(self.best),
             "best_interval": [_finite(end) for end in self.best_interval],
-            "gain": _finite(self.gain) if self.interval[0] > 0 else None,
-            "gain_of_accumulating": _finite(self.gain_of_accumulating) if self.interval[0] > 0 else None,
+            "gain": _finite(self.gain) if known else None,
+            "gain_of_accumulating": _finite(self.gain_of_accumulating) if known else None,
             "learning_rate": self.learning_rate,
             "learning_rates": {rate.rule: rate.learning_rate for rate in self.rates} | self.rates_by_noise,
-            "table": [
-                {
-                    "name": row.name,
-                    "size": row.size,
-                    "steps": row.steps,
-                    "samples": row.samples,
-                    "seconds": row.seconds,
-                    "interval": list(row.interval),
-                }
-                for row in (self.table if self.interval[0] > 0 else ())
-            ],
+            "table": [asdict(row) for row in (self.table if known else ())],
             "on_ranks": {str(number): _finite(self._best_of(cost)) for number, cost in self.on_ranks.items()},
         }
 
@@ -242,11 +236,11 @@ class Advice:
     def _rank_lines(self) -> list[str]:
         if not self.on_ranks:
             return []
+        here = _least_seconds(self._cost, self.best)
         lines = ["", "time-optimal effective batch on other numbers of ranks (predicted):"]
         for number, cost in self.on_ranks.items():
             size = self._best_of(cost)
-            faster = cost.at(self._cost.critical_batch_size)
-            ratio = faster.seconds(size, by=size) * _least_seconds(faster, size) / _least_seconds(self._cost, self.best)
+            ratio = _least_seconds(cost.at(self._cost.critical_batch_size), size) / here
             lines.append(f"  {number:>4} ranks: {size:,.0f} samples, {1 / ratio:.2f} times as fast as here at its best")
         return lines
 

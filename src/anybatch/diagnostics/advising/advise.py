@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 from anybatch.core.best_batch import BatchCost
 from anybatch.core.collective_times import Link, best_all_reduce
-from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.learning_rate import ScaledRate, scale_rate
 from anybatch.core.reports import StepReport
 from anybatch.core.run_config import ScalingRule
@@ -90,46 +89,35 @@ def _of_engine(engine: Engine, batches: Iterable[Any], steps: int) -> tuple[Advi
         raise UserError(message)
     # Steps that measure noise take longer, so they are timed only if all steps do.
     chosen = [pair for pair in timed if pair[0].noise is None] or timed
-    last = reports[-1]
+    noise = measured[-1]
     cost = BatchCost(
-        critical_batch_size=measured[-1].scale,
+        critical_batch_size=noise.scale,
         overhead_seconds=statistics.median(max(0.0, one.whole - one.load - one.compute) for _, one in chosen),
         seconds_per_sample=statistics.median((one.load + one.compute) / report.num_samples for report, one in chosen),
     )
     group = engine.optimizer.param_groups[0]
     advice = Advice(
         size=max(report.num_samples for report in reports),
-        micro_batch_size=max(unit.num_samples for share in last.plan.shares for unit in share),
+        micro_batch_size=max(unit.num_samples for share in reports[-1].plan.shares for unit in share),
         cost=cost,
         num_measured=len(measured),
         num_ranks=engine.world.size,
         device=str(engine.world.device),
-        **_noise(measured[-1]),
+        interval=noise.interval,
+        items=noise.items,
+        items_per_sample=float(noise.items_per_sample),
+        rows=noise.scales,
     )
     parameters = [parameter for one in engine.optimizer.param_groups for parameter in one["params"]]
     return with_rates(advice, float(group.get("initial_lr", group["lr"])), group), gradient_bytes(parameters)
 
 
-def _noise(noise: NoiseEstimate) -> dict[str, Any]:
-    return {
-        "interval": noise.interval,
-        "items": noise.items,
-        "items_per_sample": float(noise.items_per_sample),
-        "rows": noise.scales,
-    }
-
-
 def _of_log(path: Path) -> tuple[Advice, int]:
     log = rank_logs(path)[0]
-    start: JsonLine = {}
-    noises: list[JsonLine] = []
-    steps: list[JsonLine] = []
-    kept: Mapping[str, list[JsonLine]] = {"gradient_noise": noises, "step": steps}
+    lines: dict[str, list[JsonLine]] = {"start": [{}], "gradient_noise": [], "step": []}
     for line in read_jsonl(log):
-        if line.get("kind") == "start":
-            start = line
-        elif line.get("kind") in kept:
-            kept[str(line["kind"])].append(line)
+        lines.get(str(line.get("kind")), []).append(line)
+    start, noises, steps = lines["start"][-1], lines["gradient_noise"], lines["step"]
     if not noises:
         message = (
             f"{log} holds no measurement of the gradient's noise. Train a recipe whose ab.Job has "

@@ -45,8 +45,9 @@ def draw_advice(advice: Advice, path: Path) -> None:
     samples.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     samples.set_xlabel("effective batch size, samples")
     time.legend(frameon=False, fontsize=8)
-    ranks = f"{advice.num_ranks} rank{'s' * (advice.num_ranks != 1)}"
     scale = f"{advice.cost.critical_batch_size:,.0f}" if advice.is_known else f"at least {low:,.0f}"
-    time.set_title(f"noise scale {scale} samples (an estimate), {ranks}, {advice.device}", loc="left", fontsize=9)
+    time.set_title(
+        f"noise scale {scale} samples (an estimate), {advice.ranks}, {advice.device}", loc="left", fontsize=9
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

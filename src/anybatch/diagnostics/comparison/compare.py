@@ -63,18 +63,15 @@ def compare(
         BatchSizeError: sizes that do not fit together.
         UserError: there are fewer devices than were asked for, a number is not above 0, or ranks could not be started.
     """
-    for name, value in (
-        *(("num_samples", num_samples), ("price_per_hour", price_per_hour)),
-        *(("num_rounds", num_rounds), ("most_seconds", most_seconds)),
-    ):
+    numbers = {"num_samples": num_samples, "price_per_hour": price_per_hour, "num_rounds": num_rounds}
+    for name, value in (*numbers.items(), ("most_seconds", most_seconds)):
         if value is not None and not 0.0 < value < math.inf:
             message = f"{name}={value} must be a finite number above 0."
             raise UserError(message)
     found_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices is None:
-        num_devices = (
-            found_devices if found_devices and device_type != "cpu" else min(_DEFAULT_CPU_RANKS, effective_batch_size)
-        )
+        on_cpu = device_type == "cpu" or not found_devices
+        num_devices = min(_DEFAULT_CPU_RANKS, effective_batch_size) if on_cpu else found_devices
     size = micro_batch_size or max(1, ceil_div(effective_batch_size, num_devices) // _DEFAULT_ACCUMULATION_STEPS)
     ways = ways_of(effective_batch_size=effective_batch_size, micro_batch_size=size, num_devices=num_devices)
     kind = device_type or ("cuda" if found_devices >= num_devices else "cpu")
@@ -98,24 +95,19 @@ def compare(
         message = f"the comparison could not be made: {failed.strip().splitlines()[-1]}"
         raise UserError(message)
     ranks: Sequence[Mapping[str, RankFigures]] = [outcome.value for outcome in outcomes]
-    device = torch.device(kind)
+    measured = [way for way in ways if not ranks[0][way.name].reason]
+    results = {way.name: _result(way, [rank[way.name] for rank in ranks[: way.num_ranks]]) for way in measured}
+    native = results.get("native")
     return ComparisonReport(
         title=title,
-        device=f"{num_devices} x {device_name(device)}" if num_devices > 1 else device_name(device),
+        device=f"{num_devices} x " * (num_devices > 1) + device_name(torch.device(kind)),
         effective_batch_size=effective_batch_size,
         micro_batch_size=size,
-        results=_results(ways, ranks),
+        results=tuple(one if native is None else one.with_variance_of(native) for one in results.values()),
         unmeasured={way.name: ranks[0][way.name].reason for way in ways if ranks[0][way.name].reason},
         num_samples=num_samples,
         price_per_hour=price_per_hour,
     )
-
-
-def _results(ways: Sequence[Way], ranks: Sequence[Mapping[str, RankFigures]]) -> tuple[WayResult, ...]:
-    measured = [way for way in ways if not ranks[0][way.name].reason]
-    results = [_result(way, [rank[way.name] for rank in ranks[: way.num_ranks]]) for way in measured]
-    native = next((one for one in results if one.way.name == "native"), None)
-    return tuple(one if native is None else one.with_variance_of(native) for one in results)
 
 
 def _result(way: Way, figures: Sequence[RankFigures]) -> WayResult:

@@ -19,24 +19,14 @@ def draw_comparison(report: ComparisonReport, path: Path) -> None:
     exposed = [value * (one.exposed_share or 0.0) for value, one in zip(whole, results, strict=True)]
     work = [value - beside for value, beside in zip(whole, exposed, strict=True)]
     time.barh(rows, work, color=COLOURS[0], label="work")
-    time.barh(
-        rows,
-        exposed,
-        left=work,
-        color=COLOURS[1],
-        label="exposed communication",
-    )
-    memory.barh(rows, [one.peak_bytes for one in results], color=COLOURS[2])
+    time.barh(rows, exposed, left=work, color=COLOURS[1], label="exposed communication")
+    peaks = [one.peak_bytes for one in results]
+    memory.barh(rows, peaks, color=COLOURS[2])
     sent = [one.gradient_bytes for one in results]
     traffic.barh(rows, sent, color=COLOURS[1])
     written = (
         (time, "ms per sample", [three_digits(value) for value in whole], whole),
-        (
-            memory,
-            "peak memory of a device",
-            [in_bytes(one.peak_bytes) for one in results],
-            [one.peak_bytes for one in results],
-        ),
+        (memory, "peak memory of a device", [in_bytes(value) for value in peaks], peaks),
         (traffic, "gradients sent by a rank in a step", [in_bytes(value) if value else "" for value in sent], sent),
     )
     for axes, label, words, ends in written:

@@ -141,18 +141,17 @@ class _Runs:
 
     def _run_native_batch(self) -> None:
         """Compute the native gradient by plain PyTorch, and find modules whose random numbers depend on the split."""
-        random_modules: Sequence[str] = ()
+        found: Sequence[str] = ()
         train = self._job.train()
         modules = collect_modules(train.model, declared(train.loss))
         self._gradient_bytes = sum(p.numel() * p.itemsize for p in trainable(modules).values())
         if self._world.rank == 0:
             batch = next(Placement(Cut(), 1, 0).micro_batches(self._batches[0]))
             runs = copied_runs(train.model, declared(train.loss), batch, None, seed=0, norms=train.norms)
-            random_modules = runs.forward_traits().random_modules
-            by_name = dict(runs.modules.named_modules())
-            runs.in_evaluation = {by_name[name] for name in random_modules}
+            found = runs.forward_traits().random_modules
+            runs.in_evaluation = {module for name, module in runs.modules.named_modules() if name in found}
             self._native = runs.whole()
-        self._random_modules = self._world.gather_objects(tuple(random_modules))[0]
+        self._random_modules = self._world.gather_objects(tuple(found))[0]
 
     def _facts(self, way: Way, figures: RankFigures) -> None:
         """Measure what does not depend on the clock: memory, traffic, gradients."""
@@ -182,25 +181,21 @@ class _Runs:
             self._by_hand(way, _WARM_STEPS + _TIMED_STEPS, seconds)
             figures.step_seconds += seconds[_WARM_STEPS:]
         else:
-            with self._engine(way) as engine:
-                batch = self._batch(way)
-                figures.step_seconds += self._seconds(way, lambda: engine.step(batch))
+            figures.step_seconds += self._seconds(way, self._engine(way))
         if way.num_ranks > 1:
             hardware = without_reduction(way.micro_batch_size, self._world)
-            with Engine.from_spec(self._trained(), hardware) as engine:
-                batch = self._batch(way)
-                figures.alone_seconds += self._seconds(way, lambda: engine.step(batch))
+            figures.alone_seconds += self._seconds(way, Engine.from_spec(self._trained(), hardware))
 
-    def _seconds(self, way: Way, step: Callable[[], object]) -> list[float]:
+    def _seconds(self, way: Way, engine: Engine) -> list[float]:
         """Return the seconds of some steps, after a warm-up step."""
-        found = []
-        for number in range(_WARM_STEPS + _TIMED_STEPS):
-            self._meet(way)
-            begun = self._now()
-            step()
-            if number >= _WARM_STEPS:
+        found, batch = [], self._batch(way)
+        with engine:
+            for _ in range(_WARM_STEPS + _TIMED_STEPS):
+                self._meet(way)
+                begun = self._now()
+                engine.step(batch)
                 found.append(self._now() - begun)
-        return found
+        return found[_WARM_STEPS:]
 
     def _meet(self, way: Way) -> None:
         if way.num_ranks > 1:
@@ -222,26 +217,15 @@ class _Runs:
 
     def _trained(self, *, without_randomness: bool = False) -> TrainSpec:
         made = self._job.train()
-        modules = [made.model] if isinstance(made.model, nn.Module) else list(made.model.values())
-        collected = made.model if isinstance(made.model, nn.Module) else nn.ModuleDict(cast("Any", made.model))
-        by_name = dict(collected.named_modules())
-        for name in self._random_modules if without_randomness else ():
-            if name in by_name:
-                by_name[name].training = False
-        for module in modules:
-            module.to(self._world.device)
+        modules = made.model if isinstance(made.model, nn.Module) else nn.ModuleDict(cast("Any", made.model))
+        for name, module in modules.named_modules() if without_randomness else ():
+            if name in self._random_modules:
+                module.training = False
+        modules.to(self._world.device)
         return spec_for_repeated_steps(made)
 
     def _batch(self, way: Way) -> EffectiveBatch:
         return next(_parts(self._batches[0], way))
-
-    def _share(self, way: Way) -> EffectiveBatch:
-        """Return this rank's samples as a separate batch."""
-        whole = self._batches[0]
-        units = Placement(Cut(micro_batch_size=way.micro_batch_size), way.num_ranks, self._world.rank).units(
-            len(whole.sample_ids)
-        )
-        return CachedBatch(BatchSubset(whole, [position for unit in units for position in unit]))
 
     def _measure_memory(self, way: Way, figures: RankFigures) -> None:
         self._begin_peak()
@@ -306,9 +290,11 @@ class _Runs:
         if not isinstance(model, nn.Module) or loss.kind.encode is not None or loss.kind.brings_count:
             message = "the loop by hand does not support its loss or model"
             raise ValueError(message)
-        share = self._share(way)
-        cut = Placement(Cut(micro_batch_size=way.micro_batch_size), 1, 0)
-        micro_batches = list(cut.micro_batches(share))
+        cut = Cut(micro_batch_size=way.micro_batch_size)
+        whole = self._batches[0]
+        units = Placement(cut, way.num_ranks, self._world.rank).units(len(whole.sample_ids))
+        share = CachedBatch(BatchSubset(whole, [position for unit in units for position in unit]))
+        micro_batches = list(Placement(cut, 1, 0).micro_batches(share))
         own = [unit_counts(loss, one, count_samples(one)) for one in micro_batches]
         totals = [sum(column) for column in zip(*own, strict=True)]
         divisors = [sum(column) for column in zip(*self._world.gather_numbers(totals), strict=True)]

@@ -12,7 +12,6 @@ from rich.text import Text
 from anybatch.core.units import in_bytes, shortened
 
 _WIDTH = 80
-_FREE, _FREE_COLOUR = ".", "bright_black"
 _GAP = "   "
 _NAME_WIDTH = 18
 _LEAST_WIDTH = 12
@@ -32,9 +31,9 @@ _OTHER_COLOURS = ("#CC79A7", "#8C5A3C", "#5C7A29", "#8C8C8C", "#3B3B3B", "#B9A6D
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece of the bar: its letter, name, bytes, share of the whole, cells and colour."""
+    """A piece of the bar: its glyph, name, bytes, share of the whole, cells and colour."""
 
-    letter: str
+    glyph: str
     name: str
     num_bytes: int
     share: float
@@ -75,9 +74,9 @@ class MemoryBar:
     def _drawn(self, width: int, *, blocks: bool) -> Iterator[Text]:
         """Yield the bar, the arrow if there is one, and the legend, as lines."""
         width = max(width, _LEAST_WIDTH)
-        parts = self._parts(width - 2)
+        parts = self._parts(width - 2, blocks=blocks)
         left, right = ("▕", "▏") if blocks else ("[", "]")
-        pieces = [(_glyph(part, blocks=blocks) * part.num_cells, part.colour) for part in parts]
+        pieces = [(part.glyph * part.num_cells, part.colour) for part in parts]
         yield _line(left, *pieces, right)
         total = sum(self._num_bytes.values())
         if self._total_bytes is not None and total > self._total_bytes:
@@ -86,23 +85,23 @@ class MemoryBar:
             # Without room on the right, the note goes to the left of the arrow.
             before = place + len(note) + 2 > width
             yield _line(f"{note} ^".rjust(place + 1) if before else f"{'':{place}}^ {note}")
-        yield from _legend(parts, width, blocks=blocks)
+        yield from _legend(parts, width)
 
-    def _parts(self, num_cells: int) -> list[_Part]:
+    def _parts(self, num_cells: int, *, blocks: bool) -> list[_Part]:
         total = sum(self._num_bytes.values())
         # If the parts exceed the device, the bar shows only the parts.
         whole = max(total, self._total_bytes or 0)
         sizes = dict(self._num_bytes)
-        letters = _letters(sizes)
+        glyphs = ["█"] * len(sizes) if blocks else _letters(sizes)
         colours = colours_of(sizes)
         if whole > total:
             sizes["free"] = whole - total
-            letters.append(_FREE)
-            colours["free"] = _FREE_COLOUR
+            glyphs.append("░" if blocks else ".")
+            colours["free"] = "bright_black"
         cells = cells_of(list(sizes.values()), num_cells)
         return [
-            _Part(letter, name, size, size / whole, num, colours[name])
-            for letter, (name, size), num in zip(letters, sizes.items(), cells, strict=True)
+            _Part(glyph, name, size, size / whole, num, colours[name])
+            for glyph, (name, size), num in zip(glyphs, sizes.items(), cells, strict=True)
         ]
 
 
@@ -136,25 +135,17 @@ def cells_of(sizes: Sequence[int], num_cells: int) -> list[int]:
     return cells
 
 
-def _legend(parts: Sequence[_Part], width: int, *, blocks: bool) -> Iterator[Text]:
+def _legend(parts: Sequence[_Part], width: int) -> Iterator[Text]:
     """Yield the legend in columns that fit the width, filled from top to bottom."""
     if not parts:
         return
     name_width = min(_NAME_WIDTH, max(len(part.name) for part in parts), max(4, width - 20))
-    entries = [
-        Text.assemble(" ", (_glyph(part, blocks=blocks), part.colour), " ", part.words(name_width)) for part in parts
-    ]
+    entries = [Text.assemble(" ", (part.glyph, part.colour), " ", part.words(name_width)) for part in parts]
     entry_width = entries[0].cell_len
     num_columns = max(1, (width + len(_GAP)) // (entry_width + len(_GAP)))
     num_rows = -(-len(entries) // num_columns)
     for row in range(num_rows):
         yield _line(*[piece for entry in entries[row::num_rows] for piece in (entry, _GAP)][:-1])
-
-
-def _glyph(part: _Part, *, blocks: bool) -> str:
-    if not blocks:
-        return part.letter
-    return "░" if part.letter == _FREE else "█"
 
 
 def _letters(names: Iterable[str]) -> list[str]:

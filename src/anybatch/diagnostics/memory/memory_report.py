@@ -132,14 +132,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the peak, its bar, and the memory left."""
-        return "\n".join([self._what, self._where_from, str(self.bar), *self._footer()])
+        return "\n".join(map(str, self._parts()))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the same for a terminal, with the bar in colours."""
-        words = partial(Text, overflow="fold")
-        yield from map(words, (self._what, self._where_from))
-        yield self.bar
-        yield from map(words, self._footer())
+        yield from (Text(part, overflow="fold") if isinstance(part, str) else part for part in self._parts())
 
     @property
     def _what(self) -> str:
@@ -155,18 +152,16 @@ class MemoryReport:
         named = ", ".join(dict.fromkeys(word for word in place if word))
         return f"peak {in_bytes(self.peak_bytes)} {self.counted}, in {named}"
 
-    @property
-    def _where_from(self) -> str:
+    def _parts(self) -> list[str | MemoryBar]:
+        """Return what is printed: lines, with the bar between them."""
         operation = self.timeline.operations[self.timeline.peak_moment]
-        return f"{self._where}{f', by {operation}' if operation else ''}"
-
-    def _footer(self) -> list[str]:
-        lines = [counting_text(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
-        lines += [] if self.decided is None else [f"decided: micro-batch size: {self.decided}"]
+        parts: list[str | MemoryBar] = [self._what, self._where + f", by {operation}" * bool(operation), self.bar]
+        parts += [counting_text(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
+        parts += [] if self.decided is None else [f"decided: micro-batch size: {self.decided}"]
         reserve = self.reserve
         if reserve is not None:
-            lines.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")
-        return lines
+            parts.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")
+        return parts
 
 
 class MemoryRecording:

@@ -15,7 +15,6 @@ class MemoryPicture:
     below: str = ""
     limit_bytes: int | None = None
     headroom: float | None = None
-    axis: str = "allocations and frees, in order"
 
 
 def draw_memory(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:

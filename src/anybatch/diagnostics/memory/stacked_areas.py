@@ -91,7 +91,7 @@ def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
     # From zero, so that areas are proportional to memory.
     areas.set_ylim(0, top)
     areas.set_ylabel(unit)
-    areas.set_xlabel(picture.axis)
+    areas.set_xlabel("allocations and frees, in order")
     areas.tick_params(labelsize=9)
     for axis in (areas.xaxis, areas.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))

@@ -1,26 +1,12 @@
 """Causes of slow steps on several ranks, with the change and the expected gain. Pure: evidence in, causes out."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from anybatch.core.units import in_bytes
-from anybatch.diagnostics.scaling.breakdown import MeasuredLink, ScalingEvidence
+from anybatch.diagnostics.scaling.breakdown import ScalingEvidence
 from anybatch.diagnostics.scaling.measure import RunSettings
 
-Code = Literal[
-    "slow_loader",
-    "too_few_workers",
-    "copies",
-    "straggler",
-    "tiny_buckets",
-    "giant_buckets",
-    "slow_link",
-    "high_latency",
-    "small_micro_batches",
-    "replicated_update",
-    "shared_cores",
-]
-WORTH = 0.1
+_WORTH = 0.1
 """Minimum share of a step for a cause to be reported."""
 _NEGLIGIBLE = 0.05
 _MOST_WORKERS = 8
@@ -34,7 +20,7 @@ class Cause:
     """Something that makes a step longer.
 
     Attributes:
-        code: its name.
+        code: its name, such as "slow_loader".
         cost: its seconds per step.
         what: the observation, with figures.
         change: the change to make.
@@ -42,7 +28,7 @@ class Cause:
         settings: the run's settings after the change; None if it is not a setting.
     """
 
-    code: Code
+    code: str
     cost: float
     what: str
     change: str
@@ -55,16 +41,21 @@ def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) 
     settings = replace(settings, micro_batch_size=evidence.micro_batch_size)
     found = [
         _loading(evidence, settings, num_cores),
-        _copies(evidence),
-        _straggler(evidence),
+        *_parts_of_ranks(evidence, num_cores),
         _buckets(evidence, settings),
         *_link_causes(evidence, settings),
         _micro_batches(evidence, settings),
-        _update(evidence),
-        _cores(evidence, num_cores),
     ]
-    worth = [cause for cause in found if cause is not None and cause.cost >= WORTH * evidence.parts.step]
+    worth = [cause for cause in found if cause is not None and cause.cost >= _WORTH * evidence.parts.step]
     return tuple(sorted(worth, key=lambda cause: -cause.cost))
+
+
+def _saving(
+    evidence: ScalingEvidence, code: str, seconds: float, what: str, change: str, *, settings: RunSettings | None = None
+) -> Cause:
+    """Return a cause whose change saves all the seconds that it costs."""
+    predicted = evidence.parts.step - seconds
+    return Cause(code=code, cost=seconds, what=what, change=change, predicted_step=predicted, settings=settings)
 
 
 def _loading(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> Cause | None:
@@ -78,7 +69,7 @@ def _loading(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -
         f"ranks wait {_ms(parts.waiting)} of {_ms(parts.step)} for data; a rank's share takes {_ms(evidence.loads[0])} "
         f"to load in one process, {_ms(evidence.loads[1])} of them on a core"
     )
-    code: Code = "too_few_workers" if now else "slow_loader"
+    code = "too_few_workers" if now else "slow_loader"
     if not predicted:
         change = f"{now} workers are many; make samples cheaper to load"
         return Cause(code=code, cost=parts.waiting, what=what, change=change, predicted_step=None)
@@ -110,29 +101,38 @@ def step_with_workers(evidence: ScalingEvidence, num_workers: int, *, num_cores:
     return max(rest, load / num_workers, asked)
 
 
-def _copies(evidence: ScalingEvidence) -> Cause | None:
+def _parts_of_ranks(evidence: ScalingEvidence, num_cores: int) -> list[Cause]:
+    """Return a cause for each part of a step that is not due to messages, loading or settings."""
+    parts, rank, size = evidence.parts, evidence.slowest_rank, evidence.parts.world_size
+    longer = parts.stragglers / (parts.compute + parts.update + parts.copies)
+    causes = [
+        _saving(
+            evidence,
+            "straggler",
+            parts.stragglers,
+            f"rank {rank} takes {longer:.0%} longer than the mean rank",
+            f"look at the host of rank {rank}, and at what only that rank computes",
+        ),
+        _saving(
+            evidence,
+            "replicated_update",
+            parts.update * (1.0 - 1.0 / size),
+            f"every rank makes the whole update, {_ms(parts.update)}, regardless of the number of ranks",
+            'strategy="zero1" shards it; or a larger effective batch, if training allows',
+        ),
+        _saving(
+            evidence,
+            "shared_cores",
+            parts.queued,
+            f"ranks wait {_ms(parts.queued)} of a step for a core: {size} ranks on {num_cores} cores",
+            "use fewer ranks" if size > num_cores else "stop other programs on these cores, or use fewer ranks",
+        ),
+    ]
     if evidence.device == "cpu":
-        return None
-    parts = evidence.parts
-    return Cause(
-        code="copies",
-        cost=parts.copies,
-        what=f"copies to the device take {_ms(parts.copies)} of {_ms(parts.step)}",
-        change="use pin_memory=True in ab.batches, and load samples in the number type of the model",
-        predicted_step=parts.step - parts.copies,
-    )
-
-
-def _straggler(evidence: ScalingEvidence) -> Cause:
-    parts = evidence.parts
-    mean = parts.compute + parts.update + parts.copies
-    return Cause(
-        code="straggler",
-        cost=parts.stragglers,
-        what=f"rank {evidence.slowest_rank} takes {parts.stragglers / mean:.0%} longer than the mean rank",
-        change=f"look at the host of rank {evidence.slowest_rank}, and at what only that rank computes",
-        predicted_step=parts.step - parts.stragglers,
-    )
+        return causes
+    what = f"copies to the device take {_ms(parts.copies)} of {_ms(parts.step)}"
+    change = "use pin_memory=True in ab.batches, and load samples in the number type of the model"
+    return [_saving(evidence, "copies", parts.copies, what, change), *causes]
 
 
 def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Cause | None:
@@ -142,31 +142,23 @@ def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Cause | None:
     # At most the time of these messages alone; the rest is noise.
     gain = min(current.longer.seconds - best.longer.seconds, _most_by_messages(evidence, current.cut.num_buckets))
     size = best.cut.sizes[0]
-    return Cause(
-        code="tiny_buckets" if current.cut.num_buckets > best.cut.num_buckets else "giant_buckets",
-        cost=gain,
-        what=(
-            f"{_counted(current.cut.num_buckets)} of {in_bytes(settings.bucket_bytes)} take {_ms(gain)} longer than "
-            f"{_counted(best.cut.num_buckets)}"
-        ),
-        change=f"bucket_bytes={size} ({in_bytes(size)})",
-        predicted_step=evidence.parts.step - gain,
-        settings=replace(settings, bucket_bytes=size),
-    )
+    code = "tiny_buckets" if current.cut.num_buckets > best.cut.num_buckets else "giant_buckets"
+    what = f"{current.cut} of {in_bytes(settings.bucket_bytes)} take {_ms(gain)} longer than {best.cut}"
+    change = f"bucket_bytes={size} ({in_bytes(size)})"
+    return _saving(evidence, code, gain, what, change, settings=replace(settings, bucket_bytes=size))
 
 
 def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause]:
     """Return the exposed communication at the best bucket size, split into latency and rate."""
     link, best, current = evidence.link, evidence.best_bucket, evidence.current_bucket
-    if link is None or best is None or current is None:
+    if link is None or best is None or current is None or not evidence.reduction.is_sure:
         return []
     parts = evidence.parts
     by_buckets = 0.0 if best is current else max(0.0, current.longer.seconds - best.longer.seconds)
     num_messages = best.cut.num_buckets + _OWN_MESSAGES
     left = max(0.0, min(parts.communication - by_buckets, _most_by_messages(evidence, best.cut.num_buckets)))
-    if not evidence.reduction.is_sure:
-        return []
     latency, rate = num_messages * link.latency, evidence.gradient_bytes / link.bytes_per_second
+    speed = f"{in_bytes(round(link.bytes_per_second))}/s"
     of_latency = left * latency / (latency + rate)
     larger = f"a larger effective batch, if training allows: twice the samples per message save {_ms(left / 2)}"
     tries = evidence.compressed is not None and evidence.compressed.is_sure
@@ -183,7 +175,7 @@ def _link_causes(evidence: ScalingEvidence, settings: RunSettings) -> list[Cause
         Cause(
             code="slow_link",
             cost=left - of_latency,
-            what=f"{in_bytes(evidence.gradient_bytes)} of gradients at {_rate(link)}: {_ms(rate)} a step",
+            what=f"{in_bytes(evidence.gradient_bytes)} of gradients at {speed}: {_ms(rate)} a step",
             change=f"{compress}{larger}",
             predicted_step=parts.step - (saved if tries else left / 2),
             settings=replace(settings, strategy="ddp", compression="bf16") if tries else None,
@@ -205,48 +197,12 @@ def _micro_batches(evidence: ScalingEvidence, settings: RunSettings) -> Cause | 
     gain = evidence.larger_micro_batch
     if gain is None or not gain.is_sure:
         return None
-    return Cause(
-        code="small_micro_batches",
-        cost=gain.seconds,
-        what=f"micro-batches of {evidence.micro_batch_size} samples compute {_ms(gain.seconds)} longer than one of "
-        f"{evidence.share}",
-        change=f"micro_batch_size={evidence.share}, or as much of it as memory allows",
-        predicted_step=evidence.parts.step - gain.seconds,
-        settings=replace(settings, micro_batch_size=evidence.share),
-    )
-
-
-def _update(evidence: ScalingEvidence) -> Cause:
-    parts = evidence.parts
-    shared = parts.update * (1.0 - 1.0 / parts.world_size)
-    return Cause(
-        code="replicated_update",
-        cost=shared,
-        what=f"every rank makes the whole update, {_ms(parts.update)}, regardless of the number of ranks",
-        change='strategy="zero1" shards it; or a larger effective batch, if training allows',
-        predicted_step=parts.step - shared,
-    )
-
-
-def _cores(evidence: ScalingEvidence, num_cores: int) -> Cause:
-    parts = evidence.parts
-    too_many = parts.world_size > num_cores
-    return Cause(
-        code="shared_cores",
-        cost=parts.queued,
-        what=f"ranks wait {_ms(parts.queued)} of a step for a core: {parts.world_size} ranks on {num_cores} cores",
-        change="use fewer ranks" if too_many else "stop other programs on these cores, or use fewer ranks",
-        predicted_step=parts.step - parts.queued,
-    )
-
-
-def _counted(num_buckets: int) -> str:
-    return f"{num_buckets} bucket{'s' * (num_buckets != 1)}"
+    size, share = evidence.micro_batch_size, evidence.share
+    what = f"micro-batches of {size} samples compute {_ms(gain.seconds)} longer than one of {share}"
+    change = f"micro_batch_size={share}, or as much of it as memory allows"
+    changed = replace(settings, micro_batch_size=share)
+    return _saving(evidence, "small_micro_batches", gain.seconds, what, change, settings=changed)
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _rate(link: MeasuredLink) -> str:
-    return f"{in_bytes(round(link.bytes_per_second))}/s"

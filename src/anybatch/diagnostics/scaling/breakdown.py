@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
 from anybatch.diagnostics.scaling.measure import ALONE, COMPRESSED, CURRENT, LARGER, UNREDUCED, RankTimes
-from anybatch.diagnostics.scaling.phase_clock import RankSeconds
+from anybatch.diagnostics.scaling.phase_clock import RankSeconds, median_of, slowest
 
 _MANY_ROUNDS, _NEARLY_ALL = 6, 0.9
 _SURE = 3.0
@@ -39,6 +39,11 @@ class StepBreakdown:
     communication: float
     stragglers: float
     update: float
+
+    @property
+    def ranks(self) -> str:
+        """The number of ranks, in words."""
+        return f"{self.world_size} rank{'s' * (self.world_size != 1)}"
 
     @property
     def other(self) -> float:
@@ -171,49 +176,60 @@ class ScalingEvidence:
 def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
     """Return the evidence in the times of all ranks."""
     first = ranks[0]
-    size = len(ranks)
-    key = UNREDUCED if size > 1 else CURRENT
-    busy = [_median(one.steps[key], lambda step: step.busy) for one in ranks]
-    slow = max(range(size), key=lambda rank: busy[rank])
-    held, bare = _slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[key] for one in ranks])
-    reduction = difference(held, bare)
-    waits = [
-        max(0.0, _median(one.loading, lambda step: step.load) - _median(one.steps[key], lambda step: step.load))
-        for one in ranks
-    ]
-    parts = StepBreakdown(
-        world_size=size,
-        # Not from the loading steps, which ran at another time, when the machine may have been slower or faster.
-        step=statistics.median(held) + max(waits),
-        waiting=max(waits),
-        copies=_mean(_median(one.steps[key], lambda step: step.load) for one in ranks),
-        compute=_mean(_median(one.steps[key], _on_core) for one in ranks),
-        queued=_mean(_median(one.steps[key], lambda step: step.queued) for one in ranks),
-        communication=max(0.0, reduction.seconds),
-        stragglers=busy[slow] - statistics.fmean(busy),
-        update=_mean(_median(one.steps[key], lambda step: step.update) for one in ranks),
-    )
-    buckets = _bucket_trials(ranks)
-    own = next((one for one in buckets if one[0]), (True, None))[1]
+    current = [one.steps[CURRENT] for one in ranks]
+    unreduced = [one.steps[UNREDUCED] for one in ranks] if len(ranks) > 1 else current
+    alone = [first.steps[ALONE]] if ALONE in first.steps else None
+    held, bare = slowest(current), slowest(unreduced)
+    busy = [median_of(steps, "busy") for steps in unreduced]
+    buckets = _bucket_trials(ranks) if len(ranks) > 1 else []
     return ScalingEvidence(
-        parts=parts,
-        alone=_alone(first) if ALONE in first.steps else None,
-        reduction=reduction,
+        parts=_breakdown(current, unreduced, [one.loading for one in ranks]),
+        alone=None if alone is None else _breakdown(alone, alone, [first.loading_alone]),
+        reduction=difference(held, bare),
         held_step=statistics.median(held),
         unreduced_step=statistics.median(bare),
-        buckets=tuple(one[1] for one in buckets),
-        current_bucket=own,
-        compressed=_gain(ranks, COMPRESSED),
-        larger_micro_batch=_compute_gain(ranks),
-        link=_link(ranks),
+        buckets=tuple(buckets),
+        current_bucket=next((one for n, one in enumerate(buckets) if f"buckets {n}" not in first.steps), None),
+        compressed=difference(held, _seconds(ranks, COMPRESSED)) if COMPRESSED in first.steps else None,
+        larger_micro_batch=_compute_gain(ranks) if LARGER in first.steps else None,
+        link=_link(ranks) if first.messages else None,
         num_messages=first.steps[CURRENT][0].num_messages,
         gradient_bytes=first.gradient_bytes,
-        slowest_rank=slow,
+        slowest_rank=busy.index(max(busy)),
         loads=(max(one.load_seconds for one in ranks), max(one.load_processor_seconds for one in ranks)),
         micro_batch_size=first.micro_batch_size,
         share=max(one.share for one in ranks),
         num_samples=first.num_samples,
         device=first.device,
+    )
+
+
+def _breakdown(
+    current: Sequence[Sequence[RankSeconds]],
+    unreduced: Sequence[Sequence[RankSeconds]],
+    loading: Sequence[Sequence[RankSeconds]],
+) -> StepBreakdown:
+    """Return the parts of a step from the steps of each rank: with reduction, without, and with loading."""
+
+    def mean(part: str) -> float:
+        return statistics.fmean(median_of(steps, part) for steps in unreduced)
+
+    held, busy = slowest(current), [median_of(steps, "busy") for steps in unreduced]
+    waits = [
+        max(0.0, median_of(live, "load") - median_of(steps, "load"))
+        for live, steps in zip(loading, unreduced, strict=True)
+    ]
+    return StepBreakdown(
+        world_size=len(current),
+        # Not from the loading steps, which ran at another time, when the machine may have been slower or faster.
+        step=statistics.median(held) + max(waits),
+        waiting=max(waits),
+        copies=mean("load"),
+        compute=mean("on_core"),
+        queued=mean("queued"),
+        communication=max(0.0, difference(held, slowest(unreduced)).seconds),
+        stragglers=max(busy) - statistics.fmean(busy),
+        update=mean("update"),
     )
 
 
@@ -228,83 +244,37 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
     return Difference(statistics.median(found), (high - low) / math.sqrt(len(found)), always)
 
 
-def _alone(rank: RankTimes) -> StepBreakdown:
-    steps = rank.steps[ALONE]
-    loaded = _median(steps, lambda step: step.load)
-    waiting = max(0.0, _median(rank.loading_alone, lambda step: step.load) - loaded)
-    return StepBreakdown(
-        world_size=1,
-        step=_median(steps, lambda step: step.whole) + waiting,
-        waiting=waiting,
-        copies=loaded,
-        compute=_median(steps, _on_core),
-        queued=_median(steps, lambda step: step.queued),
-        communication=0.0,
-        stragglers=0.0,
-        update=_median(steps, lambda step: step.update),
-    )
+def _seconds(ranks: Sequence[RankTimes], kind: str) -> list[float]:
+    """Return the seconds of the slowest rank in steps of a kind; without such steps, in current ones."""
+    return slowest([one.steps.get(kind, one.steps[CURRENT]) for one in ranks])
 
 
-def _bucket_trials(ranks: Sequence[RankTimes]) -> list[tuple[bool, BucketTrial]]:
-    """Return for each cut of the gradients whether it is the current one, and its trial."""
-    if len(ranks) == 1:
-        return []
-    seconds: list[tuple[bool, BucketCut, list[float]]] = []
-    for number, cut in enumerate(ranks[0].cuts):
-        kind = f"buckets {number}"
-        own = kind not in ranks[0].steps
-        seconds.append((own, cut, _slowest([one.steps[CURRENT if own else kind] for one in ranks])))
-    best = min(seconds, key=lambda one: statistics.median(one[2]))[2]
+def _bucket_trials(ranks: Sequence[RankTimes]) -> list[BucketTrial]:
+    """Return the trial of each cut of the gradients."""
+    cuts = ranks[0].cuts
+    seconds = [_seconds(ranks, f"buckets {number}") for number in range(len(cuts))]
+    best = min(seconds, key=statistics.median)
+    # Compare round by round, since medians may be from different times if the machine's speed varies.
+    longer = [difference(one, best) for one in seconds]
     fastest = statistics.median(best)
-    trials = []
-    for own, cut, taken in seconds:
-        longer = difference(taken, best)
-        # Compare round by round, since medians may be from different times if the machine's speed varies.
-        trials.append((own, BucketTrial(cut, fastest + longer.seconds, longer)))
-    return trials
+    return [BucketTrial(cut, fastest + more.seconds, more) for cut, more in zip(cuts, longer, strict=True)]
 
 
-def _gain(ranks: Sequence[RankTimes], kind: str) -> Difference | None:
-    if kind not in ranks[0].steps:
-        return None
-    return difference(_slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[kind] for one in ranks]))
-
-
-def _compute_gain(ranks: Sequence[RankTimes]) -> Difference | None:
+def _compute_gain(ranks: Sequence[RankTimes]) -> Difference:
     """Return the gain of larger micro-batches in compute time, which is less noisy than the time of whole steps."""
-    if LARGER not in ranks[0].steps:
-        return None
-    per_round = [
-        [statistics.fmean(_on_core(one.steps[kind][number]) for one in ranks) for number in range(len(first))]
+    now, larger = (
+        [
+            statistics.fmean(step.on_core for step in steps)
+            for steps in zip(*(r.steps[kind] for r in ranks), strict=True)
+        ]
         for kind in (CURRENT, LARGER)
-        for first in (ranks[0].steps[kind],)
-    ]
-    return difference(*per_round)
+    )
+    return difference(now, larger)
 
 
-def _link(ranks: Sequence[RankTimes]) -> MeasuredLink | None:
+def _link(ranks: Sequence[RankTimes]) -> MeasuredLink:
     """Return the link: latency from the smallest message, rate from the extra time of the largest."""
-    if not ranks[0].messages:
-        return None
     seconds = {num_bytes: max(dict(one.messages)[num_bytes] for one in ranks) for num_bytes, _ in ranks[0].messages}
     small, large = min(seconds), max(seconds)
     longer = max(seconds[large] - seconds[small], 1e-9)
     return MeasuredLink(seconds[small], max(1, large - small) / longer)
-
-
-def _slowest(ranks: Sequence[Sequence[RankSeconds]]) -> list[float]:
-    """Return the seconds of the slowest rank, for each round."""
-    return [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
-
-
-def _median(steps: Sequence[RankSeconds], part: Callable[[RankSeconds], float]) -> float:
-    return statistics.median(part(step) for step in steps)
-
-
-def _on_core(step: RankSeconds) -> float:
-    """Return the seconds of compute without the time in which other programs used the core."""
-    return step.compute - step.queued
-
-
-def _mean(values: "Sequence[float] | object") -> float:
-    return statistics.fmean(values)  # type: ignore[arg-type]

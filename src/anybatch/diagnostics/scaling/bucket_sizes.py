@@ -18,6 +18,10 @@ class BucketCut:
     num_buckets: int
     sizes: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """Return the number of buckets, in words."""
+        return f"{self.num_buckets} bucket{'s' * (self.num_buckets != 1)}"
+
 
 def bucket_cuts(
     gradient_sizes: Sequence[int], asked: Sequence[int] | None, current: int, *, least: int = 1

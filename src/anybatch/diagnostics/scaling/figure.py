@@ -15,8 +15,8 @@ def draw_scaling(report: ScaleReport, path: Path) -> None:
     figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(10, 4.2), layout="constrained")
     bars, curve = figure.subplots(1, 2, width_ratios=(3, 2))
     last = report.largest
-    columns = [*((last.alone,) if last.alone is not None else ()), *(one.parts for one in report.evidence.values())]
-    names = [f"{parts.world_size} rank{'s' * (parts.world_size != 1)}" for parts in columns]
+    columns = report.columns
+    names = [parts.ranks for parts in columns]
     begins = [0.0] * len(columns)
     colours = dict(zip((*last.parts.named, "other"), (*COLOURS, "#F0E442", "#BFBFBF"), strict=True))
     for part, colour in colours.items():

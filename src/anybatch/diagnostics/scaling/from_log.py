@@ -2,11 +2,14 @@
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from anybatch.core.units import in_bytes
+from anybatch.diagnostics.scaling.phase_clock import PARTS, RankSeconds, median_of, slowest
 from anybatch.errors import UserError
 from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import JsonLine, read_jsonl
@@ -14,15 +17,6 @@ from anybatch.events.jsonl import JsonLine, read_jsonl
 _WORTH = 0.1
 _FIRST_STEPS = 1
 _SMALL_MESSAGE, _MANY = 2**18, 4
-
-
-@dataclass(slots=True)
-class LoggedStep:
-    """The host seconds of one step of one rank, by its log: `whole`, and by part."""
-
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("load", "compute", "reduce", "update"), 0.0))
-    whole: float = 0.0
-    message_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,57 +103,52 @@ def read_steps(path: str | os.PathLike[str]) -> LogReport:
         message = f"{first} has fewer than two complete steps; use the log of a longer run."
         raise UserError(message)
     per_rank = [[steps[number] for number in common] for steps in ranks]
-    reduces = [[step.parts["reduce"] for step in steps] for steps in zip(*per_rank, strict=True)]
+    reduces = [[step.reduce for step in steps] for steps in zip(*per_rank, strict=True)]
     last = statistics.median(map(min, reduces))
-    messages = per_rank[0][-1].message_bytes
+    example = per_rank[0][-1]
     return LogReport(
         num_ranks=_num_ranks(first),
         num_logs=len(ranks),
         num_steps=len(common),
-        step=statistics.median(max(step.whole for step in steps) for steps in zip(*per_rank, strict=True)),
-        waiting=max(_median(steps, "load") for steps in per_rank),
-        compute=statistics.fmean(_median(steps, "compute") for steps in per_rank),
+        step=statistics.median(slowest(per_rank)),
+        waiting=max(median_of(steps, "load") for steps in per_rank),
+        compute=statistics.fmean(median_of(steps, "compute") for steps in per_rank),
         communication=last,
         stragglers=None if len(ranks) == 1 else statistics.median(map(statistics.fmean, reduces)) - last,
-        update=statistics.fmean(_median(steps, "update") for steps in per_rank),
-        num_messages=len(messages),
-        message_bytes=statistics.fmean(messages) if messages else 0.0,
+        update=statistics.fmean(median_of(steps, "update") for steps in per_rank),
+        num_messages=example.num_messages,
+        message_bytes=example.message_bytes / max(1, example.num_messages),
     )
 
 
-def _steps_of(path: Path) -> Iterator[tuple[int, LoggedStep]]:
-    """Yield each finished step with its number; for a repeated step, the last one."""
-    step, begun = LoggedStep(), dict[str, float]()
+def _steps_of(path: Path) -> Iterator[tuple[int, RankSeconds]]:
+    """Yield the host seconds of each finished step with its number; for a repeated step, the last one."""
+    seconds, messages, begun = defaultdict[str, Any](float), list[int](), dict[str, float]()
     start: float | None = None
     for line in read_jsonl(path):
         kind, now = line.get("kind"), float(line["time_seconds"])
         if kind in ("start", "out_of_memory"):
-            step, start = LoggedStep(), None
+            seconds, messages, start = defaultdict(float), [], None
         if kind in ("phase", "micro_batch") and start is None:
             start = now
         if kind == "reduction" and line["event"] == "begin" and line["payload"] == "gradients":
-            step.message_bytes.append(int(line["num_bytes"]))
+            messages.append(int(line["num_bytes"]))
         part = _part_of(line)
         if part is not None and line["event"] == "begin":
             begun[part] = now
         elif part is not None:
-            step.parts[part] += now - begun.pop(part, now)
+            seconds[part] += now - begun.pop(part, now)
         if kind == "step" and start is not None:
-            step.whole = now - start
-            yield int(line["step"]), step
-            step, start = LoggedStep(), None
+            sent = {"num_messages": len(messages), "message_bytes": sum(messages)}
+            yield int(line["step"]), RankSeconds(**seconds, **sent, whole=now - start)
+            seconds, messages, start = defaultdict(float), [], None
 
 
 def _part_of(line: JsonLine) -> str | None:
     if line.get("kind") == "micro_batch":
         return "compute"
-    names: Mapping[str, str] = {"load": "load", "reduce": "reduce", "clip": "update", "update": "update"}
-    return names.get(str(line.get("name"))) if line.get("kind") == "phase" else None
+    return PARTS.get(str(line.get("name"))) if line.get("kind") == "phase" else None
 
 
 def _num_ranks(path: Path) -> int:
     return next((int(line["world_size"]) for line in read_jsonl(path) if line.get("kind") == "start"), 1)
-
-
-def _median(steps: Sequence[LoggedStep], part: str) -> float:
-    return statistics.median(step.parts[part] for step in steps)

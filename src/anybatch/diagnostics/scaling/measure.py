@@ -125,18 +125,16 @@ def measure_ranks(request: ScaleRequest) -> list[RankTimes]:
 
 def compare_settings(
     request: ScaleRequest, before: RunSettings, after: RunSettings
-) -> list[tuple[tuple[RankSeconds, ...], tuple[RankSeconds, ...]]]:
+) -> list[tuple[list[RankSeconds], list[RankSeconds]]]:
     """Run interleaved steps with data loading under two settings; return both times of every rank."""
+    found: tuple[list[RankSeconds], list[RankSeconds]] = ([], [])
     with World.from_environment(device=request.device) as world:
         measurement = _RankMeasurement(dataclasses.replace(request, settings=before), world)
-        found: tuple[list[RankSeconds], list[RankSeconds]] = ([], [])
         for number in range(2 * NUM_REPEATS):
             # Each goes first as often as last.
             for which in (0, 1) if number % 2 else (1, 0):
                 found[which].extend(measurement.loading_steps((before, after)[which]))
-        gathered: list[tuple[tuple[RankSeconds, ...], tuple[RankSeconds, ...]]] = world.gather_objects(
-            (tuple(found[0]), tuple(found[1]))
-        )
+        gathered: list[tuple[list[RankSeconds], list[RankSeconds]]] = world.gather_objects(found)
     return gathered
 
 
@@ -151,7 +149,6 @@ class _RankMeasurement:
         self._settings = request.settings
         if self._settings.micro_batch_size is None:
             self._settings = dataclasses.replace(self._settings, micro_batch_size=self._fastest_size())
-        self._cached: dict[int | None, CachedBatch] = {}
 
     def times(self) -> RankTimes:
         """Measure everything, at the same time as the other ranks."""
@@ -175,7 +172,7 @@ class _RankMeasurement:
             self._tell(f"steps that load their samples, {number + 1} of {NUM_REPEATS} times")
             loading += self.loading_steps(self._settings)
             if self._world.rank == 0 and self._world.size > 1:
-                loading_alone += self._timed_loading_steps(self._settings, alone=True)
+                loading_alone += self.loading_steps(self._settings, alone=True)
             self._barrier()
         assert self._settings.micro_batch_size is not None
         return RankTimes(
@@ -194,10 +191,26 @@ class _RankMeasurement:
             device=str(self._world.device),
         )
 
-    def loading_steps(self, settings: RunSettings) -> list[RankSeconds]:
-        """Return the times of steps that load, after some to warm up."""
-        self._barrier()
-        return self._timed_loading_steps(settings)
+    def loading_steps(self, settings: RunSettings, *, alone: bool = False) -> list[RankSeconds]:
+        """Return the times of consecutive steps that load, after some to warm up; without other ranks if `alone`."""
+        if not alone:
+            self._barrier()
+        clock = PhaseClock(self._world.device, waits=False)
+        num_steps = WARM_UP_STEPS + LOADING_STEPS
+        run: Any = iter(self._request.data(steps=num_steps)(settings.num_workers))
+        found = []
+        try:
+            with self._engine(settings, clock, ALONE if alone else CURRENT) as engine:
+                for _ in range(num_steps):
+                    begun = time.perf_counter()
+                    batch = next(run)
+                    # A stream reads a batch when it is reached.
+                    reached = time.perf_counter() - begun
+                    taken = clock.timed(lambda batch=batch: engine.step(batch))  # type: ignore[misc]
+                    found.append(dataclasses.replace(taken, load=taken.load + reached, whole=taken.whole + reached))
+        finally:
+            run.close()
+        return found[WARM_UP_STEPS:]
 
     @property
     def _placement(self) -> Placement:
@@ -220,27 +233,27 @@ class _RankMeasurement:
                 kinds[f"buckets {number}"] = dataclasses.replace(settings, bucket_bytes=cut.sizes[0])
         return kinds
 
-    def _engine(self, settings: RunSettings, observer: PhaseClock, *, reduces: bool, alone: bool = False) -> Engine:
+    def _engine(self, settings: RunSettings, observer: PhaseClock, kind: str) -> Engine:
         train = spec_for_repeated_steps(self._request.train())
         size: int | Literal["auto"] = settings.micro_batch_size or "auto"
-        if alone or self._world.size == 1:
+        if kind == ALONE or self._world.size == 1:
             hardware = Hardware(micro_batch_size=size, strategy="single", world=World(device=self._world.device))
-        elif reduces:
-            hardware = Hardware(micro_batch_size=size, strategy=settings.make_strategy(), world=self._world)
-        else:
+        elif kind == UNREDUCED:
             hardware = without_reduction(size, self._world)
+        else:
+            hardware = Hardware(micro_batch_size=size, strategy=settings.make_strategy(), world=self._world)
         return Engine.from_spec(train, hardware, observer=observer)
 
     def _in_turns(self, kinds: Mapping[str, RunSettings]) -> dict[str, tuple[RankSeconds, ...]]:
         """Run every kind of step once in each round, on loaded samples."""
         device = self._world.device
-        waits = {kind: kind in (UNREDUCED, ALONE) for kind in kinds}
-        clocks = {kind: PhaseClock(device, waits=waits[kind]) for kind in kinds}
-        own = {kind: settings for kind, settings in kinds.items() if kind != ALONE or self._world.rank == 0}
+        clocks = {kind: PhaseClock(device, waits=kind in (UNREDUCED, ALONE)) for kind in kinds}
         engines = {
-            kind: self._engine(settings, clocks[kind], reduces=not waits[kind], alone=kind == ALONE)
-            for kind, settings in own.items()
+            kind: self._engine(settings, clocks[kind], kind)
+            for kind, settings in kinds.items()
+            if kind != ALONE or self._world.rank == 0
         }
+        cached: dict[int | None, CachedBatch] = {}
         found: dict[str, list[RankSeconds]] = {kind: [] for kind in kinds}
         rounds, number = WARM_UP_STEPS + LEAST_ROUNDS, 0
         while number < rounds:
@@ -250,7 +263,10 @@ class _RankMeasurement:
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
                 self._barrier()
                 if kind in engines:
-                    taken = clocks[kind].timed(lambda kind=kind: engines[kind].step(self._batch(kinds[kind], kind)))  # type: ignore[misc]
+                    # One batch for each cut, so that it is loaded once.
+                    size = -1 if kind == ALONE else kinds[kind].micro_batch_size
+                    batch = cached.setdefault(size, CachedBatch(self._batches[0]))
+                    taken = clocks[kind].timed(lambda kind=kind, batch=batch: engines[kind].step(batch))  # type: ignore[misc]
                     found[kind].append(taken)
             number += 1
             if number == WARM_UP_STEPS:
@@ -259,29 +275,6 @@ class _RankMeasurement:
         for engine in engines.values():
             engine.close()
         return {kind: tuple(times[WARM_UP_STEPS:]) for kind, times in found.items() if times}
-
-    def _batch(self, settings: RunSettings, kind: str) -> CachedBatch:
-        size = -1 if kind == ALONE else settings.micro_batch_size
-        return self._cached.setdefault(size, CachedBatch(self._batches[0]))
-
-    def _timed_loading_steps(self, settings: RunSettings, *, alone: bool = False) -> list[RankSeconds]:
-        """Run consecutive steps that load; without other ranks if `alone`."""
-        clock = PhaseClock(self._world.device, waits=False)
-        num_steps = WARM_UP_STEPS + LOADING_STEPS
-        run: Any = iter(self._request.data(steps=num_steps)(settings.num_workers))
-        found = []
-        try:
-            with self._engine(settings, clock, reduces=True, alone=alone) as engine:
-                for _ in range(num_steps):
-                    begun = time.perf_counter()
-                    batch = next(run)
-                    # A stream reads a batch when it is reached.
-                    reached = time.perf_counter() - begun
-                    taken = clock.timed(lambda batch=batch: engine.step(batch))  # type: ignore[misc]
-                    found.append(dataclasses.replace(taken, load=taken.load + reached, whole=taken.whole + reached))
-        finally:
-            run.close()
-        return found[WARM_UP_STEPS:]
 
     def _load(self) -> tuple[float, float]:
         """Return the seconds and the processor seconds of loading this rank's share."""
@@ -316,7 +309,7 @@ class _RankMeasurement:
         """Return the micro-batch size that "auto" takes on these ranks."""
         self._tell("trying sizes of micro-batches")
         clock = PhaseClock(self._world.device, waits=False)
-        with self._engine(self._settings, clock, reduces=True) as engine:
+        with self._engine(self._settings, clock, CURRENT) as engine:
             size = engine.step(self._batches[0]).plan.cut.micro_batch_size
         return size or len(self._batches[0].sample_ids)
 

@@ -1,16 +1,20 @@
 """The seconds of one step by part, from the records of its phases."""
 
 import contextlib
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, ReductionRecord
+from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, ReductionRecord, SpanEvent
 
 Clock = Callable[[], float]
+PARTS: Mapping[str, str] = MappingProxyType({"load": "load", "reduce": "reduce", "clip": "update", "update": "update"})
+"""The part of a step that each phase belongs to; micro-batches are "compute"."""
 _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
@@ -45,6 +49,22 @@ class RankSeconds:
         """Seconds of the rank's own work."""
         return self.load + self.compute + self.update - self.queued
 
+    @property
+    def on_core(self) -> float:
+        """Seconds of compute without the time in which other programs used the core."""
+        return self.compute - self.queued
+
+
+def median_of(steps: Sequence[RankSeconds], part: str) -> float:
+    """Return the median of a part, an attribute of `RankSeconds`, over steps."""
+    found: float = statistics.median(getattr(step, part) for step in steps)
+    return found
+
+
+def slowest(ranks: Sequence[Sequence[RankSeconds]]) -> list[float]:
+    """Return the seconds of the slowest rank, for each step."""
+    return [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
+
 
 class PhaseClock:
     """An observer that takes the time of the parts of a step.
@@ -66,20 +86,22 @@ class PhaseClock:
 
     def observe(self, record: Record, /) -> None:
         """Take the time of a record that begins or ends a part."""
-        if isinstance(record, ReductionRecord) and record.event == "begin" and record.payload == "gradients":
-            self._messages.append(record.num_bytes)
-        if isinstance(record, PhaseRecord):
-            part = {"load": "load", "reduce": "reduce", "clip": "update", "update": "update"}.get(record.name)
-        else:
-            part = "compute" if isinstance(record, MicroBatchRecord) else None
-        if isinstance(record, MicroBatchRecord) and record.event == "begin":
-            self._num_samples += record.num_samples
-        if part is None or not isinstance(record, PhaseRecord | MicroBatchRecord):
-            return
+        match record:
+            case ReductionRecord(event="begin", payload="gradients"):
+                self._messages.append(record.num_bytes)
+            case MicroBatchRecord():
+                self._num_samples += record.num_samples * (record.event == "begin")
+                self._follow("compute", record.event)
+            case PhaseRecord() if record.name in PARTS:
+                self._follow(PARTS[record.name], record.event)
+            case _:
+                return
+
+    def _follow(self, part: str, event: SpanEvent) -> None:
         if self._waits:
             torch.accelerator.synchronize(self._device)
         now = self._clock()
-        if record.event == "begin":
+        if event == "begin":
             self._begun[part] = now
         else:
             self._seconds[part] = self._seconds.get(part, 0.0) + now - self._begun.pop(part, now)

@@ -6,7 +6,7 @@ from typing import Any
 
 from anybatch.core.units import in_bytes, per_second
 from anybatch.diagnostics.scaling.bottleneck import Cause
-from anybatch.diagnostics.scaling.breakdown import ScalingEvidence
+from anybatch.diagnostics.scaling.breakdown import ScalingEvidence, StepBreakdown
 from anybatch.diagnostics.scaling.measure import RunSettings
 
 _CAME, _CAME_IN_PART = 0.7, 0.3
@@ -60,6 +60,13 @@ class ScaleReport:
         return self.evidence[max(self.evidence)]
 
     @property
+    def columns(self) -> list[StepBreakdown]:
+        """The step by part for each number of ranks, from one rank on."""
+        alone = self.largest.alone
+        alone_first = [] if alone is None or 1 in self.evidence else [alone]
+        return [*alone_first, *(one.parts for one in self.evidence.values())]
+
+    @property
     def to_try(self) -> Cause | None:
         """The first cause whose change is one of the settings of a run, else None."""
         triable = (cause for cause in self.causes if cause.settings is not None and cause.predicted_step is not None)
@@ -94,19 +101,17 @@ class ScaleReport:
 
     def _steps(self) -> list[str]:
         """Return the table of parts, with a column for each number of ranks."""
-        last = self.largest
-        columns = [*((last.alone,) if last.alone is not None and 1 not in self.evidence else ())]
-        columns += [one.parts for one in self.evidence.values()]
-        ranks = [f"{parts.world_size} rank{'s' * (parts.world_size != 1)}" for parts in columns]
-        rows = {part: [parts.named[part] for parts in columns] for part in last.parts.named}
-        rows |= {"other": [parts.other for parts in columns], "whole step": [parts.step for parts in columns]}
-        lines = [f"  {'ms of a step':<22}" + "".join(f"{name:>10}" for name in ranks)]
-        lines += [f"  {part:<22}" + "".join(f"{one * 1e3:>10.1f}" for one in row) for part, row in rows.items()]
-        rates = [per_second(float(f"{last.num_samples / parts.step:.3g}")) for parts in columns]
-        lines.append(f"  {'samples/s':<22}" + "".join(f"{rate:>10}" for rate in rates))
+        last, columns = self.largest, self.columns
+        ms = {part: [parts.named[part] for parts in columns] for part in last.parts.named}
+        ms |= {"other": [parts.other for parts in columns], "whole step": [parts.step for parts in columns]}
         found = [self.evidence.get(parts.world_size) for parts in columns]
-        share = ["100%" if one is None else f"{one.efficiency:.0%}" for one in found]
-        lines.append(f"  {'of linear':<22}" + "".join(f"{one:>10}" for one in share))
+        rows = {
+            "ms of a step": [parts.ranks for parts in columns],
+            **{part: [f"{one * 1e3:.1f}" for one in row] for part, row in ms.items()},
+            "samples/s": [per_second(float(f"{last.num_samples / parts.step:.3g}")) for parts in columns],
+            "of linear": ["100%" if one is None else f"{one.efficiency:.0%}" for one in found],
+        }
+        lines = [f"  {name:<22}" + "".join(f"{word:>10}" for word in row) for name, row in rows.items()]
         if last.device == "cpu" and last.parts.world_size > self.num_cores:
             shared = f"{last.parts.world_size} ranks share {self.num_cores} cores: no strategy makes this linear."
             lines += ["", f"{shared} Measure with a core or a device per rank."]
@@ -133,7 +138,7 @@ class ScaleReport:
         assert last.current_bucket is not None
         if len(last.buckets) == 1:
             sizes = _sizes(best.cut.sizes)
-            return [f"bucket size: nothing to choose: {sizes} are the same {_buckets(best.cut.num_buckets)}."]
+            return [f"bucket size: nothing to choose: {sizes} are the same {best.cut}."]
         lines = ["  buckets  ms of a step  longer than best  bucket_bytes"]
         for one in last.buckets:
             marks = [word for word, trial in (("in use", last.current_bucket), ("recommended", best)) if trial is one]
@@ -156,11 +161,7 @@ class ScaleReport:
             holds = f"cost {extra:.0%}" if nearest.longer.is_sure and nearest is not best else "are as good"
             note = f"the usual 25 to 50 MiB{one_bucket} {holds} here."
         size = self.settings.bucket_bytes if best is last.current_bucket else best.cut.sizes[0]
-        return f"recommended: bucket_bytes={size} ({in_bytes(size)}, {_buckets(best.cut.num_buckets)}); {note}"
-
-
-def _buckets(number: int) -> str:
-    return f"{number} bucket{'s' * (number != 1)}"
+        return f"recommended: bucket_bytes={size} ({in_bytes(size)}, {best.cut}); {note}"
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 
-from anybatch.diagnostics.scaling.bottleneck import Cause, causes_of
+from anybatch.diagnostics.scaling.bottleneck import causes_of
 from anybatch.diagnostics.scaling.breakdown import evidence_of
 from anybatch.diagnostics.scaling.measure import (
     DataFunction,
@@ -14,7 +14,7 @@ from anybatch.diagnostics.scaling.measure import (
     compare_settings,
     measure_ranks,
 )
-from anybatch.diagnostics.scaling.phase_clock import RankSeconds
+from anybatch.diagnostics.scaling.phase_clock import slowest
 from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
@@ -100,46 +100,31 @@ def scale_on_ranks(request: ScaleRequest, num_cores: int, apply: bool = False) -
     """
     # Open all the time, so that ranks join once for both measurements.
     with World.from_environment(device=request.device):
-        return _report_of_ranks(request, num_cores, apply=apply)
-
-
-def _report_of_ranks(request: ScaleRequest, num_cores: int, *, apply: bool) -> ScaleReport:
-    evidence = evidence_of(measure_ranks(request))
-    settings = dataclasses.replace(request.settings, micro_batch_size=evidence.micro_batch_size)
-    causes = causes_of(evidence, settings, num_cores)
-    report = ScaleReport(
-        evidence={evidence.parts.world_size: evidence},
-        causes=causes,
-        settings=settings,
-        num_cores=num_cores,
-        applies=apply,
-    )
-    # All ranks have the same times, and so find the same cause.
-    cause = report.to_try if apply else None
-    return report if cause is None else dataclasses.replace(report, tried=_tried(request, report, cause))
-
-
-def _tried(request: ScaleRequest, report: ScaleReport, cause: Cause) -> TriedChange:
-    """Run interleaved steps with and without the change of a cause."""
-    assert cause.settings is not None
-    assert cause.predicted_step is not None
-    both = compare_settings(request, report.settings, cause.settings)
-    return TriedChange(
+        evidence = evidence_of(measure_ranks(request))
+        settings = dataclasses.replace(request.settings, micro_batch_size=evidence.micro_batch_size)
+        report = ScaleReport(
+            evidence={evidence.parts.world_size: evidence},
+            causes=causes_of(evidence, settings, num_cores),
+            settings=settings,
+            num_cores=num_cores,
+            applies=apply,
+        )
+        # All ranks have the same times, and so find the same cause.
+        cause = report.to_try if apply else None
+        if cause is None or cause.settings is None or cause.predicted_step is None:
+            return report
+        before, after = zip(*compare_settings(request, settings, cause.settings), strict=True)
+    tried = TriedChange(
         cause=cause.code,
-        before=_step([one[0] for one in both]),
-        after=_step([one[1] for one in both]),
+        before=statistics.median(slowest(before)),
+        after=statistics.median(slowest(after)),
         predicted=cause.predicted_step,
-        measured=report.largest.parts.step,
+        measured=evidence.parts.step,
     )
+    return dataclasses.replace(report, tried=tried)
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     # In a container fewer cores may be usable than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _step(ranks: Sequence[Sequence[RankSeconds]]) -> float:
-    slowest = [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
-    found: float = statistics.median(slowest)
-    return found
