@@ -13,11 +13,11 @@ import pytest
 import anybatch as ab
 from anybatch.cli import init, option_hints
 from anybatch.cli import launch as launching
-from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
-from anybatch.cli.plan_options import make_parser as make_plan_parser
+from anybatch.cli.plan import make_parser as make_plan_parser
 from anybatch.cli.status import Status
+from anybatch.cli.torch_import import frozen_imports
 from anybatch.cli.train import make_parser, read
 from anybatch.cli.train_request import TrainRequest, short_name
 from anybatch.core.batch_ramp import BatchRamp
@@ -31,7 +31,7 @@ from anybatch.cli.main import main
 for words in ([], ["--help"], ["nonsense"], ["train", "--help"], ["train", "--lr", "1"], ["init"]):
     main(words)
 assert "torch" not in sys.modules
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import let_threads_sleep
 os.environ.pop("OMP_WAIT_POLICY", None)
 let_threads_sleep()
 assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from anybatch.cli.status import Status
 from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.collective_times import Link, parse_link
 from anybatch.core.run_config import STANDARD, PrecisionName, RunConfig, ScalingRule
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
@@ -87,6 +88,22 @@ def memory_size(text: str) -> int:
     """Return a number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
     try:
         return parse_bytes(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def link(text: str) -> Link:
+    """Return a link written as bandwidth and latency."""
+    try:
+        return parse_link(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def size(text: str) -> int:
+    """Return a number of bytes, with or without a unit."""
+    try:
+        return int(text) if text.isdecimal() else parse_bytes(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
