@@ -27,6 +27,7 @@ from anybatch.events.observer import ClosingObserver, read_number
 from anybatch.events.throughput import Throughput
 
 Point = tuple[str, Scalar | Flag]
+Happening = CheckpointRecord | DiagnosisRecord | OutOfMemoryRecord | EndRecord
 
 
 class TensorBoardLog(ClosingObserver):
@@ -147,7 +148,7 @@ class TensorBoardLog(ClosingObserver):
                 self._add_scalars(metrics, record.step, wall_seconds)
             elif isinstance(record, MemoryRecord):
                 self._add_scalars(_points_of_memory(record), record.step + 1, wall_seconds)
-            else:
+            elif isinstance(record, Happening):
                 line, _ = message_of(record, None)
                 self._writer.add_text("happenings", line, _steps_made(record), wall_seconds)
         self._writer.flush()
@@ -188,20 +189,13 @@ def _points_of_memory(record: MemoryRecord) -> list[Point]:
     return [(f"memory_gib/{name}", size / 2**30) for name, size in sizes.items() if size is not None]
 
 
-def _steps_made(record: Record) -> int:
+def _steps_made(record: Happening) -> int:
     """Return the number of steps at an event."""
-    match record:
-        case CheckpointRecord():
-            return record.step
-        case DiagnosisRecord():
-            return 0 if record.step is None else record.step + 1
-        case OutOfMemoryRecord():
-            return record.step + 1
-        case EndRecord():
-            return record.num_steps
-        case _:
-            message = f"a record of kind {record.kind} is no happening"
-            raise AssertionError(message)
+    if isinstance(record, EndRecord):
+        return record.num_steps
+    if isinstance(record, CheckpointRecord):
+        return record.step
+    return 0 if record.step is None else record.step + 1
 
 
 def _summary_writer() -> Callable[..., Any]:
