@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from anybatch.planner.cost.devices import Device
-    from anybatch.planner.report import Plan
 
 _DESCRIPTION = (
     "Predict the micro-batch size that fits into a device, the memory of a step by category, and changes that would "
@@ -187,10 +186,12 @@ def plan_subject(
     """Print the plan of a recipe or model; return the exit status (out of memory if nothing fits)."""
     from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (imports torch)
     from anybatch.planner.measurements import KnownDevices  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.report import draw_plan  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.report import as_json, draw_plan  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.verification import keep  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.verification import verify as run_step  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (imports torch)
 
-    known, as_json = KnownDevices(), choices.pop("json")
+    known, wants_json = KnownDevices(), choices.pop("json")
     found = plan(
         what,
         device=_own_device(device, devices),
@@ -202,11 +203,12 @@ def plan_subject(
         rates=measure_rates("this CPU", time.perf_counter) if device.startswith("cpu:") else None,
         **choices,
     )
-    sys.stdout.write(_as_json(found) if as_json else f"{found}\n")
-    beside = sys.stderr if as_json else sys.stdout  # keeps the JSON output pure
+    sys.stdout.write(f"{json.dumps(as_json(found), indent=1) if wants_json else found}\n")
+    beside = sys.stderr if wants_json else sys.stdout  # keeps the JSON output pure
     # A step that does not fit cannot be run.
     if verify and found.baseline.fits:
-        beside.write(_verified(found, device, known))
+        measured = run_step(found.spec, found.baseline, _device_of(device))
+        beside.write(f"{measured}\n{keep(measured, found, known)}\n")
     if figure is not None:
         draw_plan(found, figure)
         beside.write(f"wrote {figure}\n")
@@ -219,20 +221,6 @@ def _own_device(name: str, file: Path | None) -> "str | Device":
 
     own = () if file is None else devices_of(file)
     return next((one for one in own if one.name == name), name)
-
-
-def _as_json(found: "Plan") -> str:
-    from anybatch.planner.report import as_json  # noqa: PLC0415 (imports torch)
-
-    return f"{json.dumps(as_json(found), indent=1)}\n"
-
-
-def _verified(found: "Plan", device: str, known: Any) -> str:  # noqa: ANN401 (its class imports torch)
-    """Run the planned step, keep its measured memory, and return the report."""
-    from anybatch.planner.verification import keep, verify  # noqa: PLC0415 (imports torch)
-
-    measured = verify(found.spec, found.baseline, _device_of(device))
-    return f"{measured}\n{keep(measured, found, known)}\n"
 
 
 def _device_of(budget: str) -> "torch.device":
