@@ -12,8 +12,7 @@ from rich.terminal_theme import TerminalTheme
 from anybatch.cli.screen import ConsoleFilter, place_of, summary
 from anybatch.core.run_config import RunConfig
 from anybatch.events.console import Console
-from anybatch.events.screen import Level, ScreenContents
-from anybatch.events.terminal_screen import Frame, TerminalScreen
+from anybatch.events.screen import Screen, ScreenContents
 from anybatch.recipes.digits import digits
 from anybatch.recipes.run.session import SessionStart, train
 
@@ -32,25 +31,17 @@ THEME = TerminalTheme(
 )
 
 
-class Picture:
+class Picture(Screen):
     """A screen that draws the last moment of a run only, as a terminal keeps it.
 
     Args:
         terminal: records what is printed to it.
     """
 
-    seconds_per_step = 0.0
-    seconds_per_micro_batch = 0.0
-    shows_beginning = False
-
     def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-        self._screen = TerminalScreen(terminal)
+        super().__init__(terminal)
+        self.seconds_per_step = self.seconds_per_micro_batch = 0.0
         self._last: ScreenContents | None = None
-
-    def say(self, line: str, level: Level, /) -> None:
-        """Print a line."""
-        self._screen.say(line, level)
 
     def show(self, moment: ScreenContents, /) -> None:
         """Keep a moment."""
@@ -59,7 +50,7 @@ class Picture:
     def close(self) -> None:
         """Draw the last moment."""
         if self._last is not None:
-            self._terminal.print(Frame(self._last))
+            self._terminal.print(self._last)
         self._last = None
 
 

@@ -95,7 +95,7 @@ def test_environment_is_read_in_one_file() -> None:
     """
     known = [
         PACKAGE / "parallel" / "launchers.py",
-        PACKAGE / "cli" / "threads.py",
+        PACKAGE / "cli" / "torch_import.py",
         PACKAGE / "parallel" / "fork_server.py",
         GUIDE / "worker_process.py",
     ]

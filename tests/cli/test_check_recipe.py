@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.check import check_recipe
+from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from tests.extras import skip_without
 
@@ -34,7 +34,7 @@ def job():
 @pytest.mark.parametrize("recipe", ["digits", "text"])
 def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A built-in recipe is exact in every cut, and the exit status is 0."""
-    status = check_recipe(recipe, num_samples=5, micro_batch_sizes=[2], seed=0, figure=None)
+    status = main(["check", recipe, "--samples", "5", "--micro-batch-size", "2"])
 
     printed = capsys.readouterr().out
     assert status == Status.DONE
@@ -49,7 +49,7 @@ def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     file.write_text(WRONG, encoding="utf-8")
     picture = tmp_path / "errors.svg"
 
-    status = check_recipe(str(file), num_samples=6, micro_batch_sizes=None, seed=0, figure=picture)
+    status = main(["check", str(file), "--samples", "6", "--figure", str(picture)])
 
     printed = capsys.readouterr().out
     assert status == Status.NOT_EXACT

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.cli.failure import explain
 from anybatch.cli.launch import number_of_ranks, warn_of_unused
 from anybatch.cli.local_ranks import exit_status_of, threads_per_rank
-from anybatch.cli.status import Status, status_of
+from anybatch.cli.status import Status, explain, status_of
 from anybatch.cli.train_request import TrainRequest
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import (

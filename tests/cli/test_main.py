@@ -7,18 +7,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import anybatch as ab
-from anybatch.cli import init, option_hints
+from anybatch.cli import init, option_hints, plan, train
 from anybatch.cli import launch as launching
-from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
-from anybatch.cli.plan_options import make_parser as make_plan_parser
 from anybatch.cli.status import Status
-from anybatch.cli.train import make_parser, read
+from anybatch.cli.torch_import import frozen_imports
+from anybatch.cli.train import read
 from anybatch.cli.train_request import TrainRequest, short_name
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
@@ -31,7 +31,7 @@ from anybatch.cli.main import main
 for words in ([], ["--help"], ["nonsense"], ["train", "--help"], ["train", "--lr", "1"], ["init"]):
     main(words)
 assert "torch" not in sys.modules
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import let_threads_sleep
 os.environ.pop("OMP_WAIT_POLICY", None)
 let_threads_sleep()
 assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -111,24 +111,17 @@ def test_statuses_are_documented() -> None:
     assert documented == sorted(status.value for status in Status)
 
 
-def test_options_are_documented() -> None:
-    """docs/command_line.md has exactly the options of `train`, which are at most 17."""
-    options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
+@pytest.mark.parametrize("verb", [train, plan], ids=["train", "plan"])
+def test_options_are_documented(verb: ModuleType) -> None:
+    """docs/command_line.md has exactly the options of the command; those of `train` are at most 17."""
+    options = [action.option_strings[-1] for action in verb.make_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-    section = text.partition("\n## `anybatch train")[2].partition("\n## ")[0]
-    documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
-    assert documented == [f"--{word}" for word in OWN_OPTIONS]
-    assert sorted(options) == sorted(["--help", *documented])
-    assert len(documented) <= 17
-
-
-def test_options_of_plan_are_documented() -> None:
-    """docs/command_line.md has exactly the options of `plan`."""
-    options = [action.option_strings[-1] for action in make_plan_parser()._actions if action.option_strings]  # noqa: SLF001
-    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-    section = text.partition("\n## `anybatch plan")[2].partition("\n## ")[0]
+    section = text.partition(f"\n## `{verb.make_parser().prog}")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
     assert sorted(options) == sorted(["--help", *documented])
+    if verb is train:
+        assert documented == [f"--{word}" for word in OWN_OPTIONS]
+        assert len(documented) <= 17
 
 
 def test_options_are_read() -> None:

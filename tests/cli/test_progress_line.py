@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from anybatch.cli.progress_line import progress_line
+from anybatch.cli.report import progress_line
 from anybatch.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""`anybatch scale RECIPE`: prints the report of a recipe, writes it as JSON and as a picture, and reads a log."""
+"""`anybatch scale RECIPE`: measures a recipe, reads a log, or forecasts from given numbers or a recipe timed here."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,13 @@ from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from tests.cli.small import SPEC
 
+GIVEN = "--micro-batch-seconds 0.15 --micro-batch-size 32 --gradient-bytes 102MB"
+
+
+def scale(words: str) -> int:
+    """Run `anybatch scale` and return its exit status."""
+    return main(["scale", *words.split()])
+
 
 @pytest.mark.slow
 @pytest.mark.ranks
@@ -16,7 +23,7 @@ def test_scale_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     """The table has one and two ranks, a bucket size is recommended, and both files are written."""
     picture, found = tmp_path / "scale.png", tmp_path / "scale.json"
     words = f"{SPEC} --micro-batch-size 2 --seconds 1 --bucket 1KiB --figure {picture} --json {found}"
-    status = main(["scale", *words.split()])
+    status = scale(words)
 
     printed = capsys.readouterr().out
     assert status == Status.DONE
@@ -39,3 +46,55 @@ def test_scale_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "20 steps, 1 rank, the logs of 1" in printed
     assert "whole step" in printed
     assert "bottleneck" in printed
+
+
+def test_from_given_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table goes up to the requested ranks, JSON has the same rows, and weak scaling lets the batch grow."""
+    out = tmp_path / "forecast.json"
+    words = f"--forecast 1024 --link 400Gbit,5us --inner-link 150GB/s,2us --devices-per-host 8 {GIVEN} --json {out}"
+    assert scale(f"{words} --effective-batch-size 8192") == Status.DONE
+    printed = capsys.readouterr().out
+    strong = json.loads(out.read_text())
+
+    assert "effective batch of 8,192 samples (strong scaling)" in printed
+    assert "largest useful world" in printed
+    assert printed.splitlines()[-1] == f"wrote {out}"
+    assert [row["world_size"] for row in strong["rows"]] == [2**power for power in range(11)]
+    assert {row["num_samples"] for row in strong["rows"]} == {8192}
+    assert strong["workload"]["gradient_bytes"] == 102_000_000
+
+    assert scale(f"{words} --effective-batch-size 8192 --weak-scaling --accumulation-steps 4") == Status.DONE
+    weak = json.loads(out.read_text())
+    assert weak["rows"][-1]["num_samples"] == 1024 * 4 * 32
+    assert "weak scaling" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe is timed on this machine, its gradients are counted, and the picture is written."""
+    picture = tmp_path / "forecast.png"
+    words = f"{SPEC} --forecast 8 --link 1Gbit,1ms --micro-batch-size 4 --effective-batch-size 16 --figure {picture}"
+    assert scale(words) == Status.DONE
+
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{SPEC}: forecast from times of one rank")
+    assert "328 bytes of gradients" in printed  # (3 x 8 + 8 + 8 + 1) float64
+    assert "4 x 4" in printed
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"--forecast 8 {GIVEN}", "--link 400Gbit,5us"),
+        ("--forecast 8 --link 1Gbit,1ms --micro-batch-seconds 0.1", "--gradient-bytes"),
+        (f"--forecast 8 --link 1Gbit,1ms {GIVEN} --fixed-seconds 0.2", "--fixed-seconds 0.2"),
+        (f"--forecast 8 --link 1Gbit,1ms {GIVEN} --devices-per-host 8", "--inner-link"),
+        (f"--forecast 1 --link 1Gbit,1ms {GIVEN}", "world_size=1"),
+        ("--forecast 8 --link 10", "'10' is no link"),
+    ],
+)
+def test_what_is_missing(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names each missing or wrong option of a forecast, with an example."""
+    assert scale(words) == Status.USAGE
+    assert said in capsys.readouterr().err

@@ -403,11 +403,11 @@ def job():
 
 def test_the_program_has_a_status_for_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch check` has its own exit status for an undecided check, and prints the verdict."""
-    from anybatch.cli.check import check_recipe  # noqa: PLC0415 (not needed by the other tests)
+    from anybatch.cli.main import main  # noqa: PLC0415 (not needed by the other tests)
     from anybatch.cli.status import Status  # noqa: PLC0415 (not needed by the other tests)
 
     file = tmp_path / "drawing.py"
     file.write_text(RECIPE, encoding="utf-8")
-    status = check_recipe(str(file), num_samples=6, micro_batch_sizes=None, seed=0, figure=None)
+    status = main(["check", str(file), "--samples", "6"])
     assert status == Status.UNDECIDED
     assert "verdict: undecided" in capsys.readouterr().out

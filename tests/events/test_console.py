@@ -12,10 +12,8 @@ from rich.console import Console as Terminal
 
 from anybatch.core.records import DiagnosisRecord, PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console
-from anybatch.events.plain_screen import PlainScreen
-from anybatch.events.safe_stream import SafeStream
-from anybatch.events.screen import Level, ScreenContents
-from anybatch.events.terminal_screen import Frame, TerminalScreen, is_capable
+from anybatch.events.messages import Level
+from anybatch.events.screen import SafeStream, Screen, ScreenContents, screen_for
 from tests.events.recorded_run import (
     Clock,
     checkpoint,
@@ -33,14 +31,11 @@ from tests.events.recorded_run import (
 WIDTHS = (60, 80, 100, 120, 160, 200)
 
 
-class RecordingScreen:
-    """A screen that records its calls."""
-
-    seconds_per_step = 0.25
-    seconds_per_micro_batch = 0.25
-    shows_beginning = True
+class RecordingScreen(Screen):
+    """A terminal's screen that records its calls."""
 
     def __init__(self) -> None:
+        super().__init__(Terminal(file=io.StringIO(), force_terminal=True, width=80))
         self.lines: list[tuple[str, Level]] = []
         self.moments: list[ScreenContents] = []
         self.num_closed = 0
@@ -103,8 +98,8 @@ def drawn(moment: ScreenContents, width: int) -> list[str]:
     """Return screen contents as a terminal of some width shows them, without colors."""
     terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with terminal.capture() as capture:
-        terminal.print(Frame(moment))
-    return capture.get().splitlines()
+        terminal.print(moment)
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def long_run() -> list[Record]:
@@ -412,7 +407,7 @@ def test_a_terminal_that_is_resized() -> None:
     """The next drawing uses the new width."""
     terminal = Terminal(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
     clock = Clock()
-    with Console(3, screen=TerminalScreen(terminal), clock=clock) as console:
+    with Console(3, screen=Screen(terminal), clock=clock) as console:
         widths = []
         for width, record in zip((100, 70, 140), whole_run(2), strict=False):
             terminal.width = width
@@ -435,7 +430,7 @@ def test_a_terminal_is_given_back() -> None:
     for finish in ends:
         stream = io.StringIO()
         terminal = Terminal(file=stream, width=80, force_terminal=True)
-        consoles = [Console(1, screen=TerminalScreen(terminal))]
+        consoles = [Console(1, screen=Screen(terminal))]
         for record in (start(), step(0)):
             consoles[0].observe(record)
         assert [stream.getvalue().count(code) for code in ("\x1b[?25l", "\x1b[?25h")] == [1, 0]
@@ -447,7 +442,7 @@ def test_lines_stand_above_the_bar() -> None:
     """A line printed while the bar is shown appears above it, and the bar is not duplicated."""
     stream = io.StringIO()
     terminal = Terminal(file=stream, width=80, height=40, force_terminal=True, color_system=None)
-    with Console(2, screen=TerminalScreen(terminal), clock=Clock()) as console:
+    with Console(2, screen=Screen(terminal), clock=Clock()) as console:
         for record in (start(), step(0), evaluation(1, accuracy=0.5)):
             console.observe(record)
     shown = screen_after(stream.getvalue())
@@ -492,10 +487,20 @@ def test_colours_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("warning: look" in text for text in texts)
 
 
+def test_a_pipe_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines for a pipe have no control characters, even where colors or interaction are forced."""
+    for name in ("FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
+        monkeypatch.setenv(name, "1")
+    lines = plain([*whole_run(3), diagnosis("look at " + "a long line " * 40)])
+
+    assert all(line.isprintable() for line in lines)
+    assert lines[-1].endswith("long line")
+
+
 def test_markup_is_not_read() -> None:
     """Square brackets and colons in names and messages are not interpreted as markup."""
     stream = io.StringIO()
-    screen = TerminalScreen(Terminal(file=stream, width=80, force_terminal=True, color_system=None))
+    screen = Screen(Terminal(file=stream, width=80, force_terminal=True, color_system=None))
     screen.say("[red]:smile: a[0]", "plain")
 
     assert stream.getvalue() == "[red]:smile: a[0]\n"
@@ -504,7 +509,7 @@ def test_markup_is_not_read() -> None:
 def test_a_path_is_not_broken() -> None:
     """Long lines wrap between words with an indent; a long word is not broken."""
     stream = io.StringIO()
-    screen = TerminalScreen(Terminal(file=stream, width=30, force_terminal=True, color_system=None))
+    screen = Screen(Terminal(file=stream, width=30, force_terminal=True, color_system=None))
     path = "/a-very-long-path/with-dashes/that-is/longer-than-thirty"
     screen.say(f"checkpoint saved by rank 0 in the folder {path}", "plain")
 
@@ -516,14 +521,10 @@ def test_what_suits_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     closed = TerminalStream()
     closed.close()
-    assert [is_capable(SafeStream(stream)) for stream in (TerminalStream(), io.StringIO(), closed)] == [
-        True,
-        False,
-        False,
-    ]
+    assert [screen_for(stream).has_bar for stream in (TerminalStream(), io.StringIO(), closed)] == [True, False, False]
 
     monkeypatch.setenv("TERM", "dumb")
-    assert not is_capable(SafeStream(TerminalStream()))
+    assert not screen_for(TerminalStream()).has_bar
 
 
 def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -563,7 +564,7 @@ def test_a_stream_that_fails_late() -> None:
             raise OSError
 
     stream = Full()
-    screen = PlainScreen(SafeStream(stream))
+    screen = screen_for(stream)
     screen.say("a", "plain")
     screen.say("b", "plain")
     assert stream.getvalue() == "a\n"
@@ -574,7 +575,7 @@ def test_letters_that_an_encoding_lacks() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
     terminal = Terminal(file=SafeStream(stream), width=80, force_terminal=True, color_system="standard")  # type: ignore[arg-type]
-    with Console(2, screen=TerminalScreen(terminal)) as console:
+    with Console(2, screen=Screen(terminal)) as console:
         for record in (start(), step(0), evaluation(1, μ=0.5)):
             console.observe(record)
     text = raw.getvalue()

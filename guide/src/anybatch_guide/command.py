@@ -11,7 +11,7 @@ from typing import Final
 
 from anybatch.cli.parser import Parser, integer, output_file
 from anybatch.cli.status import Status
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import let_threads_sleep
 from anybatch.errors import UserError
 from anybatch_guide.built import DIST
 from anybatch_guide.export import export_file, export_folder

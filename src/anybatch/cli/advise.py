@@ -1,17 +1,15 @@
 """`anybatch advise RECIPE`: which effective batch size pays off, by a short run or a finished log."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.cli.forecast_options import link
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, output_file, picture_file
-from anybatch.cli.report_files import write_report_files
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, link
+from anybatch.cli.report import add_report_files, print_report
 from anybatch.cli.status import Status
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
 from anybatch.core.run_config import RunConfig
 
@@ -41,8 +39,7 @@ def run(words: Sequence[str]) -> int:
         advice = advise(given.log, ranks=ranks, link=given.link)
     else:
         advice = _advise_on_recipe(given, ranks)
-    sys.stdout.write(f"{given.log or given.recipe}: which effective batch size?\n{advice}\n")
-    write_report_files(advice, draw_advice, json_file=given.json, figure=given.figure)
+    print_report(f"{given.log or given.recipe}: which effective batch size?", advice, draw_advice, given)
     return Status.DONE
 
 
@@ -63,8 +60,7 @@ def make_parser() -> Parser:
     add("--ranks", type=count, action="append", metavar="N", help="predict for this number of ranks; repeatable")
     add("--link", type=link, metavar="RATE,LATENCY", help="network between ranks, such as 25Gbit,20us")
     add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise instead")
-    add("--figure", type=picture_file, metavar="FILE", help="draw time and samples by batch size: .png, .svg or .pdf")
-    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
+    add_report_files(add, "time and samples by batch size", with_json=True)
     return parser
 
 

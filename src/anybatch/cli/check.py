@@ -1,12 +1,13 @@
 """`anybatch check`: check a recipe or a training loop. The exit status is the verdict, for CI."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from anybatch.cli.parser import Parser, add_recipe, count, integer, picture_file
+from anybatch.cli.parser import Parser, add_recipe, count, integer
+from anybatch.cli.report import add_report_files, print_report
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
 
@@ -30,13 +31,7 @@ def run(words: Sequence[str]) -> int:
         if given.recipe is not None:
             parser.error(f"check a recipe or a loop, one at a time: {given.recipe} or --loop {given.loop}")
         return check_loop_function(given.loop, data=given.data, ranks=given.ranks)
-    return check_recipe(
-        given.recipe or DEFAULT_RECIPE,
-        num_samples=given.samples,
-        micro_batch_sizes=given.micro_batch_size,
-        seed=given.seed,
-        figure=given.figure,
-    )
+    return check_recipe(given)
 
 
 def make_parser() -> Parser:
@@ -52,9 +47,7 @@ def make_parser() -> Parser:
         help="a micro-batch size to try; repeatable (default: 1, 2/5 and 3/5 of the batch)",
     )
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="seed of all random numbers (default: 0)")
-    parser.add_argument(
-        "--figure", type=picture_file, metavar="FILE", help="draw the errors by layer: .png, .svg or .pdf"
-    )
+    add_report_files(parser.add_argument, "the errors by layer")
     loop = parser.add_argument_group("your own loop")
     loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function, or Class.method, that trains")
     loop.add_argument(
@@ -68,28 +61,25 @@ def make_parser() -> Parser:
     return parser
 
 
-def check_recipe(
-    recipe: str, *, num_samples: int, micro_batch_sizes: Sequence[int] | None, seed: int, figure: Path | None
-) -> int:
+def check_recipe(given: argparse.Namespace) -> int:
     """Check one batch of a recipe, print the report, and return the exit status."""
     # Imported late: importing torch takes seconds, and a wrong option is reported without it.
     from anybatch.diagnostics.check import check  # noqa: PLC0415 (imports torch)
     from anybatch.diagnostics.figure import draw_errors  # noqa: PLC0415 (imports torch)
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
 
+    recipe = given.recipe or DEFAULT_RECIPE
     job = load_recipe(recipe)
     report = check(
-        job.train_spec(seed=seed).model,
+        job.train_spec(seed=given.seed).model,
         job.loss,
-        first_batch(job, num_samples, seed),
-        micro_batch_sizes=micro_batch_sizes,
+        first_batch(job, given.samples, given.seed),
+        micro_batch_sizes=given.micro_batch_size,
         norms=job.norms,
-        seed=seed,
+        seed=given.seed,
     )
-    sys.stdout.write(f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}\n")
-    if figure is not None:
-        draw_errors(report, figure)
-        sys.stdout.write(f"wrote {figure}\n")
+    heading = f"{recipe}: do micro-batches give the gradient of the whole batch?"
+    print_report(heading, report, draw_errors, given)
     if report.verdict == "undecided":
         return Status.UNDECIDED
     return Status.DONE if report.equal else Status.NOT_EXACT

@@ -1,17 +1,14 @@
 """`anybatch compare RECIPE`: run a job with every way of using devices, interleaved, and compare them."""
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from anybatch.cli.forecast_options import link
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, number, output_file, picture_file, settings_of
-from anybatch.cli.progress_line import progress_line
-from anybatch.cli.report_files import write_report_files
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, link, number, settings_of
+from anybatch.cli.report import add_report_files, print_report, progress_line
 from anybatch.cli.status import Status
-from anybatch.cli.threads import hide_logs_of_torch, let_threads_sleep
+from anybatch.cli.torch_import import hide_logs_of_torch, let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -58,8 +55,7 @@ def run(words: Sequence[str]) -> int:
         from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
 
         report = dataclasses.replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
-    sys.stdout.write(f"{report}\n")
-    write_report_files(report, draw_comparison, json_file=given.json, figure=given.figure)
+    print_report("", report, draw_comparison, given)
     return Status.DONE
 
 
@@ -89,8 +85,7 @@ def make_parser() -> Parser:
     add(
         "--seconds", type=number, default=60.0, metavar="X", help="start no round after this many seconds (default: 60)"
     )
-    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
-    add("--figure", type=picture_file, metavar="FILE", help="draw time, memory and traffic: .png, .svg or .pdf")
+    add_report_files(add, "time, memory and traffic", with_json=True)
     return parser
 
 

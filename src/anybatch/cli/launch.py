@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from anybatch.checkpoints import list_checkpoints
-from anybatch.cli.rank import join, new_folder, run_rank
+from anybatch.cli.rank import join, new_folder, print_stopping, run_rank
 from anybatch.cli.screen import resume_command
 from anybatch.cli.status import Status
-from anybatch.cli.stopping import print_stopping
 from anybatch.cli.train_request import TrainRequest
 from anybatch.errors import CheckpointError
 from anybatch.parallel.launchers import find_launch

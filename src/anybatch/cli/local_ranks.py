@@ -23,10 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anybatch.cli.failure import explain
-from anybatch.cli.rank import join, run_rank
-from anybatch.cli.status import Status
-from anybatch.cli.stopping import print_stopping
+from anybatch.cli.rank import join, print_stopping, run_rank
+from anybatch.cli.status import Status, explain
 from anybatch.cli.train_request import PRELOADED, TrainRequest
 from anybatch.parallel.fork_server import start_fork_server
 from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from typing import cast
 
-from anybatch.cli.status import Status, status_of
+from anybatch.cli.status import Status, discard_unwritable_output, explain, status_of
 from anybatch.errors import UserError
 
 
@@ -87,9 +87,6 @@ def _run_command(words: Sequence[str]) -> int:
 
 def _report(error: BaseException) -> int:
     """Print an error and return the exit status; print nothing if the reader closed the pipe."""
-    from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
-    from anybatch.cli.output import discard_unwritable_output  # noqa: PLC0415 (the same)
-
     status = status_of(error)
     if status is not Status.CLOSED_PIPE:
         with suppress(OSError):  # print the results so far before the error

@@ -3,10 +3,10 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, memory_size, picture_file, settings_of
+from anybatch.cli.parser import Parser, add_recipe, add_settings, memory_size, settings_of
+from anybatch.cli.report import add_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
 from anybatch.core.run_config import RunConfig
@@ -26,7 +26,17 @@ _MOST_STEPS: Final = 3
 def run(words: Sequence[str]) -> int:
     """Run `anybatch memory` and return the exit status."""
     given = make_parser().parse(words)
-    return measure(given.recipe, settings_of(given), limit=given.limit, figure=given.figure, allocator=given.allocator)
+    report = record(given.recipe, settings_of(given), limit=given.limit, allocator=given.allocator)
+    from rich.console import Console  # noqa: PLC0415 (slow to import, and not needed to report a wrong option)
+
+    if sys.stdout.isatty():
+        Console(highlight=False, markup=False, emoji=False).print(report)
+    else:
+        sys.stdout.write(f"{report}\n")
+    if given.figure is not None:
+        report.draw(given.figure)
+        sys.stdout.write(f"wrote {given.figure}\n")
+    return Status.DONE
 
 
 def make_parser() -> Parser:
@@ -42,24 +52,9 @@ def make_parser() -> Parser:
         metavar="SIZE",
         help="available memory, such as 24GiB (default: the accelerator's)",
     )
-    add("--figure", type=picture_file, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
+    add_report_files(add, "memory over the step")
     add("--allocator", action="store_true", help="add torch.cuda.memory_summary, on a CUDA device")
     return parser
-
-
-def measure(recipe: str, config: RunConfig, *, limit: int | None, figure: Path | None, allocator: bool) -> int:
-    """Run a step, print its report, and return the exit status."""
-    report = record(recipe, config, limit=limit, allocator=allocator)
-    from rich.console import Console  # noqa: PLC0415 (slow to import, and not needed to report a wrong option)
-
-    if sys.stdout.isatty():
-        Console(highlight=False, markup=False, emoji=False).print(report)
-    else:
-        sys.stdout.write(f"{report}\n")
-    if figure is not None:
-        report.draw(figure)
-        sys.stdout.write(f"wrote {figure}\n")
-    return Status.DONE
 
 
 def record(recipe: str, config: RunConfig, *, limit: int | None, allocator: bool) -> "MemoryReport":

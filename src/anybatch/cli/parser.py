@@ -7,16 +7,18 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from anybatch.cli.status import Status
 from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.collective_times import parse_link
 from anybatch.core.run_config import STANDARD, PrecisionName, RunConfig, ScalingRule
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import FORMATS
 
 Explain = Callable[[Sequence[str]], str]
+ValueT = TypeVar("ValueT")
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,14 +56,21 @@ def count(text: str) -> int:
     return value
 
 
+def typed(parse: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
+    """Return a function for `type=` of an option, which reports an error of `parse` under the option's name."""
+
+    def read(text: str) -> ValueT:
+        try:
+            return parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
 def effective_batch_size(text: str) -> int | BatchRamp:
     """Return a whole number of at least 1, or a ramp of them."""
-    if not {",", "@"} & set(text):
-        return count(text)
-    try:
-        return BatchRamp.parse(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return typed(BatchRamp.parse)(text) if {",", "@"} & set(text) else count(text)
 
 
 def count_or_auto(text: str) -> int | Literal["auto"]:
@@ -83,12 +92,15 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def memory_size(text: str) -> int:
-    """Return a number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
-    try:
-        return parse_bytes(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+memory_size = typed(parse_bytes)
+"""A number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
+link = typed(parse_link)
+"""A network link, written as bandwidth and latency."""
+
+
+def size(text: str) -> int:
+    """Return a number of bytes, with or without a unit."""
+    return int(text) if text.isdecimal() else memory_size(text)
 
 
 def output_file(text: str) -> Path:

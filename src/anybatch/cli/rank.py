@@ -1,5 +1,7 @@
 """One rank of `anybatch train`: join the others, train, and report the outcome."""
 
+import os
+import signal
 import sys
 import time
 import warnings
@@ -10,9 +12,8 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from anybatch.cli.failure import explain
 from anybatch.cli.screen import RunDisplay, summary
-from anybatch.cli.status import Status, status_of
+from anybatch.cli.status import Status, explain, status_of
 from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest, short_name
 from anybatch.errors import RankFailedError, UserError, WorldError
 from anybatch.parallel.launchers import is_restarted, launch_id, max_restarts
@@ -66,6 +67,17 @@ def run_rank(
         if is_first and not is_silent:
             _write(sys.stderr, f"{words}\n")
         return status, words
+
+
+def print_stopping(number: signal.Signals) -> None:
+    """Confirm a stop request. Called from a signal handler, where a buffered print may fail.
+
+    On a terminal the console shows it above its bar instead.
+    """
+    if sys.stderr.isatty():
+        return
+    again = " Press Ctrl-C again to quit immediately without saving." if number == signal.SIGINT else ""
+    os.write(sys.stderr.fileno(), f"\n{number.name}: finishing this step, then saving.{again}\n".encode())
 
 
 def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None) -> Status:

@@ -1,14 +1,29 @@
-"""The exit statuses of the command line."""
+"""How a command ends: its exit status, and the text about an error.
+
+An expected error is a message; if the user's code failed, the text has the frames of that code.
+"""
 
 import errno
+import os
+import select
 import sys
+import sysconfig
+import traceback
+from contextlib import suppress
 from enum import IntEnum
-from typing import TypeGuard
+from pathlib import Path
+from typing import TextIO, TypeGuard
 
-from anybatch.cli.output import is_output_closed
-from anybatch.cli.users_code import users_traceback
-from anybatch.errors import CheckpointError, MemoryExhaustedError, NonFiniteError, UserError, WorldError
+from anybatch.errors import (
+    AnyBatchError,
+    CheckpointError,
+    MemoryExhaustedError,
+    NonFiniteError,
+    UserError,
+    WorldError,
+)
 
+_PACKAGE = Path(__file__).parents[1]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -58,3 +73,107 @@ def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
 def _is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")  # not imported: an error of torch implies that it is
     return isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))
+
+
+def explain(error: BaseException, *, in_full: bool | None = None) -> str:
+    """Return the text to print about an error; the full traceback with `in_full` or under `python -X dev`."""
+    if sys.flags.dev_mode if in_full is None else in_full:
+        return "".join(traceback.format_exception(error)).rstrip()
+    message = _foreseen(error)
+    if message is not None:
+        return f"anybatch: {message}"
+    own = users_traceback(error)
+    if own is not None:
+        return f"anybatch: the recipe's own code failed:\n\n{own}"
+    full = "".join(traceback.format_exception(error)).rstrip()
+    return (
+        "anybatch: Internal error: this is a bug in anybatch. Please report it with the output of 'anybatch env'."
+        f"\n\n{full}"
+    )
+
+
+def _foreseen(error: BaseException) -> str | None:
+    """Return the message for an error that needs no traceback; None for any other."""
+    if isinstance(error, AnyBatchError):
+        return str(error)
+    status = status_of(error)
+    if status is Status.INTERRUPTED:
+        return "Interrupted by Ctrl-C. Saved checkpoints are intact; continue with --resume."
+    if status is Status.OUT_OF_MEMORY:
+        return (
+            f"out of memory: {error}. Use a smaller --micro-batch-size, which does not change the result, "
+            "or --precision bf16."
+        )
+    if isinstance(error, OSError) and status is Status.FILES:
+        what = "the output" if error.filename is None else os.fspath(error.filename)
+        return f"cannot write {what}: {error.strerror}. Free some space, or choose a place on another disk."
+    if is_unusable_file(error):
+        return f"cannot use {error.filename!r}: {error.strerror}. Check the path and its permissions."
+    return None
+
+
+def users_traceback(error: BaseException) -> str | None:
+    """Return the traceback from the first frame of the user's code; None without such a frame."""
+    shown = traceback.TracebackException.from_exception(error)
+    foreign = [number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)]
+    if not foreign:
+        return None
+    # Frames of installed packages between us and the recipe, such as decorators, are skipped.
+    first = next((number for number in foreign if not _is_installed(shown.stack[number].filename)), foreign[0])
+    # Frames of anybatch and torch above the recipe do not help its author.
+    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[first:])
+    return "".join(shown.format(chain=False)).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    """Return whether a frame belongs to anybatch, its guide, torch or Python."""
+    # Code without a file, such as Python's frozen modules.
+    if filename.startswith("<"):
+        return True
+    # A module that is not loaded has no frames, and importing torch would take seconds.
+    modules = [sys.modules.get(name) for name in ("torch", "anybatch_guide")]
+    packages = [_PACKAGE, *(Path(module.__file__).parent for module in modules if module and module.__file__)]
+    if any(_is_in(filename, package) for package in packages):
+        return True
+    if filename == sys.argv[0] and _is_in(filename, sysconfig.get_path("scripts")):
+        return True
+    return not _is_installed(filename) and _is_in(filename, sysconfig.get_path("stdlib"))
+
+
+def _is_installed(filename: str) -> bool:
+    return any(_is_in(filename, sysconfig.get_path(place)) for place in ("purelib", "platlib"))
+
+
+def _is_in(filename: str, folder: str | Path) -> bool:
+    return Path(filename).resolve().is_relative_to(Path(folder).resolve())
+
+
+def is_output_closed(error: BaseException) -> bool:
+    """Return whether an error means that the reader of standard output or standard error closed the pipe."""
+    return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
+
+
+def discard_unwritable_output() -> None:
+    """Redirect unwritable output to the null device, so that Python does not fail again at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            is_lost = True
+        else:
+            is_lost = _has_no_reader(stream)
+        if is_lost:
+            with suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    # Polled, because a stream drops unwritten data, so another write may succeed.
+    poller = select.poll()
+    try:
+        poller.register(stream.fileno(), 0)
+    except (OSError, ValueError):  # not a file, or closed
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll(0))

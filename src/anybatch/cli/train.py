@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.option_hints import explain_unknown
 from anybatch.cli.parser import Parser, add_recipe, add_settings, count_or_auto, number, settings_of
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import frozen_imports, let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE, PRELOADED, RUNS, Resume, TrainRequest
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import UserError

@@ -1,14 +1,12 @@
 """`anybatch tune RECIPE`: speed and memory by micro-batch size, and whether data loading keeps up."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, integer, picture_file, settings_of
+from anybatch.cli.parser import Parser, add_recipe, add_settings, count, integer, settings_of
+from anybatch.cli.report import add_report_files, print_report
 from anybatch.cli.status import Status
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
-from anybatch.core.run_config import RunConfig
 
 _DESCRIPTION = (
     "Run steps of a recipe with many micro-batch sizes, interleaved, and print the speed and memory of each. Load its "
@@ -22,13 +20,20 @@ def run(words: Sequence[str]) -> int:
     """Run `anybatch tune` and return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
-    return tune_recipe(
-        given.recipe,
-        settings_of(given),
+    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
+    from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (imports torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
+
+    job = MeasuredJob(recipe=given.recipe, config=settings_of(given))
+    report = tune(
+        job.train_spec(),
+        job.data(steps=LOADED_STEPS + 1),  # one more than is timed: the first batch also starts the workers
         micro_batch_sizes=given.micro_batch_sizes,
-        workers=given.workers,
-        figure=given.figure,
+        num_workers=_WORKERS if given.workers is None else given.workers,
     )
+    print_report(f"{given.recipe}: speed by micro-batch size", report, draw_tuning, given)
+    return Status.DONE
 
 
 def make_parser() -> Parser:
@@ -52,33 +57,5 @@ def make_parser() -> Parser:
         metavar="N",
         help="a number of loading processes to try; repeatable (default: 0, 1 and 2)",
     )
-    add("--figure", type=picture_file, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
+    add_report_files(add, "both curves")
     return parser
-
-
-def tune_recipe(
-    recipe: str,
-    config: RunConfig,
-    *,
-    micro_batch_sizes: Sequence[int] | None,
-    workers: Sequence[int] | None,
-    figure: Path | None,
-) -> int:
-    """Tune a recipe, print the report, and return the exit status."""
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
-
-    job = MeasuredJob(recipe=recipe, config=config)
-    report = tune(
-        job.train_spec(),
-        job.data(steps=LOADED_STEPS + 1),  # one more than is timed: the first batch also starts the workers
-        micro_batch_sizes=micro_batch_sizes,
-        num_workers=_WORKERS if workers is None else workers,
-    )
-    sys.stdout.write(f"{recipe}: speed by micro-batch size\n{report}\n")
-    if figure is not None:
-        draw_tuning(report, figure)
-        sys.stdout.write(f"wrote {figure}\n")
-    return Status.DONE

@@ -4,8 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 from anybatch.core.records import (
     CheckpointRecord,
@@ -25,17 +24,14 @@ from anybatch.core.records import (
 )
 from anybatch.core.units import duration, in_bytes, per_second, shortened, three_digits
 from anybatch.events.messages import lines_of_start, message_of, skipped_line
-from anybatch.events.plain_screen import PlainScreen
-from anybatch.events.readings import read_number
-from anybatch.events.safe_stream import SafeStream
-from anybatch.events.screen import CELL_WIDTH, Screen, ScreenCell, ScreenContents
-from anybatch.events.terminal_screen import is_capable, make_terminal_screen
+from anybatch.events.observer import ClosingObserver, read_number
+from anybatch.events.screen import CELL_WIDTH, Screen, ScreenCell, ScreenContents, screen_for
 from anybatch.events.throughput import Throughput
 
 _LABEL_WIDTH = CELL_WIDTH - len(" -1.23e-100")
 
 
-class Console:
+class Console(ClosingObserver):
     """An observer that shows a run to a person.
 
     On a terminal it keeps a progress bar and the newest numbers at the bottom, and prints events above them:
@@ -64,7 +60,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps = total_steps
-        self._screen = _screen_for(sys.stderr if stream is None else stream) if screen is None else screen
+        self._screen = screen_for(sys.stderr if stream is None else stream) if screen is None else screen
         self._clock = clock
         self._lock = threading.Lock()  # backward hooks send records from other threads
         self._pace = Throughput()
@@ -88,20 +84,6 @@ class Console:
         """Restore the terminal. Closing twice is allowed."""
         with self._lock:
             self._screen.close()
-
-    def __enter__(self) -> Self:
-        """Return the console itself."""
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        """Close it, also after an error."""
-        self.close()
 
     def _take(self, record: Record, now: float) -> None:
         match record:
@@ -134,7 +116,7 @@ class Console:
         self._pace, self._num_steps = Throughput(), record.first_step
         self._step = self._micro_batch = self._memory = self._shown_steps = None
         self._pace.begin(now)
-        if self._screen.shows_beginning:
+        if self._screen.has_bar:
             self._show(now)
         self._shown_seconds = now
 
@@ -229,8 +211,3 @@ def _cells_of_step(record: StepRecord) -> list[ScreenCell]:
         cells.append(ScreenCell("highest rate", three_digits(max(known, default=None))))
         cells.append(ScreenCell("lowest rate", three_digits(min(known, default=None))))
     return cells
-
-
-def _screen_for(stream: TextIO) -> Screen:
-    safe = SafeStream(stream)
-    return make_terminal_screen(safe) if is_capable(safe) else PlainScreen(safe)

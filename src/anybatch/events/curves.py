@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,12 +97,10 @@ class _CurveCollector:
         """Begin a session: drop later steps, which were undone."""
         first = int(line["first_step"])
         # A resumed run repeats the steps after its checkpoint, and the second time counts.
-        self.losses = {number: loss for number, loss in self.losses.items() if number <= first}
-        self.rates = {number: rates for number, rates in self.rates.items() if number <= first}
-        self.metrics = {
-            name: {number: value for number, value in values.items() if number <= first}
-            for name, values in self.metrics.items()
-        }
+        by_step: list[dict[int, Any]] = [self.losses, self.rates, *self.metrics.values()]
+        for values in by_step:
+            for number in [number for number in values if number > first]:
+                del values[number]
         self.skipped = {number for number in self.skipped if number <= first}
         self.out_of_memory_at = {number for number in self.out_of_memory_at if number <= first}
         # A session without steps is replaced by the next one at the same step.

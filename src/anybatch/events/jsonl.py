@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import torch
 
@@ -34,6 +33,7 @@ from anybatch.core.records import (
 from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import UserError
 from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_line, decoded_object
+from anybatch.events.observer import ClosingObserver
 
 __all__ = ["JsonLine", "JsonlLines", "JsonlLog", "line_of", "read_jsonl"]
 
@@ -41,7 +41,7 @@ _LINE_START = b'{"version":'
 _BLOCK_BYTES = 1 << 16
 
 
-class JsonlLog:
+class JsonlLog(ClosingObserver):
     """An observer that writes each record as one line of a file. Use it in a `with`, or call `close`.
 
     Lines of micro-batches, reductions, phases, memory and noise are buffered until a record of another kind arrives.
@@ -106,20 +106,6 @@ class JsonlLog:
                 self._sync()
             finally:
                 self._file.close()
-
-    def __enter__(self) -> Self:
-        """Return the log itself."""
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        """Close the log, also after an error."""
-        self.close()
 
     def _is_due(self, record: Record) -> bool:
         if isinstance(record, StepRecord):

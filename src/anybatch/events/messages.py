@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 from anybatch.core.records import (
     CheckpointRecord,
@@ -13,14 +14,22 @@ from anybatch.core.records import (
     StartRecord,
 )
 from anybatch.core.units import duration, in_bytes, three_digits
-from anybatch.events.readings import read_number
-from anybatch.events.screen import Level, step_of
+from anybatch.events.observer import read_number
 
+Level = Literal["plain", "result", "warning", "error"]
 Sentence = tuple[str, Level]
 _DIAGNOSES: Mapping[str, tuple[str, Level]] = MappingProxyType(
     {"info": ("note", "plain"), "warning": ("warning", "warning"), "error": ("error", "error")}
 )
 _NUM_NAMED_STEPS = 5
+
+
+def step_of(num_steps: int, total_steps: int | None) -> str:
+    """Return `step 1,234 of 5,000`, or `step 1,234` without a total, with a constant width."""
+    if total_steps is None:
+        return f"step {num_steps:>7,}"
+    total = f"{total_steps:,}"
+    return f"step {f'{num_steps:,}':>{len(total)}} of {total}"
 
 
 def lines_of_start(record: StartRecord) -> Iterator[str]:

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from anybatch.core.records import (
     CheckpointRecord,
@@ -24,33 +23,14 @@ from anybatch.core.records import (
 )
 from anybatch.errors import UserError
 from anybatch.events.messages import lines_of_start, message_of
-from anybatch.events.readings import read_number
+from anybatch.events.observer import ClosingObserver, read_number
 from anybatch.events.throughput import Throughput
 
 Point = tuple[str, Scalar | Flag]
+Happening = CheckpointRecord | DiagnosisRecord | OutOfMemoryRecord | EndRecord
 
 
-class Writer(Protocol):
-    """The used methods of torch's `SummaryWriter`."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
-        """Write a number."""
-        ...
-
-    def add_text(self, tag: str, text_string: str, global_step: int, walltime: float) -> None:
-        """Write a text, in Markdown."""
-        ...
-
-    def flush(self) -> None:
-        """Flush to the disk."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
-class TensorBoardLog:
+class TensorBoardLog(ClosingObserver):
     """An observer that writes for TensorBoard. Use it in a `with`, or call `close`.
 
     ```bash
@@ -92,7 +72,7 @@ class TensorBoardLog:
         self._seconds_per_write = seconds_per_write
         self._clock, self._wall_clock = clock, wall_clock
         self._lock = threading.Lock()  # backward hooks send records from other threads
-        self._writer: Writer | None = None
+        self._writer: Any = None  # a SummaryWriter of torch
         self._pace = Throughput()
         self._pending: list[tuple[float, Record, float | None]] = []
         self._written_seconds = clock()
@@ -134,20 +114,6 @@ class TensorBoardLog:
                 self._writer.close()
             self._writer = None
 
-    def __enter__(self) -> Self:
-        """Return the log itself."""
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        """Close the log, also after an error."""
-        self.close()
-
     def _start(self, record: StartRecord, now: float) -> None:
         """Open a file whose purge step hides the steps that a resume has undone in earlier files."""
         if self._writer is not None:
@@ -165,7 +131,8 @@ class TensorBoardLog:
 
     def _write(self) -> None:
         """Write the buffered records; only here are numbers read."""
-        writer = self._opened()
+        if self._writer is None:  # the start of the run was not observed
+            self._writer = self._make_writer(str(self._folder))
         kept, self._pending = self._pending, []
         for wall_seconds, record, samples_per_second in kept:
             if isinstance(record, StepRecord):
@@ -174,24 +141,24 @@ class TensorBoardLog:
                 self._has_skipped = self._has_skipped or read_number(record.skipped) == 1
                 if self._has_skipped:
                     points = [*points, ("update_skipped", record.skipped)]
-                _add_scalars(writer, points, record.step + 1, wall_seconds)
+                self._add_scalars(points, record.step + 1, wall_seconds)
             elif isinstance(record, EvaluateRecord):
                 # Evaluations count the steps made; a step has its own number, from 0.
                 metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
-                _add_scalars(writer, metrics, record.step, wall_seconds)
+                self._add_scalars(metrics, record.step, wall_seconds)
             elif isinstance(record, MemoryRecord):
-                _add_scalars(writer, _points_of_memory(record), record.step + 1, wall_seconds)
-            else:
+                self._add_scalars(_points_of_memory(record), record.step + 1, wall_seconds)
+            elif isinstance(record, Happening):
                 line, _ = message_of(record, None)
-                writer.add_text("happenings", line, _steps_made(record), wall_seconds)
-        writer.flush()
+                self._writer.add_text("happenings", line, _steps_made(record), wall_seconds)
+        self._writer.flush()
         self._written_seconds = self._clock()
 
-    def _opened(self) -> Writer:
-        """Return the writer, opened here if the start of the run was not observed."""
-        if self._writer is None:
-            self._writer = self._make_writer(str(self._folder))
-        return self._writer
+    def _add_scalars(self, points: list[Point], step: int, wall_seconds: float) -> None:
+        for name, value in points:
+            number = read_number(value)
+            if number is not None:
+                self._writer.add_scalar(name, number, step, wall_seconds)
 
 
 def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]:
@@ -222,30 +189,16 @@ def _points_of_memory(record: MemoryRecord) -> list[Point]:
     return [(f"memory_gib/{name}", size / 2**30) for name, size in sizes.items() if size is not None]
 
 
-def _add_scalars(writer: Writer, points: list[Point], step: int, wall_seconds: float) -> None:
-    for name, value in points:
-        number = read_number(value)
-        if number is not None:
-            writer.add_scalar(name, number, step, wall_seconds)
-
-
-def _steps_made(record: Record) -> int:
+def _steps_made(record: Happening) -> int:
     """Return the number of steps at an event."""
-    match record:
-        case CheckpointRecord():
-            return record.step
-        case DiagnosisRecord():
-            return 0 if record.step is None else record.step + 1
-        case OutOfMemoryRecord():
-            return record.step + 1
-        case EndRecord():
-            return record.num_steps
-        case _:
-            message = f"a record of kind {record.kind} is no happening"
-            raise AssertionError(message)
+    if isinstance(record, EndRecord):
+        return record.num_steps
+    if isinstance(record, CheckpointRecord):
+        return record.step
+    return 0 if record.step is None else record.step + 1
 
 
-def _summary_writer() -> Callable[..., Writer]:
+def _summary_writer() -> Callable[..., Any]:
     try:
         # torch's own module imports the package tensorboard, which may be missing.
         module: Any = importlib.import_module("torch.utils.tensorboard")
@@ -255,5 +208,5 @@ def _summary_writer() -> Callable[..., Writer]:
             "Install it: pip install 'anybatch[tensorboard]'"
         )
         raise UserError(message) from None
-    writer: Callable[..., Writer] = module.SummaryWriter
+    writer: Callable[..., Any] = module.SummaryWriter
     return writer

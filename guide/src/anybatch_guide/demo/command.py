@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from anybatch.cli.parser import Parser
-from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.torch_import import let_threads_sleep
 
 _DESCRIPTION = (
     "See it work in a minute, on any machine: a plain training loop runs out of an enforced memory budget; the same "
