@@ -82,7 +82,7 @@ def test_a_wrong_link(capsys: pytest.CaptureFixture[str]) -> None:
     """An unreadable link is reported with the right notation."""
     with pytest.raises(SystemExit):
         parsed("--forecast 8 --link 10")
-    assert "'10' is no link" in capsys.readouterr().err
+    assert "'10' is not a link" in capsys.readouterr().err
 
 
 def test_options_that_a_verb_has_already() -> None:

@@ -1,8 +1,8 @@
 """Chapter 10: the composition table, feature by feature, which is checked before anything is changed.
 
-A cell describes two features together, or a single feature on the diagonal. Only exceptions are stated: any other pair
-of two values of one axis is exclusive, and any other pair is as good as the worse of its two features alone. So a new
-row begins as one untested feature, and its author records the tested combinations.
+A cell describes two features together, or a single feature on the diagonal. Only exceptions are stated. By default, two
+values of one axis are exclusive, and any other pair is as good as the worse of its two features. So a new row begins as
+one untested feature, and its author adds the tested combinations.
 """
 
 import itertools
@@ -425,7 +425,7 @@ def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
 def meetings(present: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
     """Return the cells that apply to a run: its stated pairs, and its single features without a stated pair.
 
-    A stated pair replaces the cells of its two features, so that one feature can cure another.
+    A stated pair replaces the cells of its two features, so one feature can lift the limits of another.
     """
     found = [pair for pair in pairs(present) if pair[0] is not pair[1] and frozenset(pair) in _TOGETHER]
     spoken_for = {feature for pair in found for feature in pair}
