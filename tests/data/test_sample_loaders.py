@@ -131,7 +131,7 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
     ("settings", "options", "words"),
     [
         ({"sampler": DistributedSampler(range(20), 2, 0)}, {}, "DistributedSampler"),  # type: ignore[arg-type]  # has a length
-        ({"shuffle": True, "generator": torch.Generator()}, {}, "generator of its own"),
+        ({"shuffle": True, "generator": torch.Generator()}, {}, "its own generator"),
         ({"num_workers": 1}, {"num_workers": 1}, "workers itself"),
     ],
 )

@@ -26,8 +26,8 @@ class BatchCost:
 
     Attributes:
         critical_batch_size: samples; infinite if no batch is large enough.
-        overhead_seconds: of a step of any size: reduction, clipping, the optimizer, launching.
-        seconds_per_sample: of the whole job, so on N ranks an Nth of a single rank's.
+        overhead_seconds: fixed time of a step of any size: reduction, clipping, the optimizer, launching.
+        seconds_per_sample: time per sample of the whole job: on N ranks, an Nth of a single rank's.
     """
 
     critical_batch_size: float

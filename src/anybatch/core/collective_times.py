@@ -185,7 +185,7 @@ def hierarchical_all_reduce(
     number of hosts is rounded up.
 
     Args:
-        num_bytes: of the tensor.
+        num_bytes: bytes of the tensor.
         num_ranks: devices of all hosts.
         devices_per_host: d; 1 leaves only the outer all-reduce.
         inner: link between devices of a host.

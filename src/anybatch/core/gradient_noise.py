@@ -79,10 +79,10 @@ def with_step(
 
     Args:
         moments: sums over the steps so far.
-        parts: of the step, one value per row.
+        parts: estimates of the step, one value per row.
         weight: information in the step, so that a small last batch gets little weight: the number of pairs of samples
             in different micro-batches, `N^2 (1 - sum p_k^2)`.
-        num_samples: of the effective batch; multiplies variances to give the variance of one sample.
+        num_samples: samples of the effective batch; the variance of one sample is this times the batch's.
         decay: factor of a step's weight for each later step.
     """
     one, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)

@@ -56,7 +56,7 @@ class Term:
     """One term of a loss: the items of its mean, and its weight in the loss.
 
     `count(batch)` runs before the forward, from the labels, say; None counts samples. Make terms with `samples`,
-    `tokens` and `counted`. A term with `is_sum` is a sum, which nothing divides.
+    `tokens` and `counted`. A term with `is_sum` is a sum and is not divided.
     """
 
     count: Count | None

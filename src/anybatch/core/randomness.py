@@ -20,7 +20,7 @@ class BatchKey(NamedTuple):
     """The key of an effective batch's random numbers. A tuple for speed, since each step makes one.
 
     Attributes:
-        seed: of the run.
+        seed: seed of the run.
         step: number of the step, from 0 on.
         sample_ids: global ids of its samples, in the order in which they are cut.
     """

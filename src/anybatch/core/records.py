@@ -153,7 +153,7 @@ class StepRecord:
         counts: loss term to the number of its items in the effective batch.
         gradient_norm: norm of the gradient before clipping; None if not computed.
         clipped: whether clipping made the gradient smaller; None if clipping is off.
-        learning_rates: of each parameter group, as used by this step.
+        learning_rates: rate of each parameter group in this step.
         skipped: whether the update was skipped because the gradient was not finite.
     """
 

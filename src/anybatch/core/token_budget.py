@@ -13,8 +13,9 @@ is short: `n + sum over distinct lengths of cap / L` steps, 20 ms for 16,384 sam
 
 Packed micro-batches have no padding: samples are concatenated, and only the number of micro-batches costs.
 
-With several ranks the slowest counts. Finer cuts cost more in total but can be dealt more evenly, so a few are
-compared: each is dealt heaviest micro-batch first, always to the rank with the smallest load (Graham 1969).
+With several ranks, a step takes as long as on the slowest one. Finer cuts cost more in total but can be dealt more
+evenly, so a few are compared: each is dealt heaviest micro-batch first, always to the rank with the smallest load
+(Graham 1969).
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class SampleLengths:
     """Lengths of the samples of an effective batch, and their layout in a micro-batch.
 
     Attributes:
-        tokens: of each sample, in the batch's order; 0 or more.
+        tokens: length of each sample, in the batch's order; 0 or more.
         packed: samples are concatenated, without padding.
         either: the collate function can do both, and `in_layout` chooses; `packed` is False until then.
         multiple_of: padded lengths are rounded up to a multiple of this.

@@ -380,7 +380,7 @@ def _ambiguity(what: str, readings: Mapping[int, frozenset[int]], *, both: int |
 
 
 def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
-    own = "or give the batch a class of its own, with __len__, slice_samples(start, stop) and to(device)"
+    own = "or give the batch its own class, with __len__, slice_samples(start, stop) and to(device)"
     if not lengths:
         return (
             f"the batch ({type(batch).__name__}) holds no tensor with a first axis, so its samples cannot be counted. "

@@ -238,7 +238,7 @@ def _length(row: Mapping[Any, Tensor], names: Sequence[Any], number: int) -> int
     if len(set(lengths.values())) != 1:
         message = (
             f"sample {number} of a micro-batch has fields of different lengths, {lengths}, and samples are padded or "
-            "packed by one length. Write a collate function of your own for it."
+            "packed by one length. Write your own collate function for it."
         )
         raise DataError(message)
     return next(iter(lengths.values()))

@@ -127,7 +127,7 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
         raise DataError(message)
     if getattr(sampler, "generator", None) is not None:
         message = (
-            "the sampler has a generator of its own, whose state a resumed run does not have. Leave generator= out: "
+            "the sampler has its own generator, whose state a resumed run does not have. Leave generator= out: "
             "ab.batches(seed=...) seeds the sampler in each epoch."
         )
         raise DataError(message)

@@ -22,8 +22,8 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
         raise DataError(message)
     if getattr(loader.sampler, "generator", None) is not None or loader.generator is not None:
         message = (
-            "the loader draws its order from a generator of its own, whose state a resumed run does not have; one of "
-            "torchdata that shuffles always does. Pass the data set itself, which ab.batches shuffles in each epoch "
+            "the loader draws its order from its own generator, whose state a resumed run does not have; torchdata's "
+            "loaders always do so if they shuffle. Pass the data set itself, which ab.batches shuffles in each epoch "
             "by its seed, or leave the generator, or shuffle=True, out."
         )
         raise DataError(message)

@@ -58,7 +58,7 @@ def check_readable(part: object, name: str) -> None:
     # A generator is exhausted after one epoch; later epochs would be empty without an error.
     if isinstance(part, Generator):
         message = (
-            f"{name} is a generator, which can be read only once. Pass an object whose __iter__ starts afresh "
+            f"{name} is a generator, which can be read only once. Pass an object whose __iter__ restarts "
             "(such as a torch IterableDataset), or ab.Shards(generator_function, num_shards=1)."
         )
         raise DataError(message)

@@ -265,7 +265,7 @@ def _nothing_to_yield(epoch: int, num_samples: int, effective_batch_size: int) -
         )
     return (
         f"the stream is empty: epoch {epoch} yielded 0 samples, and a step needs at least 1. "
-        "Its __iter__ must start afresh in every epoch."
+        "Its __iter__ must restart in every epoch."
     )
 
 
