@@ -528,8 +528,8 @@ class Small(Model):
 
 UNTIMED: Mapping[str, tuple[Callable[[], Model], dict[str, Any], str]] = {
     "small": (Small, {}, "a step is too short to be worth timing"),
-    "BatchNorm": (Normalised, {}, "what BatchNorm makes of a sample depends on its micro-batch"),
-    "BatchNorm, synchronised": (Normalised, {"norms": "sync"}, "what BatchNorm makes of a sample depends on"),
+    "BatchNorm": (Normalised, {}, "BatchNorm's output for a sample depends on its micro-batch"),
+    "BatchNorm, synchronised": (Normalised, {"norms": "sync"}, "BatchNorm's output for a sample depends on"),
 }
 
 

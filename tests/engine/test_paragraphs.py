@@ -31,7 +31,7 @@ LOSSES: Mapping[str, Callable[[], object]] = {
     "mean over samples of classify": lambda: ab.mean_over_samples(classify),
     "sum over samples of classify": lambda: ab.sum_over_samples(classify),
     "mean over unmasked targets of classify": lambda: ab.mean_over_tokens(classify),
-    "mean over what its count says of CrossEntropyLoss": lambda: ab.mean_over(nn.CrossEntropyLoss(), len),
+    "mean over counted items of CrossEntropyLoss": lambda: ab.mean_over(nn.CrossEntropyLoss(), len),
     "joint loss <lambda> of the outputs of classify": lambda: ab.joint(classify, lambda *_: 0.0),
     "sum of lm (mean over unmasked targets), aux (mean over samples, times 0.1) of classify": lambda: ab.sum_of(
         classify, lm=ab.tokens(), aux=ab.samples(weight=0.1)
