@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_what_was_declared_names_its_term() -> None:
         ab.Engine(nn.Linear(1, 1), sgd, added).step(batch)
     assert (caught.value.term, caught.value.unit) == ("main", "samples")
 
-    with pytest.raises(LossError, match="does not say over what it is a mean") as caught:
+    with pytest.raises(LossError, match="no declaration says what it is a mean over") as caught:
         ab.Engine(nn.Linear(1, 1), sgd, lambda model, part: model(part).square().sum()).step(batch)
     assert (caught.value.term, caught.value.unit) == ("loss", None)
 

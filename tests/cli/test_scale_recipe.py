@@ -91,7 +91,7 @@ def test_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (f"--forecast 8 --link 1Gbit,1ms {GIVEN} --fixed-seconds 0.2", "--fixed-seconds 0.2"),
         (f"--forecast 8 --link 1Gbit,1ms {GIVEN} --devices-per-host 8", "--inner-link"),
         (f"--forecast 1 --link 1Gbit,1ms {GIVEN}", "world_size=1"),
-        ("--forecast 8 --link 10", "'10' is no link"),
+        ("--forecast 8 --link 10", "'10' is not a link"),
     ],
 )
 def test_what_is_missing(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,13 +73,13 @@ def test_a_ramp_is_written_by_the_samples_at_which_stages_begin() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("32,128", "all but the first"),
-        ("32@5,128@20", "all but the first"),
+        ("32,128", "each but the first"),
+        ("32@5,128@20", "each but the first"),
         ("32:128@20000", "must be sizes"),
         ("", "must be sizes"),
         ("32,x@5", "must be sizes"),
-        ("8,16@40,32@40", "begins at 40, and the one before begins at 40"),
-        ("8,16@0", "begins at 0, and the one before begins at 0"),
+        ("8,16@40,32@40", "begins at 40, not after the one before it, at 40"),
+        ("8,16@0", "begins at 0, not after the one before it, at 0"),
         ("8,16@4", "not one whole step"),
         ("0,16@4", "effective batch size of stage 0=0"),
     ],

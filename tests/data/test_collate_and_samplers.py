@@ -124,10 +124,10 @@ def test_a_sampler_says_the_order(kind: str) -> None:
 @pytest.mark.parametrize(
     ("sampler", "more", "message"),
     [
-        (RandomSampler(range(10)), {"shuffle": True}, "shuffle=True and a sampler both say"),
+        (RandomSampler(range(10)), {"shuffle": True}, "shuffle=True and a sampler both set"),
         (BatchSampler(RandomSampler(range(10)), 2, drop_last=False), {}, "BatchSampler, which makes batches"),
         (DistributedSampler(range(10), num_replicas=2, rank=0), {}, "gives each rank its share of every batch itself"),  # type: ignore[arg-type]
-        (RandomSampler(range(10), generator=torch.Generator()), {}, "a generator of its own.*Leave generator= out"),
+        (RandomSampler(range(10), generator=torch.Generator()), {}, "its own generator.*Leave generator= out"),
         (iter(range(10)), {}, "must yield indices and have a length"),
     ],
 )

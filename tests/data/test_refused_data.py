@@ -45,7 +45,7 @@ def test_effective_batch_size(size: Any, message: str) -> None:
     ("dataset", "arguments", "message"),
     [
         ([], {}, r"the data set is empty: len\(dataset\)=0"),
-        (range(9), {"epochs": 1, "steps": 2}, "epochs=1 and steps=2 both say where to stop. Give one"),
+        (range(9), {"epochs": 1, "steps": 2}, "epochs=1 and steps=2 both set the end of the run. Give one"),
         (range(9), {"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
         (range(9), {"steps": 0}, "steps=0 must be a whole number of at least 1"),
         (
@@ -93,7 +93,7 @@ def test_data_and_arguments(dataset: Any, arguments: dict[str, Any], message: st
         ([[1], (i for i in range(2))], None, "shard 1 is a generator"),
         (["a.txt", "b.txt"], None, "shard 0 is of type str"),
         (Stream(), None, "the shards are of type Stream. Pass a list"),
-        ([[1], [2]], 2, "num_shards=2 goes with a function only; leave it out with 2 given shards"),
+        ([[1], [2]], 2, "num_shards=2 is for a function only; leave it out for a list of 2 shards"),
         (range, None, "num_shards=None must be at least 1"),
         (range, 0, "num_shards=0 must be at least 1"),
     ],

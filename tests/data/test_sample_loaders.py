@@ -122,7 +122,7 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
         loader = loader_of(kind, dataset=range(20))
         next(iter(loader))
         resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(DataError, match="from where the engine stands"):
+    with pytest.raises(DataError, match="continues at the engine's position"):
         next(iter(ab.batches(resumed, effective_batch_size=6, shuffle=False, collate=list)))
 
 
@@ -131,8 +131,8 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
     ("settings", "options", "words"),
     [
         ({"sampler": DistributedSampler(range(20), 2, 0)}, {}, "DistributedSampler"),  # type: ignore[arg-type]  # has a length
-        ({"shuffle": True, "generator": torch.Generator()}, {}, "generator of its own"),
-        ({"num_workers": 1}, {"num_workers": 1}, "workers itself"),
+        ({"shuffle": True, "generator": torch.Generator()}, {}, "its own generator"),
+        ({"num_workers": 1}, {"num_workers": 1}, "workers in workers"),
     ],
 )
 def test_what_could_not_go_on_is_refused(kind: str, settings: Any, options: Any, words: str) -> None:
@@ -159,6 +159,6 @@ def test_a_stateful_loaders_batches_are_refused_under_a_budget() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         ab.Engine(model, optimizer, DECLARED, micro_batch_size=ab.token_budget(40)) as engine,
-        pytest.raises(CompositionError, match="already padded"),
+        pytest.raises(CompositionError, match="already padded the samples"),
     ):
         engine.step(next(iter(ab.shares(loader))))

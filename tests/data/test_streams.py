@@ -197,9 +197,9 @@ def test_the_length_of_a_stream_is_what_it_states() -> None:
 
     assert (len(streamed(Sized("s", 10))), streamed(Sized("s", 10)).steps_per_epoch) == (6, 3)
     assert len(list(streamed(Stream("s", 10)))) == 6
-    with pytest.raises(TypeError, match="the stream states no length"):
+    with pytest.raises(TypeError, match="the stream has no length"):
         len(streamed(Stream("s", 10)))
-    with pytest.raises(TypeError, match="the stream states no length"):
+    with pytest.raises(TypeError, match="the stream has no length"):
         _ = streamed(Stream("s", 10), epochs=None, steps=3).steps_per_epoch
 
 

@@ -272,7 +272,7 @@ def test_as_printed() -> None:
         "           32         2        100           100%      32.0 MiB  <- fastest",
         "           64         1              does not fit",
         "",
-        "counted: in tensors, what tensors that are alive at once hold",
+        "counted: in tensors, the memory of all live tensors",
         "recommended: micro_batch_size=16, the smallest within 3% of the fastest.",
     ]
 

@@ -461,7 +461,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     ("model", "number", "size", "kind", "said"),
     [
-        (Wayward, 9, 3, CompositionError, "do not come to the same BatchNorm layers"),
+        (Wayward, 9, 3, CompositionError, "do not reach the same BatchNorm layers"),
         (Checkpointed, 9, 3, CompositionError, "recomputing a block in the backward would wait there"),
         (Wayward, 1, 1, BatchSizeError, "1 value per channel"),
     ],

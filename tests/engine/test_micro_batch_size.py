@@ -494,7 +494,7 @@ class Small(Model):
     ("make", "deterministic", "reason"),
     [
         (Small, False, "a step is too short to be worth timing"),
-        (Normalised, False, "what BatchNorm makes of a sample depends on its micro-batch"),
+        (Normalised, False, "BatchNorm's output for a sample depends on its micro-batch"),
         (Model, True, "torch.use_deterministic_algorithms is on"),
     ],
 )

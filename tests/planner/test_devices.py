@@ -102,10 +102,10 @@ def test_sizes_are_read_back(number: int, unit: str, space: str) -> None:
         ("24", "'24' has no unit"),
         ("24G", "the unit 'G' of '24G' is not known. Is it 24GiB or 24GB"),
         ("24 gigs", "the unit 'gigs' .* Is it 24GiB or 24GB"),
-        ("GiB", "'GiB' is no size of memory"),
-        ("-3GiB", "no size of memory"),
+        ("GiB", "'GiB' is not a size of memory"),
+        ("-3GiB", "not a size of memory"),
         ("0GiB", "not even one byte"),
-        ("", "no size of memory"),
+        ("", "not a size of memory"),
     ],
 )
 def test_other_sizes_are_refused(text: str, said: str) -> None:

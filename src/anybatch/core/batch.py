@@ -13,7 +13,7 @@ T = TypeVar("T")
 Positions = Sequence[int]
 """Positions of one unit's samples in their effective batch."""
 LaterUnits = Callable[[int, SampleLengths | None], Sequence[Positions]]
-"""From the number and lengths of a later batch's samples to the units of this rank, under the current cut."""
+"""A function from the number and lengths of a later batch's samples to this rank's units, under the current cut."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,7 +32,7 @@ class Placement:
         cut: the cut by numbers of samples.
         world_size: number of ranks.
         rank: this rank.
-        budget: cuts by length instead, and `cut` sets how units are dealt; None for a cut by samples.
+        budget: of a cut by length, where `cut` only sets how units are dealt; None for a cut by samples.
         packed: whether to pack batches whose collate function can both pad and pack.
     """
 
@@ -61,7 +61,7 @@ class Placement:
         return plan_by_length(lengths, self.world_size, self.cut, self.budget)
 
     def units(self, num_samples: int, lengths: SampleLengths | None = None) -> list[Positions]:
-        """Return the positions of each of this rank's units of such a batch."""
+        """Return the sample positions of each of this rank's units."""
         plan = self.plan(num_samples, lengths)
         return [plan.positions(unit) for unit in plan.shares[self.rank]]
 
@@ -71,7 +71,7 @@ class Placement:
         return batch.feed(self.units(len(batch.sample_ids), lengths), self.units)
 
     def laid_out(self, batch: Any) -> tuple[Any, SampleLengths | None]:  # noqa: ANN401 (an `EffectiveBatch`)
-        """Return a batch in the chosen layout, if its collate function can pad and pack, and its lengths."""
+        """Return a batch and its lengths, in the chosen layout if its collate function can pad and pack."""
         lengths = lengths_of(batch)
         if lengths is None or not lengths.either:
             return batch, lengths
@@ -95,7 +95,7 @@ class EffectiveBatch(Protocol):
 
     Attributes:
         sample_ids: global ids of its samples; the same on every rank. A batch that can be cut by length also has
-            `lengths`, a `SampleLengths`; if these are `either`, it has a method `in_layout(packed=)`, which returns the
+            `lengths`, a `SampleLengths`; if `lengths.either`, it has a method `in_layout(packed=)`, which returns the
             batch padded or packed.
         seed: the seed of the run's data, the first word of every random key.
         end: the position in the data after a successful step on this batch.
@@ -129,8 +129,8 @@ class EffectiveBatch(Protocol):
 def picked(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0) -> Iterator[Batch]:
     """Yield some samples of an in-memory batch (as `read_samples` returns it) for each list of positions.
 
-    Consecutive positions are sliced, others are joined, which some batch classes refuse. `first` is the position of the
-    batch's first sample.
+    Consecutive positions are one slice; others are joined sample by sample, which some batch classes refuse. `first` is
+    the position of the batch's first sample.
     """
     for places in lists:
         start, stop = places[0] - first, places[-1] - first + 1

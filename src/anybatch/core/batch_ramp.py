@@ -14,7 +14,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError
 
 Stage = tuple[int, int | None]
-"""Samples of one step, and the number of samples it lasts; None for the rest of the run."""
+"""Samples of one step, and the number of samples the stage lasts; None for the rest of the run."""
 _STAGE: Final = re.compile(r"(?P<size>\d+)(@(?P<begin>\d+))?")
 
 
@@ -31,12 +31,12 @@ class BatchRamp:
     A step belongs to the stage in which it begins, and may reach into the next one; an epoch's last batch may be
     smaller, as always.
 
-    Its two uses need different learning rates. Instead of a decay (Smith et al. 2017, arXiv 1711.00489) keep the rate
-    constant, since the noise of an update falls as rate / batch size: a batch B -> aB does what a rate -> rate / a
-    would do, while B is far below the size of the data set and the rate below its limit of stability. At the beginning
-    of a run (McCandlish et al. 2018, arXiv 1812.06162, find that the noise scale grows over a run; Brown et al. 2020,
-    arXiv 2005.14165, train so) a small batch is enough, and the rate follows its rule: `scale_rate` at each size, or
-    `AdaScale`. The ramp changes no learning rate.
+    The ramp changes no learning rate, and its two uses need different ones. If it replaces a decay (Smith et al. 2017,
+    arXiv 1711.00489), keep the rate constant: the noise of an update is proportional to rate / batch size, so B -> aB
+    has the effect of rate -> rate / a, while B is far below the size of the data set and the rate below its limit of
+    stability. If it starts a run with small batches (Brown et al. 2020, arXiv 2005.14165), which suffice while the
+    noise scale is small (McCandlish et al. 2018, arXiv 1812.06162), scale the rate by a rule: `scale_rate` at each
+    size, or `AdaScale`.
 
     Args:
         *stages: pairs (samples of one step over all ranks, number of samples it lasts); the last has None there.
@@ -62,7 +62,7 @@ class BatchRamp:
         """Return a ramp whose stages are given in tokens: (tokens of one step, number of tokens it lasts).
 
         Args:
-            *stages: as of `BatchRamp`; every size is a whole number of samples, durations are rounded up to samples.
+            *stages: as in `BatchRamp`, in tokens; sizes must be whole samples, lengths are rounded up to them.
             tokens_per_sample: the same in every sample, as in packed windows.
 
         Raises:
@@ -95,14 +95,14 @@ class BatchRamp:
         stages = [(int(one["size"]), one["begin"]) for one in found if one is not None]
         if len(stages) != len(found) or stages[0][1] is not None or None in [begin for _, begin in stages[1:]]:
             message = (
-                f"{text!r} must be sizes with the sample at which each begins, all but the first: 32,128@20000 is a "
+                f"{text!r} must be sizes, each but the first with the sample at which it begins: 32,128@20000 is a "
                 "batch of 32 samples that grows to 128 after 20,000 samples."
             )
             raise BatchSizeError(message)
         begins = [int(begin or 0) for _, begin in stages]
         for former, later in pairwise(begins):
             if later <= former:
-                message = f"{text!r} has a stage that begins at {later}, and the one before begins at {former}."
+                message = f"{text!r} has a stage that begins at {later}, not after the one before it, at {former}."
                 raise BatchSizeError(message)
         lengths = [later - former for former, later in pairwise(begins)]
         return cls(*((size, length) for (size, _), length in zip(stages, [*lengths, None], strict=True)))

@@ -13,7 +13,7 @@ If a step takes `overhead + B x seconds_per_sample`, the time is least at
 by setting the derivative of `(overhead + B s) (1 + B_crit / B)` to 0. Larger batches than that take longer.
 
 Limits. B_crit changes during a run, and the noise scale used for it is an estimate. Memory is not part of the model:
-accumulation leaves the seconds per sample unchanged, and so only pays by sharing the overhead.
+accumulation leaves the seconds per sample unchanged, and only saves time by sharing the overhead.
 """
 
 import math
@@ -26,8 +26,8 @@ class BatchCost:
 
     Attributes:
         critical_batch_size: samples; infinite if no batch is large enough.
-        overhead_seconds: of a step of any size: reduction, clipping, the optimizer, launching.
-        seconds_per_sample: of the whole job, so on N ranks an Nth of a single rank's.
+        overhead_seconds: fixed time of a step of any size: reduction, clipping, the optimizer, launching.
+        seconds_per_sample: time per sample of the whole job: on N ranks, an Nth of a single rank's.
     """
 
     critical_batch_size: float

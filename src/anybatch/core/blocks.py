@@ -36,7 +36,7 @@ class Blocks:
 def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
     """Return the outermost runs of two or more modules of one class, each with child modules and parameters.
 
-    Examples are the layers of a transformer and the stages of a residual network. Nothing inside a block counts.
+    Examples are the layers of a transformer and the stages of a residual network. Runs inside a block are not returned.
     """
     found: list[Blocks] = []
     inside: list[str] = []

@@ -31,7 +31,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class BufferKeeper:
-    """A snapshot of all buffers' values that every step takes again, into the same memory.
+    """A snapshot of all buffers' values that every step renews in the same memory.
 
     It costs nothing for a model without buffers. Modules that are added later are ignored.
     """

@@ -59,7 +59,7 @@ def parse_link(text: str) -> Link:
     time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|ms|us|µs|ns)", latency)
     if not comma or rate is None or time is None or not float(rate[1]):
         message = (
-            f"{text!r} is no link. Write a bandwidth above 0 and a latency with their units, such as 400Gbit,5us, "
+            f"{text!r} is not a link. Write a bandwidth above 0 and a latency with their units, such as 400Gbit,5us, "
             "1Gbit,1ms or 25GB/s,2us."
         )
         raise UserError(message)
@@ -120,9 +120,9 @@ def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes:
 
     limited by either the link or the waiting. An all-reduce is two such phases: 4 (N - 1) a, if latency dominates.
 
-    A message with fewer items than segments leaves some segments empty. These are not waited for, so that receivers are
-    ready early: with E non-empty segments, latencies are `2 (N - 1) + E / 2` up to E = N, and rise evenly from there to
-    those above. This follows from gloo's loops, which the test simulates event by event.
+    A message with fewer items than segments leaves some segments empty. No rank waits for these, so receivers are ready
+    early: with E non-empty segments, the number of latencies is `2 (N - 1) + E / 2` up to E = N, and then rises
+    linearly to the number above. This follows from gloo's loops, which the test simulates event by event.
     """
     if num_ranks == 1 or not num_bytes:
         return 0.0
@@ -150,8 +150,8 @@ def _gloo_phase(num_segments: int, segment_bytes: float, link: Link) -> float:
 def doubling_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the seconds of a sum by recursive doubling (`message_rounds.sum_rounds`; Thakur et al. 2005).
 
-    `(r + 1) a + r n / B` with r rounds, `floor(log2 N)`, and two more unless N is a power of two, of which one may be
-    saved. The 1 is for the ready messages of gloo's receivers (see `gloo_all_reduce`), all at the start.
+    `(r + 1) a + r n / B` with r rounds: `floor(log2 N)`, and unless N is a power of two, two more (one may be saved).
+    The 1 is for the ready messages of gloo's receivers (see `gloo_all_reduce`), all at the start.
     """
     rounds = most_sum_rounds(num_ranks)
     return link.latency_seconds + rounds * link.seconds(num_bytes) if rounds else 0.0
@@ -179,17 +179,17 @@ def hierarchical_all_reduce(
 ) -> float:
     """Return the seconds of an all-reduce by hosts: reduce-scatter in each, all-reduce over them, all-gather in each.
 
-    Each of a host's d devices reduces its part, n / d, with the devices of that number on the other hosts. All d share
-    the host's one link, so each has B / d of it, and `all_reduce(n / d, N / d, B / d)` has the bytes of `all_reduce(n,
-    N / d, B)` (Jia et al. 2018; `NCCL_HIERARCHICAL_ALLREDUCE` of Horovod). If hosts are not full the number of hosts is
-    rounded up.
+    Each of a host's d devices reduces its part, n / d, with the devices of the same index on the other hosts. All d
+    share the host's one link, so each has B / d of it, and `all_reduce(n / d, N / d, B / d)` has the bytes of
+    `all_reduce(n, N / d, B)` (Jia et al. 2018; `NCCL_HIERARCHICAL_ALLREDUCE` of Horovod). If hosts are not full the
+    number of hosts is rounded up.
 
     Args:
-        num_bytes: of the tensor.
+        num_bytes: bytes of the tensor.
         num_ranks: devices of all hosts.
         devices_per_host: d; 1 leaves only the outer all-reduce.
-        inner: between devices of a host.
-        outer: of a host, which its devices share.
+        inner: link between devices of a host.
+        outer: link of a host, which its devices share.
         over_hosts: function (bytes, hosts, link) -> the seconds over hosts.
     """
     inside = min(num_ranks, devices_per_host)

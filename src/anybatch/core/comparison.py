@@ -12,7 +12,7 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
     """Return ||found - expected|| / ||expected|| over all parameters together, in float64.
 
     A gradient that is None on one side only counts as infinitely far: an unused parameter is not the same as one with a
-    zero gradient, because optimizers move the latter.
+    zero gradient, because an optimizer may change only the latter.
 
     Args:
         found: gradients by parameter name, dense or sparse, on any device and of any dtype.

@@ -29,7 +29,7 @@ class FieldTuple(tuple[Any, ...]):
 
 
 def is_cut_whole(node: object) -> bool:
-    """Whether an object is cut as one: it has its own method for it, or one entry per sample."""
+    """Whether an object is cut as a single leaf: by its own method, or as a list with one entry per sample."""
     if type(node) is dict:
         return False
     return isinstance(node, SampleList) or hasattr(node, "slice_samples")
@@ -68,7 +68,7 @@ def _are_strings(node: object) -> bool:
 
 
 def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
-    """Return the entries of a container, each with the end of its path."""
+    """Return the entries of a container, each with the last part of its path."""
     if isinstance(node, (dict, Mapping)):
         return ((f"[{key!r}]", value) for key, value in node.items())
     if dataclasses.is_dataclass(node):

@@ -1,14 +1,14 @@
 """Chapter 23: the noise of an effective batch's gradient, from the norms of its micro-batches' gradients.
 
-Let g be the gradient of an effective batch, the sum of parts g_k, one for each micro-batch, already divided by the
-count of the whole batch, and p_k the share of micro-batch k in that count (p_1 + p_2 + ... = 1). Samples being drawn
-independently, each part has the mean p_k G, where G is the gradient over all data, so that
+Let g be the gradient of an effective batch: the sum of parts g_k, one per micro-batch, each divided by the count of the
+whole batch. Let p_k be the share of micro-batch k in that count (p_1 + p_2 + ... = 1). If samples are drawn
+independently, each part has the mean p_k G, where G is the gradient over all data, so
 
     |G|^2       is estimated by  (|g|^2 - sum |g_k|^2) / (1 - sum p_k^2)
     variance(g) is estimated by  sum |g_k|^2 - |G|^2 sum p_k^2
 
 Both are unbiased for micro-batches of any sizes, on any ranks, and of unequal noise: the first averages the inner
-products of different micro-batches, and variances of independent parts add up. With equal micro-batches it is the pair
+products of different micro-batches, and variances of independent parts add up. For equal micro-batches they are those
 of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1.
 
 The *noise scale* is N variance(g) / |G|^2 with N samples in the batch: the batch size at which noise and gradient are
@@ -17,9 +17,9 @@ mean of such ratios is not the ratio of the means.
 
 Limits. It is an estimate of the critical batch size, not that size itself: it assumes a loss of equal curvature in all
 directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it an unreliable stand-in. Samples
-that are drawn without replacement from a set of M are not independent: |G|^2 is then for the distribution from which
-the set was drawn, and over the set itself it is larger by the variance of a sample over M. A mean over a varying count
-(tokens) has the mean G only if length and gradient are independent.
+that are drawn without replacement from a set of M are not independent: the estimate of |G|^2 is then for the
+distribution from which the set was drawn; for the set itself, add (variance of a sample) / M. A mean over a varying
+count (tokens) has the mean G only if length and gradient are independent.
 """
 
 import math
@@ -79,10 +79,10 @@ def with_step(
 
     Args:
         moments: sums over the steps so far.
-        parts: of the step, one value per row.
+        parts: estimates of the step, one value per row.
         weight: information in the step, so that a small last batch gets little weight: the number of pairs of samples
             in different micro-batches, `N^2 (1 - sum p_k^2)`.
-        num_samples: of the effective batch; multiplies variances to give the variance of one sample.
+        num_samples: samples of the effective batch; the variance of one sample is this times the batch's.
         decay: factor of a step's weight for each later step.
     """
     one, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)
@@ -96,10 +96,10 @@ def with_step(
 def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Tensor]:
     """Return noise scales in samples, and the two ends of their 95% intervals, each of shape (rows,).
 
-    The upper end is infinite while |G|^2 cannot be distinguished from 0: then only a lower bound is known. Intervals of
-    a ratio of means are by Fieller 1954, "Some problems in interval estimation": all ratios r for which the mean of V -
-    r A is within the quantile of Student's t times its own standard error of 0. Steps are assumed to be independent,
-    and their mean to be normal. The interval starts once the weight of ten steps is reached.
+    The upper end is infinite while |G|^2 cannot be distinguished from 0: then only a lower bound is known. The
+    intervals follow Fieller 1954, "Some problems in interval estimation": they contain every ratio r for which the mean
+    of V - r A differs from 0 by at most its standard error times the quantile of Student's t. Steps are assumed to be
+    independent, and their mean to be normal. There is no interval before the weight of ten steps is reached.
     """
     w, wa, wv, ww, wwa, wwv, wwaa, wwav, wwvv = moments.unbind(dim=1)
     mean_a, mean_v = wa / w, wv / w

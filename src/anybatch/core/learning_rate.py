@@ -91,12 +91,12 @@ def scale_rate(
       arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
     - "none": nothing is scaled.
 
-    Running averages of gradients keep their length in steps under "linear" and "none", and betas keep theirs in samples
-    under "sqrt", as published. `memory` overrides this: with "samples" every decay rate becomes its power kappa, which
-    keeps the half-life in samples, momentum included. Momentum in torch's form (u = momentum u + g, p -= lr u) takes lr
-    / (1 - momentum) per unit of gradient, so there the rate is multiplied by (1 - momentum ** kappa) / (1 - momentum)
-    as well, and rate / (1 - momentum) follows the rule. In that form a rate that changes from step to step needs no
-    correction of u; it does in the form u = momentum u + lr g (Goyal et al. 2017, section 3).
+    As published, "linear" and "none" keep the length of running averages of gradients in steps, and "sqrt" keeps that
+    of betas in samples. `memory` overrides this: "samples" raises every decay rate, momentum included, to the power
+    kappa, which keeps its half-life in samples. With momentum in torch's form (u = momentum u + g, p -= lr u), a
+    gradient moves p by lr / (1 - momentum) times itself in total. So the rate is also multiplied by (1 - momentum **
+    kappa) / (1 - momentum), and rate / (1 - momentum) follows the rule. If the rate changes between steps, this form
+    needs no correction of u; the form u = momentum u + lr g does (Goyal et al. 2017, section 3).
 
     Limits: the rules are valid only while gradient noise dominates, well below the critical batch size (McCandlish et
     al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in kappa (1 -
@@ -165,7 +165,7 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
         return "sqrt"
     message = (
         f"no scaling rule is known for {type(optimizer).__name__}, which is neither SGD-like nor Adam-like. "
-        f"Name one of {_comma_separated(get_args(ScalingRule))} as rule."
+        f"Pass one of {_comma_separated(get_args(ScalingRule))} as rule."
     )
     raise UserError(message)
 
@@ -234,7 +234,7 @@ def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size
     base) and, as a ratio, the rate of McCandlish et al. 2018 (arXiv 1812.06162) for SGD, eta_max / (1 + B_noise / B):
     the two are the same formula.
 
-    Limits: both derive it for SGD without momentum. For Adam-like optimizers the root of it is used (Qiao et al. 2021,
+    Limits: both derive it for SGD without momentum. For Adam-like optimizers its square root is used (Qiao et al. 2021,
     arXiv 2008.12260), by analogy.
 
     Args:

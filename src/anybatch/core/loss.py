@@ -5,8 +5,8 @@ Every term of a loss is a sum over items and a count of items. The loss of an ef
     loss = sum over terms j of weight_j * (sum over all micro-batches and ranks of sum_j) / (the same of count_j)
 
 so each micro-batch back-propagates its own sums over the *whole batch's* counts, and gradients add up to the gradient
-of the un-split batch, however the batch was cut. Dividing by the number of micro-batches instead is right only when
-all counts happen to be equal. A term that is declared as a sum is divided by nothing.
+of the un-split batch, however the batch was cut. Dividing by the number of micro-batches instead is right only when all
+counts happen to be equal. A term that is declared as a sum is not divided.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -155,7 +155,7 @@ def mean_over_samples(function: LossFunction) -> Loss:
 def sum_over_samples(function: LossFunction) -> Loss:
     """Declare that `function(model, batch)` returns the sum over its samples, and that the loss should stay a sum.
 
-    The plain loop: `function(model, micro_batch).backward()`. Nothing divides it, so its gradient grows with the
+    The plain loop: `function(model, micro_batch).backward()`. It is not divided, so its gradient grows with the
     effective batch, and a learning rate that suits one size does not suit another: declare most losses as means
     instead. `Engine.evaluate` reports its mean over samples.
 
@@ -275,7 +275,7 @@ class TermFactors:
         of_sum: factor for a value that is a sum: weight / count of the effective batch, or only the weight for a term
             without a divisor.
         count: items of the term in this micro-batch.
-        adds_without_count: the term returns sums, which count even if this micro-batch has no items: for example a
+        adds_without_count: the term returns sums, which are added even if this micro-batch has no items: for example a
             focal loss on background alone.
     """
 
@@ -306,7 +306,7 @@ def factors_of(
         counts: of each term in the micro-batch, in the order of `loss.names`.
         divisors: of each term in the effective batch, over all ranks.
         unit_weight: 1, or 0 for a filler micro-batch that only keeps ranks in lockstep.
-        sums: names of the terms that return sums, which count even if a micro-batch has no items.
+        sums: names of the terms that return sums, which are added even if a micro-batch has no items.
     """
     factors = []
     for (name, term), count, divisor in zip(loss.kind.terms.items(), counts, divisors, strict=True):

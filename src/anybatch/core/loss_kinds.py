@@ -21,7 +21,7 @@ Count = Callable[[Batch], "int | float | torch.Tensor"]
 ONLY_TERM = "loss"
 """Name of the term of a loss with a single term."""
 ONE_NUMBER = (
-    "the loss function returned one number and does not say over what it is a mean. Declare it: "
+    "the loss function returned one number and no declaration says what it is a mean over. Declare it: "
     "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
     "ab.mean_over(loss, count) otherwise, ab.sum_over_samples(loss) for a sum; or return one loss per item, or "
     "ab.LossSum(total, count)."
@@ -48,7 +48,7 @@ class Items:
 
 SAMPLES = Items("samples", "samples")
 TOKENS = Items("tokens", "unmasked targets", values_may_be_more=True)
-COUNTED = Items("counted", "what its count says", values_may_be_fewer=True, values_may_be_more=True)
+COUNTED = Items("counted", "counted items", values_may_be_fewer=True, values_may_be_more=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Term:
     """One term of a loss: the items of its mean, and its weight in the loss.
 
     `count(batch)` runs before the forward, from the labels, say; None counts samples. Make terms with `samples`,
-    `tokens` and `counted`. A term with `is_sum` is a sum, which nothing divides.
+    `tokens` and `counted`. A term with `is_sum` is a sum and is not divided.
     """
 
     count: Count | None

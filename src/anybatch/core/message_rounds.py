@@ -1,7 +1,7 @@
 """Chapter 22: message schedules with which N ranks sum or gather in about log2 N rounds.
 
-A ring passes a message from neighbour to neighbour, which takes about N rounds. Here the number of ranks whose data a
-rank has, directly or not, doubles with every round.
+A ring passes a message from neighbour to neighbour, which takes about N rounds. Here each round doubles the number of
+ranks whose data a rank has received, directly or indirectly.
 
 Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH" (recursive
 doubling, with ranks beyond a power of two folded in; Bruck's all-gather, of Bruck et al. 1997).
@@ -47,7 +47,7 @@ def sum_rounds(rank: int, num_ranks: int) -> tuple[SumRound, ...]:
     """Return the rounds of a rank in a sum by recursive doubling.
 
     With p the largest power of two up to N, rank p + i sends its numbers to rank i first and receives the sum at the
-    end. In round k the pairs of the first p ranks whose numbers differ in bit k only exchange and add their sums.
+    end. In round k, the first p ranks exchange and add their sums in pairs whose numbers differ only in bit k.
 
     All ranks get the same bits: partners add the same two numbers, whose order does not matter (IEEE 754), so that
     after each round all ranks of a block of 2^k have the same sum. The order depends on N alone.

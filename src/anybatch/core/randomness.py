@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-# One word per purpose, its first letters in ASCII, so that equal numbers give unrelated seeds for different purposes.
+# One constant per purpose (its first letters in ASCII), so that equal keys give unrelated seeds for each purpose.
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
 _STEP, _CALL, _AXIS, _ROUNDING = 0x73746570, 0x63616C6C, 0x61786973, 0x726F756E
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -20,7 +20,7 @@ class BatchKey(NamedTuple):
     """The key of an effective batch's random numbers. A tuple for speed, since each step makes one.
 
     Attributes:
-        seed: of the run.
+        seed: seed of the run.
         step: number of the step, from 0 on.
         sample_ids: global ids of its samples, in the order in which they are cut.
     """

@@ -26,7 +26,7 @@ class StartRecord:
     Attributes:
         rank: the reporting rank.
         world_size: number of ranks.
-        first_step: number of the next step, 0 unless resumed; earlier records of this step and later ones are void.
+        first_step: number of the next step, 0 unless resumed; older records of this and later steps are void.
         geometry: the cut of an effective batch, in one line.
         effective_batch_size: samples per step over all ranks; None: the size of each batch.
         micro_batch_size: maximum samples of one forward and backward; None for no limit.
@@ -101,7 +101,7 @@ class ReductionRecord:
         step: number of the step, from 0 on.
         bucket: number of the bucket, from 0 on, in launch order within the step.
         collective: such as all_reduce, reduce_scatter or all_gather.
-        payload: the data sent; gradients are needed once per step, all other traffic is listed separately.
+        payload: the kind of data; "gradients" are those that a step must send once, all else is listed separately.
         num_bytes: bytes sent by this rank.
         dtype: their number format.
     """
@@ -153,7 +153,7 @@ class StepRecord:
         counts: loss term to the number of its items in the effective batch.
         gradient_norm: norm of the gradient before clipping; None if not computed.
         clipped: whether clipping made the gradient smaller; None if clipping is off.
-        learning_rates: of each parameter group, as used by this step.
+        learning_rates: rate of each parameter group in this step.
         skipped: whether the update was skipped because the gradient was not finite.
     """
 
@@ -213,7 +213,7 @@ class MemoryRecord:
         reserved_bytes: bytes held by the caching allocator; None without one.
         peak_bytes: peak of live tensors in this step; on a CPU, peak of the process since its start.
         limit_bytes: memory of the device, or the run's limit; None for no limit.
-        category_bytes: weights, buffers, gradients, optimizer to their bytes: resident between steps, from their sizes.
+        category_bytes: category (weights, buffers, gradients, optimizer) to its bytes between steps, by tensor sizes.
     """
 
     kind: ClassVar[str] = "memory"

@@ -21,7 +21,7 @@ class StepReport:
         step: number of this step, from 0.
         plan: the units of each rank.
         position: position in the data after the step.
-        learning_rates: of each parameter group, as used in this step.
+        learning_rates: rate of each parameter group in this step.
         skipped: whether the update was skipped, because fp16 gradients overflowed or a spike watch rolls back instead
             of ending the run; all ranks skip together.
         update: how gradients reached the parameters: "direct", "master_weights", "cast", "split" or "stochastic".

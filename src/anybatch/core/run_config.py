@@ -66,7 +66,7 @@ class RunConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every value by itself, and that no two contradict each other."""
+        """Check each value, and that no two contradict each other."""
         for name, value in self.given.items():
             # A ramp has checked its own sizes.
             if name in _WHOLE and not isinstance(value, BatchRamp) and (name, value) not in _WORDS:

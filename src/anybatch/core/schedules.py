@@ -175,8 +175,8 @@ def join_schedules(first: BoundedSchedule, *rest: BoundedSchedule) -> Sequential
 def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp) -> int:
     """Return the number of optimizer steps that `num_samples` samples take, over all ranks, rounded up.
 
-    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`.
-    Keep the number of samples when the batch grows: time in the SDE of Malladi et al. 2022 is samples, not steps.
+    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. Keep
+    the number of samples when the batch grows: the SDE of Malladi et al. 2022 measures time in samples, not steps.
 
     Args:
         num_samples: counted from the beginning of a run.

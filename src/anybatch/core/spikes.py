@@ -47,8 +47,8 @@ class SpikeRule:
     value adds its deviation minus k, the sum is kept at 0 or more, and a sum above `strictness` / k is a rise. For
     normal values that happens by chance in about exp(-2 strictness) of the steps.
 
-    A loss near zero scatters by more than half of its value, and as a ratio any hard sample is a spike: such a loss
-    must also have lost a seventh of the decrease since the beginning.
+    A loss near zero scatters by more than half of its value, so its logarithm jumps with any hard sample. Such a loss
+    must also have lost a seventh of its decrease since the beginning.
 
     Args:
         window: steps from which level and scatter are computed.
@@ -156,7 +156,7 @@ def spikes_of(values: Iterable[tuple[int, float, float | None]], rule: SpikeRule
 
 
 class _Series:
-    """The logarithms of one quantity; `weight` scales its deviations, from the lowest level if `above_lowest`."""
+    """The logarithms of one quantity; deviations are from the lowest level if `above_lowest`, times `weight`."""
 
     def __init__(self, rule: SpikeRule, *, weight: float, above_lowest: bool) -> None:
         self._rule = rule

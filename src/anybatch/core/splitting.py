@@ -65,7 +65,7 @@ class CutConstraints:
 
     Attributes:
         lockstep: every rank runs the same number of units, and each rank has at least one in every step.
-        fills_up: every rank runs the same number of units; a rank may have nothing to count.
+        fills_up: every rank runs the same number of units; a rank may have fillers only.
         every_unit: units with a count of 0 are run too.
         whole: a rank share is one unit, regardless of its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
@@ -298,7 +298,7 @@ def _refuse_cut_groups(share_sizes: Sequence[int], cut: Cut) -> None:
         if end not in borders:
             message = (
                 f"the share of rank {rank} ends after sample {end} of {total}, within a group of {cut.group} samples. "
-                "Bring shares of whole groups (only the last may be shorter), or feed the engine from ab.batches."
+                "Make each share a multiple of the group (the last may be shorter), or feed the engine from ab.batches."
             )
             raise BatchSizeError(message)
 

@@ -5,15 +5,15 @@ the longest of L tokens, which occupies `n L` tokens, is modelled as
 
     fixed + n h(L)        with h(L) = L, or a user function that does not fall with L
 
-in the time of one token. Under a cap on `n L` some cheapest cut takes the samples sorted by length: give the longer
-samples of two micro-batches to the one with the longest sample, keep both sizes, and no maximum rises. In that order it
-is a shortest path, found here exactly. A micro-batch that ends between two samples of one length is full: otherwise the
-next of these samples could move over at no extra cost. So each run of equal lengths has one candidate, and the search
-is short: `n + sum over distinct lengths of cap / L` steps, 20 ms for 16,384 samples.
+in the time of one token. Under a cap on `n L`, some cheapest cut takes the samples sorted by length: move the longer
+samples of any two micro-batches to the one with the longest sample, keep both sizes, and neither maximum rises. In
+sorted order, the cheapest cut is a shortest path, found here exactly. A micro-batch that ends between two samples of
+one length is full: otherwise the next of these samples could move over at no extra cost. So each run of equal lengths
+has one candidate, and the search is short: `n + sum over distinct lengths of cap / L` steps, 20 ms for 16,384 samples.
 
-Packed micro-batches have no padding: samples are concatenated, and only the number of micro-batches costs.
+Packed micro-batches have no padding: samples are concatenated, so fewer micro-batches are cheaper.
 
-With several ranks the slowest counts. Finer cuts cost more in total but can be dealt more evenly, so a few are
+The slowest rank sets the time of a step. Finer cuts cost more in total but can be dealt more evenly, so a few are
 compared: each is dealt heaviest micro-batch first, always to the rank with the smallest load (Graham 1969).
 """
 
@@ -58,7 +58,7 @@ class SampleLengths:
     """Lengths of the samples of an effective batch, and their layout in a micro-batch.
 
     Attributes:
-        tokens: of each sample, in the batch's order; 0 or more.
+        tokens: length of each sample, in the batch's order; 0 or more.
         packed: samples are concatenated, without padding.
         either: the collate function can do both, and `in_layout` chooses; `packed` is False until then.
         multiple_of: padded lengths are rounded up to a multiple of this.
@@ -235,7 +235,7 @@ def fewest_units(lengths: Sequence[int], costs: Sequence[float], cap: int, limit
 
 
 def _evenest(lengths: Sequence[int], costs: Sequence[float], cap: int, num_units: int) -> tuple[float, list[int]]:
-    """Return about the lowest limit under which `num_units` micro-batches suffice, and their ends."""
+    """Return nearly the lowest limit under which `num_units` micro-batches suffice, and their ends."""
     low, high = costs[-1], costs[-1] * len(costs)
     ends = fewest_units(lengths, costs, cap, high)
     for _ in range(_HALVINGS):

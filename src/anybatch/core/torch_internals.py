@@ -34,8 +34,8 @@ def needed_for(purpose: str) -> Iterator[None]:
 def lacking(purpose: str, missing: Exception) -> UnsupportedTorchError:
     """Return the error for a purpose that needs another version of torch; `missing` is the original error."""
     return UnsupportedTorchError(
-        f"{purpose} needs something that torch {torch.__version__} lacks ({missing}). It is there in torch "
-        f"{', '.join(SEEN)}: install one of these, or a newer anybatch."
+        f"{purpose} needs something that torch {torch.__version__} lacks ({missing}). Install torch "
+        f"{', '.join(SEEN)}, which have it, or a newer anybatch."
     )
 
 

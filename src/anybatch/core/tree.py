@@ -148,7 +148,7 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         message = (
             f"batches of a loader cannot be joined: one holds {', '.join(path for path, _ in rows[0])}, another "
-            "something else. Yield the same fields in every batch, or batches of the whole size."
+            "something else. Yield the same fields in every batch, or batches of the effective size."
         )
         raise DataError(message)
     whole = iter([_joined(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
@@ -163,7 +163,7 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
             message = (
                 f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, and "
                 "belongs to no sample. Leave it out and compute it in the loss or its count, or use "
-                "ab.batches(dataset, effective_batch_size=...), or have the loader yield batches of the whole size."
+                "ab.batches(dataset, effective_batch_size=...), or have the loader yield effective batches."
             )
             raise DataError(message)
         return first
@@ -179,7 +179,7 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
     message = (
         f"batches of a loader cannot be joined: {path} is {shapes or f'of type {type(first).__name__}'}. Use "
         "ab.batches(dataset, effective_batch_size=..., collate=...), which pads each micro-batch on its own; or pad "
-        "all batches to one length, or have the loader yield batches of the whole size."
+        "all batches to one length, or have the loader yield effective batches."
     )
     raise DataError(message)
 
@@ -380,7 +380,7 @@ def _ambiguity(what: str, readings: Mapping[int, frozenset[int]], *, both: int |
 
 
 def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
-    own = "or give the batch a class of its own, with __len__, slice_samples(start, stop) and to(device)"
+    own = "or give the batch its own class, with __len__, slice_samples(start, stop) and to(device)"
     if not lengths:
         return (
             f"the batch ({type(batch).__name__}) holds no tensor with a first axis, so its samples cannot be counted. "

@@ -84,7 +84,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of `"24GiB"`, `"80 GB"` or `"512MiB"`, rounded down; refuse text without number or unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     if match is None:
-        message = f"{text!r} is no size of memory. Write a number and a unit, such as 24GiB or 80GB."
+        message = f"{text!r} is not a size of memory. Write a number and a unit, such as 24GiB or 80GB."
         raise UserError(message)
     number, unit = match.groups()
     known = {one.lower(): factor for one, factor in UNITS.items()}

@@ -149,10 +149,10 @@ def batches(
             every rank loads all samples of a batch before it is cut, once in a run; a column of a Hugging Face data set
             and a stream cost nothing more. See docs/lengths.md.
         start: first position, such as the result of `engine.load`. At the very end of the run nothing is yielded. None:
-            the position of the engine that steps the first batch, so that a loop over epochs that makes new batches in
-            each, or iterates the same ones again, is one run. After `Engine.load` that is exactly the checkpoint's
-            position; otherwise a partly used epoch is abandoned, and the next one begins (`steps` continue in the
-            middle of the same data set). Evaluation moves nothing.
+            the position of the engine that steps the first batch. So a loop over epochs is one run, whether it makes
+            new batches in each epoch or iterates the same ones again. After `Engine.load`, this is exactly the
+            checkpoint's position; otherwise a partly used epoch is abandoned, and the next one begins (`steps` continue
+            in the middle of the same data set). Evaluation does not change it.
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.
@@ -166,7 +166,7 @@ def batches(
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
         refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
     if shuffle and sampler is not None:
-        message = "shuffle=True and a sampler both say in which order samples come. Give one of them."
+        message = "shuffle=True and a sampler both set the order of the samples. Give one of them."
         raise DataError(message)
     if sampler is not None and not _has_index(dataset):
         message = f"a sampler yields indices, and the data set ({type(dataset).__name__}) is a stream. Leave it out."

@@ -16,7 +16,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import DataError
 
 IGNORED: Final = -100
-"""Target value that does not count, by default in torch's `cross_entropy` and in `mean_over_tokens`."""
+"""Target value that is ignored, by default in torch's `cross_entropy` and in `mean_over_tokens`."""
 _PADDING: Final[Mapping[str, int]] = {"labels": IGNORED, "label_ids": IGNORED}
 _MASK: Final = "attention_mask"
 
@@ -36,10 +36,10 @@ class Padded:
         multiple_of: lengths are rounded up to a multiple of this, for kernels that need it or for fewer shapes.
         longest: maximum length; longer samples are truncated. None: no truncation.
         mask: name of a field to add to mappings that lack it, 1 for tokens and 0 for padding; None for none.
-        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label must not
-            count if padding precedes it.
+        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label is masked
+            if padding precedes it.
         shapes: the only shapes of a micro-batch, in rows and tokens, so that compiled code sees no others. Missing rows
-            are added, each with one token of padding whose targets do not count: for losses over tokens.
+            are added, each one token of padding with masked targets: for losses over tokens.
     """
 
     padding: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -116,7 +116,7 @@ class Packed:
     Attributes:
         longest: maximum length; longer samples are truncated. None: no truncation.
         shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label, which
-            would be predicted from another sample's last token, must not count.
+            would be predicted from another sample's last token, is masked.
         boundaries: whether to add `cu_seqlens`, the start of each sample and the end of the last, and `max_seqlen`, for
             packed-attention kernels.
     """
@@ -161,8 +161,8 @@ class PaddedOrPacked:
     """A collate function that pads or packs, using the faster: both are timed on the first batch of a token budget.
 
     The gradient is the same. The choice is stored in `engine.decisions["layout"]` and in checkpoints, so that a resumed
-    run repeats it. For a model that mixes packed samples, which the engine detects, micro-batches are padded; so they
-    are without a budget, and if decisions by clock are disabled.
+    run repeats it. Micro-batches are padded if the engine detects that the model mixes packed samples, without a
+    budget, and if decisions by clock are disabled.
 
     Attributes:
         padded: the padding variant; without `shapes`, which packed rows do not have.
@@ -238,7 +238,7 @@ def _length(row: Mapping[Any, Tensor], names: Sequence[Any], number: int) -> int
     if len(set(lengths.values())) != 1:
         message = (
             f"sample {number} of a micro-batch has fields of different lengths, {lengths}, and samples are padded or "
-            "packed by one length. Write a collate function of your own for it."
+            "packed by one length. Write your own collate function for it."
         )
         raise DataError(message)
     return next(iter(lengths.values()))

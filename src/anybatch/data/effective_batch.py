@@ -22,7 +22,7 @@ class StepSamples(NamedTuple):
         start: position of the data before this step.
         end: position after it; the next epoch's beginning after the last step of an epoch.
         feeder: loads its units.
-        find_lengths: from sample ids to their lengths, or None if unknown.
+        find_lengths: returns the lengths of sample ids, or None if unknown.
         packed: whether they are packed, if their collate function can do both; None pads.
     """
 
@@ -105,7 +105,7 @@ class DatasetBatch:
     Args:
         seed: the seed of the run's data.
         sizes: requested samples of a step, one or the stages of a ramp; the last batch of an epoch may be smaller.
-        number: of the batch in its iteration, from 0.
+        number: index of the batch in its iteration, from 0.
         iteration: the iteration.
         samples: its samples, if known.
     """
@@ -216,7 +216,7 @@ class DatasetBatch:
         An iteration that has a `start`, or was moved before, does not change.
 
         Args:
-            position: of the engine in this data set.
+            position: the engine's position in this data set.
             is_resumed: whether the data continue at exactly this position, as after `Engine.load`; otherwise a partly
                 used epoch is abandoned.
 

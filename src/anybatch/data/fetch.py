@@ -65,8 +65,8 @@ def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
         return batch
     if rows != num_samples:
         message = (
-            f"collate returned {rows} rows of {num_samples} samples, and the loss is divided by samples. Leave samples "
-            "out in the data set, before they are batched; where rows are meant to be others (packed tokens, several "
+            f"collate returned {rows} rows of {num_samples} samples, and the loss is divided by samples. Filter "
+            "samples in the data set, before batching; if another number of rows is intended (packed tokens, several "
             "views), declare it: collate=anybatch.data.AnyRows(collate)."
         )
         raise DataError(message)

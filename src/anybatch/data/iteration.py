@@ -82,8 +82,8 @@ class Iteration:
         """Return the range of this iteration for an engine at a position."""
         if is_resumed:
             return self._request.span_from(position, resumed=True)
-        # A run of `steps` may end within an epoch, and the next one continues there. A loop over epochs that stopped
-        # early is over: nobody expects the rest of its epoch.
+        # A run of `steps` may end within an epoch, and the next run continues there. A loop over epochs that stopped
+        # early does not: the rest of its epoch is skipped.
         if self._request.steps is None and position.sample_offset:
             position = Position(position.epoch + 1)
         return self._request.span_from(position)
@@ -101,6 +101,6 @@ def _num_to_skip(number: int, start: Position, position: Position) -> int:
         return number  # the first batches of every epoch
     message = (
         f"{number} batches were skipped after engine.load, up to {start}, and the run is at {position}: ab.batches "
-        "skips finished batches itself. Iterate it from its beginning, or choose a place with ab.batches(start=...)."
+        "skips finished batches itself. Iterate it from its beginning, or set its start with ab.batches(start=...)."
     )
     raise DataError(message)

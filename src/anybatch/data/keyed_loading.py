@@ -2,8 +2,8 @@
 
 Saving and restoring python's, numpy's and torch's global generators takes 90 microseconds, and seeding them for a
 sample 7: longer than many samples take to load, and useless if loading draws no numbers. So the first samples show
-which generators a data set draws from, and only these are seeded afterwards. If another one moves later, a comparison
-of states detects it, and the load is repeated with that generator seeded too.
+which generators a data set draws from, and only these are seeded afterwards. If data are later drawn from another one,
+a comparison of states detects it, and the load is repeated with that generator seeded too.
 """
 
 import ctypes
@@ -166,7 +166,7 @@ class KeyedLoading:
         self._watched = [generator for generator in self._generators if generator not in drawn]
 
     def _first(self, load: Callable[[Seed | None], T]) -> T:
-        """Seed all generators before each item, and record which ones have moved."""
+        """Seed all generators before each item, and record which ones were used."""
         kept = [(generator, generator.keep()) for generator in self._generators]
         begun: list[Any] = []
         drawn: list[_Generator] = []

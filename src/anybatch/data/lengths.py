@@ -83,7 +83,7 @@ def _function_of(lengths: Lengths) -> Callable[[Any], int]:
     def refuse(sample: object) -> int:
         del sample
         message = (
-            "lengths is a list, and samples of a stream have no place in it. Give a function of a sample, such as "
+            "lengths is a list, but samples of a stream have no index. Give a function of a sample, such as "
             "lengths=lambda sample: len(sample['input_ids']), or the name of the field."
         )
         raise DataError(message)
@@ -98,7 +98,7 @@ def _length_of_field(name: str, sample: Any) -> int:  # noqa: ANN401 (a sample m
         has = (
             f"the fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"type {type(sample).__name__}"
         )
-        message = f"lengths={name!r} is no field of a sample, which has {has}. Pass one of them, or a function."
+        message = f"lengths={name!r} is not a field of a sample, which has {has}. Pass one of them, or a function."
         raise DataError(message) from error
 
 

@@ -77,8 +77,8 @@ class BatchOptions:
             raise DataError(message)
         if self.lengths is not None and isinstance(self.collate, OverEffectiveBatch):
             message = (
-                "lengths cut a batch into micro-batches of little padding, and OverEffectiveBatch collates, and so "
-                "pads, the whole of it before it is cut. Leave one of them out."
+                "lengths= cuts a batch into micro-batches with little padding, but OverEffectiveBatch pads the whole "
+                "batch before it is cut. Leave one of them out."
             )
             raise DataError(message)
         if self.sampler is not None:
@@ -127,7 +127,7 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
         raise DataError(message)
     if getattr(sampler, "generator", None) is not None:
         message = (
-            "the sampler has a generator of its own, whose state a resumed run does not have. Leave generator= out: "
+            "the sampler has its own generator, whose state a resumed run does not have. Leave generator= out: "
             "ab.batches(seed=...) seeds the sampler in each epoch."
         )
         raise DataError(message)
@@ -143,7 +143,7 @@ def _check_length(epochs: int | None, steps: int | None, start: Position | None)
     if steps is not None:
         checked_int("steps", steps, error=DataError)
         if epochs is not None:
-            message = f"{epochs=} and {steps=} both say where to stop. Give one of them."
+            message = f"{epochs=} and {steps=} both set the end of the run. Give one of them."
             raise DataError(message)
         return
     last = 1 if epochs is None else epochs

@@ -22,14 +22,14 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
         raise DataError(message)
     if getattr(loader.sampler, "generator", None) is not None or loader.generator is not None:
         message = (
-            "the loader draws its order from a generator of its own, whose state a resumed run does not have; one of "
-            "torchdata that shuffles always does. Pass the data set itself, which ab.batches shuffles in each epoch "
+            "the loader draws its order from its own generator, whose state a resumed run does not have; torchdata's "
+            "loaders always do so if they shuffle. Pass the data set itself, which ab.batches shuffles in each epoch "
             "by its seed, or leave the generator, or shuffle=True, out."
         )
         raise DataError(message)
     if num_workers and loader.num_workers:
         message = (
-            f"{num_workers=} would read a loader that has {loader.num_workers} workers itself, and workers have none. "
+            f"{num_workers=} would read a loader with {loader.num_workers} workers in workers, which cannot start any. "
             "Leave one of them out."
         )
         raise DataError(message)
@@ -37,7 +37,7 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
     # twice.
     if getattr(loader, "next_iter_state", None) is not None:
         message = (
-            "the loader has been given a state (load_state_dict), and ab.batches continues from where the "
-            "engine stands. Leave it out: engine.load restores the position in samples, at any world size."
+            "the loader has been given a state (load_state_dict), but ab.batches continues at the "
+            "engine's position. Leave it out: engine.load restores the position in samples, at any world size."
         )
         raise DataError(message)

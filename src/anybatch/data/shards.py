@@ -58,7 +58,7 @@ def check_readable(part: object, name: str) -> None:
     # A generator is exhausted after one epoch; later epochs would be empty without an error.
     if isinstance(part, Generator):
         message = (
-            f"{name} is a generator, which can be read only once. Pass an object whose __iter__ starts afresh "
+            f"{name} is a generator, which can be read only once. Pass an object whose __iter__ restarts "
             "(such as a torch IterableDataset), or ab.Shards(generator_function, num_shards=1)."
         )
         raise DataError(message)
@@ -161,7 +161,7 @@ def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable
         )
         raise DataError(message)
     if num_shards is not None:
-        message = f"num_shards={num_shards!r} goes with a function only; leave it out with {len(parts)} given shards."
+        message = f"num_shards={num_shards!r} is for a function only; leave it out for a list of {len(parts)} shards."
         raise DataError(message)
     if not parts:
         message = "Shards([]) has 0 shards and needs at least 1. Check the list of files or parts."

@@ -72,7 +72,7 @@ class StreamSource:
 
     def _stated_schedule(self) -> SampleSchedule:
         if self._num_samples is None:
-            message = "the number of steps is not known: the stream states no length. Give steps=, or add a __len__."
+            message = "the number of steps is not known: the stream has no length. Give steps=, or add a __len__."
             raise TypeError(message)  # list() and others expect a TypeError
         _check_ramp(self._request.effective_batch_size, Position(1), self._num_samples)
         return SampleSchedule(self._num_samples, self._request.effective_batch_size, self._request.drop_last)
@@ -265,7 +265,7 @@ def _nothing_to_yield(epoch: int, num_samples: int, effective_batch_size: int) -
         )
     return (
         f"the stream is empty: epoch {epoch} yielded 0 samples, and a step needs at least 1. "
-        "Its __iter__ must start afresh in every epoch."
+        "Its __iter__ must restart in every epoch."
     )
 
 

@@ -9,7 +9,7 @@ Counted = Literal["in tensors", "allocated", "in all", "resident"]
 
 MEANINGS: Final[Mapping[Counted, str]] = MappingProxyType(
     {
-        "in tensors": "what tensors that are alive at once hold",
+        "in tensors": "the memory of all live tensors",
         "allocated": "tensors and the workspaces of kernels, as an allocator hands them out",
         "in all": "all that the allocator reserves, the device's context and its libraries",
         "resident": "the whole process, with interpreter, libraries and data",

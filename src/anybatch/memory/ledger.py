@@ -37,8 +37,8 @@ DEVICE = torch.ops.prim.device.default
 class MemoryLedger(TorchDispatchMode):
     """Records tensor memory while it is entered.
 
-    Memory from before is recorded by `hold`, and while the ledger is `paused` nothing else is. Frees are recorded after
-    the block, too, so `held_bytes` stays correct for as long as the ledger lives.
+    `hold` also records older memory; while the ledger is `paused`, only `hold` records. Frees are recorded after the
+    block, too, so `held_bytes` stays correct for as long as the ledger lives.
 
     Args:
         watcher: called after each allocation is recorded. Its errors are raised from the operation.

@@ -21,7 +21,7 @@ class MemoryTimeline:
     Attributes:
         categories: in the order of the columns, without empty ones.
         held_bytes: bytes at each moment.
-        phases: of the step, at each moment.
+        phases: phase of the step at each moment.
         operations: the operation that allocated; empty at moments of a free.
         marks: (number of moments before it, name) of an event between two moments.
     """

@@ -25,7 +25,7 @@ def is_view(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in pub
     with needed_for("Watching memory"):
         schema = func._schema
     aliases = [result.alias_info for result in schema.returns]
-    # `lift_fresh` announces memory that no operation has made.
+    # `lift_fresh` returns memory that no operation has allocated.
     is_announcement = func is torch.ops.aten.lift_fresh.default
     return not is_announcement and any(one is not None and not one.is_write for one in aliases)
 

@@ -1,13 +1,13 @@
 """Memory of a training step, allocation by allocation, at every micro-batch size.
 
-The size of an allocation is `a + b m` in the micro-batch size `m`. Two traces therefore give every size, and the sum of
-the memory in use after event `t` is a line too, `A_t + B_t m`. The peak is their envelope:
+The size of an allocation is `a + b m` in the micro-batch size `m`. So two traces give every size, and the memory in use
+after event `t` is linear too, `A_t + B_t m`. The peak is the envelope of these lines:
 
     peak(m) = max over t of (A_t + B_t m)
 
-which is exact, and is not a line: at small `m` the optimizer step is the highest moment, at large `m` the loss or a
-layer's backward. A line through two peaks therefore misses by up to 91%. The memory of a loss over all pairs of samples
-is quadratic, `a + b m + c m (m - 1) / 2`, and takes a third trace.
+This is exact, but not linear: at small `m` the peak is in the optimizer step, at large `m` in the loss or a layer's
+backward. So a line through two peaks is off by up to 91%. The memory of a loss over all pairs of samples is quadratic,
+`a + b m + c m (m - 1) / 2`, and takes a third trace.
 """
 
 from collections.abc import Mapping, Sequence
@@ -242,7 +242,7 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
     if bool((found.held.curvature < 0).any()):
         message = (
             f"memory grows ever more slowly with the micro-batch size (traced at {_listed(sizes_m)}): "
-            "no polynomial gives its size at others. Let the sizes be tried instead of planned."
+            "no polynomial gives its size at others. Let the engine try sizes instead of planning them."
         )
         raise PlanError(message)
     return found
@@ -285,7 +285,7 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck
         message = (
             f"{len(differing)} of {len(sizes)} sizes at micro-batch size {m} do not follow the quadratic, first "
             f"{one.operation or 'memory from before'} ({one.phase}): {sizes[differing[0]]:,} bytes were expected, "
-            f"it took {one.num_bytes:,}. Let the sizes be tried instead of planned."
+            f"it took {one.num_bytes:,}. Let the engine try sizes instead of planning them."
         )
         raise PlanError(message)
     # The envelope reproduces its own traces exactly, so they need not be stored.
@@ -319,7 +319,7 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
             message = (
                 f"a step at micro-batch size {m_a} and one at {m_b} do different things, so memory at other sizes "
                 f"does not follow from them: event {position} is {what_a} in one and {what_b} in the other. "
-                "Let the sizes be tried instead of planned, or fix what depends on the data."
+                "Let the engine try sizes instead of planning them, or remove the dependence on the data."
             )
             raise PlanError(message)
     if len(trace_a.events) != len(trace_b.events):
@@ -328,7 +328,7 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
         message = (
             f"a step at micro-batch size {m_a} has {len(trace_a.events)} events, one at {m_b} has "
             f"{len(trace_b.events)}; the first that only one of them has is "
-            f"{_description(longer, longer.events[shorter])}. Let the sizes be tried instead of planned."
+            f"{_description(longer, longer.events[shorter])}. Let the engine try sizes instead of planning them."
         )
         raise PlanError(message)
 
@@ -365,7 +365,7 @@ def _divided(
         message = (
             f"the size of {one.operation or 'memory from before'} ({one.phase}) does not grow by whole bytes "
             f"with the micro-batch size (traced at {_listed(traced)}), so it is rounded up somewhere, or depends on "
-            "the data. Let the sizes be tried instead of planned."
+            "the data. Let the engine try sizes instead of planning them."
         )
         raise PlanError(message)
     return numerators.div(denominator, rounding_mode="floor")

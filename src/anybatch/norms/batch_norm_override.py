@@ -37,11 +37,11 @@ Normalise = Callable[[BatchNormCall], Tensor]
 
 
 class Interceptor:
-    """Lets another function normalise in BatchNorm layers in train mode, while one is set.
+    """Replaces the normalisation of BatchNorm layers in train mode by another function, while one is set.
 
     The rest of a layer's forward, a fused activation, say, runs as before. Hooks enter the context around each layer
-    alone: so it is active in any thread that runs the layer, also in a backward that runs a checkpointed block again,
-    and costs nothing elsewhere. Compiled layers are not intercepted.
+    only. So it costs nothing elsewhere, and is active in any thread that runs the layer, even if a backward recomputes
+    a checkpointed block. Compiled layers are not intercepted.
     """
 
     def __init__(self, layers: Iterable[BatchNormBase]) -> None:

@@ -126,7 +126,7 @@ class CooperativeThreads(Generic[C, V, R]):
         if other is None:
             return
         message = (
-            f"micro-batches do not come to the same BatchNorm layers: after {self._num_exchanges} of them micro-batch "
+            f"micro-batches do not reach the same BatchNorm layers: after {self._num_exchanges} of them micro-batch "
             f"{first} is at {places[first]} and micro-batch {other} at {places[other]}. Exact normalisation needs the "
             "same layers in the same order for each micro-batch: make the model's path independent of the samples, or "
             "use norms=Ghost(group_size=...)."

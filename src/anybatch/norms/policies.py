@@ -10,7 +10,7 @@ from anybatch.errors import UserError
 
 PolicyName = Literal["keep", "sync", "freeze", "exact"]
 Method = Literal["layerwise", "checkpoint"]
-_OF_MICRO_BATCH = "what BatchNorm makes of a sample depends on its micro-batch"
+_OF_MICRO_BATCH = "BatchNorm's output for a sample depends on its micro-batch"
 _RENAMED_METHODS: Mapping[str, Method] = {"rendezvous": "layerwise"}
 _REPLACEMENTS = ("group_norm", "layer_norm", "rms_norm")
 

@@ -27,7 +27,7 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = 
     random numbers are restored.
 
     A module is tried only if the first axis of its inputs is the samples, alone or flattened with the axes after it. So
-    pass a batch whose size is no other length in the model, such as 7.
+    pass a batch whose size differs from every other length in the model, such as 7.
 
     Args:
         model: the model.
@@ -41,7 +41,7 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = 
     refuse_unfit_layers(model, num_ranks=1, frozen=False)
     num_samples = count_samples(batch)
     if num_samples < 2:  # noqa: PLR2004 (one to observe, and another to change)
-        message = f"the batch holds {num_samples} sample(s); to see whether one depends on another takes at least 2."
+        message = f"the batch holds {num_samples} sample(s); a test of whether one depends on another needs at least 2."
         raise DataError(message)
     found = _by_type(model)
     with _in_train_mode(model, batch):

@@ -106,9 +106,9 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
             outer, _, own_name = name.rpartition(".")
             setattr(made.get_submodule(outer), own_name, new_of[old_layer])
     retrain = (
-        f"{len(replaced_by)} layers: weight, bias and eps were taken over where a layer has them, running statistics "
-        "were dropped. The new layers compute something else with the same numbers, so a trained model has to be "
-        "trained on, and a learning rate tuned for BatchNorm may be too high."
+        f"{len(replaced_by)} layers: weight, bias and eps were copied where a layer has them, and running statistics "
+        "dropped. The new layers compute another function, so a trained model needs more training, and a learning "
+        "rate tuned for BatchNorm may be too high."
     )
     return Replaced(new_of.get(made, made), replaced_by, retrain)
 

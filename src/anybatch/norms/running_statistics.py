@@ -19,9 +19,9 @@ from anybatch.norms.torch_internals import num_axes_unbatched
 class RunningStatistics:
     """Adds up the statistics of micro-batches, and updates the layers' buffers once per effective batch.
 
-    Equal to one forward over the whole effective batch: buffers move once, by the mean and the unbiased variance over
-    all samples of all ranks, and `num_batches_tracked` counts effective batches. A layer that is called several times
-    in a forward is updated as often, in that order.
+    Equal to one forward over the whole effective batch: buffers are updated once, by the mean and the unbiased variance
+    over all samples of all ranks, and `num_batches_tracked` counts effective batches. A layer that is called several
+    times in a forward is updated as often, in that order.
 
     Sums are taken around the previous running mean, in float64. So they may be added in any grouping, and over ranks in
     one message; a mean that is d standard deviations away from it costs a factor d squared in precision.
@@ -34,7 +34,7 @@ class RunningStatistics:
         device: device of their buffers.
 
     Attributes:
-        recording: whether the current forward counts.
+        recording: whether the current forward is recorded.
         centres: by layer, the running mean before the effective batch, shape (channels,).
         sums_by_call: the sums of all layers, by the index of the call within a forward.
     """
