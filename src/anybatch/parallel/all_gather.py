@@ -69,7 +69,7 @@ def gather_rows(
         sizes: number of rows of each rank.
         world: the ranks.
         notify: function (number of bytes that this rank sends) -> context around the collective.
-        buffers: from `make_gather_buffers`.
+        buffers: result of `make_gather_buffers`.
     """
     if buffers is None:
         return [torch.cat(columns) for columns in zip(*pieces, strict=True)]

@@ -82,7 +82,7 @@ def refuse_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> Non
         names = _WHOLE_UPDATES.intersection(kind.__name__ for kind in type(one).__mro__)
         if names and any(id(parameter) in parts for group in one.param_groups for parameter in group["params"]):
             message = (
-                f"{type(one).__name__} computes the update of a parameter from all of it, and each process has a part "
+                f"{type(one).__name__} computes the update of a parameter from all of it, but each process has a part "
                 "(a DTensor) of some: the sums would be rounded differently, or the step would fail. Use "
                 "strategy='zero1', which updates each parameter as a whole on one rank, or an optimizer that updates "
                 "each number independently, such as AdamW."

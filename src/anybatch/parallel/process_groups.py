@@ -45,7 +45,7 @@ class _GroupResources:
         messengers: the message thread; empty on one rank, and once it has ended.
         owns_default_group: end the default group at the exit of the process.
         num_pending: messages that have not been waited for yet.
-        process_id: of the process that made it; forked children must not end it.
+        process_id: id of the process that made it; forked children must not end it.
     """
 
     groups: list["dist.ProcessGroup"]

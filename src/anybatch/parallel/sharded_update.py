@@ -31,7 +31,7 @@ class ShardedUpdate:
     parameter from its owner.
 
     Args:
-        optimizer: over all parameters.
+        optimizer: the optimizer of all parameters.
         parameters: its parameters, in the same order on all ranks.
         world: the ranks.
     """

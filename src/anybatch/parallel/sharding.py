@@ -75,7 +75,7 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
         if parameter.dim() and id(parameter) not in mesh_of:
             message = (
                 f"parameter {name!r} is not in a module that `fully_shard` was called on, though others are. Call it "
-                "on the model itself too, after its parts, or give the engine the plain model."
+                "on the model itself too, after its parts, or pass the plain model to the engine."
             )
             raise ParameterError(message)
         if id(parameter) not in mesh_of:

@@ -57,7 +57,7 @@ class Capabilities:
     """Abilities and requirements of a strategy; the engine reads these and never checks the strategy's type.
 
     Attributes:
-        name: as written in reports.
+        name: the strategy's name in reports.
         feature: its row of the composition table; None for a strategy outside the table that states its abilities here.
         lockstep: every rank must run the same number of micro-batches.
         replaces_parameters: the optimizer has to be built after `prepare`, by a function.

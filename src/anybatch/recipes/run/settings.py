@@ -13,7 +13,7 @@ LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning
 
 
 def resolve_settings(job: Job, given: RunConfig, former: RunConfig | None, *, world_size: int) -> RunConfig:
-    """Return the settings of a run: the given ones, else those it had before, else the job's.
+    """Return the settings of a run: the given ones, else its earlier ones, else the job's defaults.
 
     Without an effective batch size, a new run uses micro-batch size x accumulation steps x ranks, if both are given.
     """
