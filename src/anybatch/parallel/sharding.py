@@ -83,8 +83,8 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
         ranks = sorted(mesh_of[id(parameter)].mesh.flatten().tolist())
         if ranks != along:
             message = (
-                f"parameter {name!r} is sharded over {len(ranks)} ranks, {ranks}, but batches are "
-                f"dealt to {len(along)}, {along}, and gradients are summed over these. Shard over a mesh of all "
+                f"parameter {name!r} is sharded over {len(ranks)} ranks, and there are {len(along)}: {ranks}, where "
+                f"batches are dealt to {along}. Gradients have to be summed over just these. Shard over a mesh of all "
                 "ranks, or, for a model that several processes run together, tell the engine which dimension batches "
                 "are dealt over: Engine(..., world=ab.World.of_mesh(mesh['dp']))."
             )
