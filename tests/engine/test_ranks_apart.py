@@ -205,6 +205,7 @@ def test_a_save_on_one_rank_within_shares(tmp_path: Path) -> None:
         assert outcome.value is not None, outcome.error
         said = next(end for end in outcome.value.ends if end.startswith("RanksDifferError"))
         assert "rank 0 called engine.save at step 1; rank 1 called ab.shares for share 1" in said
+        assert "remove `if rank == 0`" in said
 
 
 @pytest.mark.ranks

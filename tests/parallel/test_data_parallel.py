@@ -185,7 +185,7 @@ def test_a_mask_with_as_many_rows_as_samples_is_not_cut() -> None:
     def loss(m: Any, b: Batch) -> torch.Tensor:
         return F.cross_entropy(m(b["x"], MASK.clone()), b["y"])
 
-    with pytest.warns(AnyBatchWarning, match=r"not from the micro-batch, and an axis of 5 may be"):
+    with pytest.warns(AnyBatchWarning, match=r"not from the micro-batch, and its axis of 5 may or may not be"):
         assert error_of(model, loss, size=WIDTH) <= 1e-12
 
 
@@ -551,7 +551,7 @@ def test_running_statistics_are_of_the_first_replica(norms: Any) -> None:
 
     if norms == "keep":
         expected(batch_of(8)["x"][:5])  # 8 samples are cut into 5 and 3
-        assert "of what the first replica has seen" in said
+        assert "come from the first replica alone" in said
     torch.testing.assert_close(layer.running_mean, expected.running_mean, rtol=1e-12, atol=0)
 
 

@@ -169,5 +169,5 @@ def test_arguments() -> None:
         DDP(compression=unknown)
     with pytest.raises(UserError, match=r"pass strategies.DDP\(compression='bf16'\)"):
         AllReduce(compression="bf16")
-    with pytest.raises(UserError, match="leave later steps unreduced"):
+    with pytest.raises(UserError, match="leaves later steps unreduced"):
         DDP(static_graph=True)

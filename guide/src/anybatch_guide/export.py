@@ -38,7 +38,7 @@ def export_folder(page: Path, folder: Path) -> Path:
     """
     files = read_page(page)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        message = f"{folder} exists and is not an empty folder. Give a new one, or empty it."
+        message = f"{folder} exists and is not an empty folder. Choose a new one, or empty it."
         raise UserError(message)
     html = with_policy(with_transport(files["index.html"].content.decode(), "static"), _FOLDER_POLICY)
     for path, content in {

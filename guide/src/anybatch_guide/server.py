@@ -109,7 +109,7 @@ def serve_files(page: Mapping[str, Asset]) -> Handler:
 
 
 def _takes_gzip(accepted: str) -> bool:
-    """Return whether a header Accept-Encoding names gzip, and does not weigh it with 0 (RFC 9110, 12.5.3)."""
+    """Return whether a header Accept-Encoding names gzip with a weight other than 0 (RFC 9110, 12.5.3)."""
     words = [word.lower().replace(" ", "").partition(";") for word in accepted.split(",")]
     return any(name == "gzip" and not _WEIGHS_NOTHING.fullmatch(weight) for name, _, weight in words)
 

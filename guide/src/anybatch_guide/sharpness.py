@@ -150,7 +150,7 @@ class _Products:
         if isinstance(output, LossSum):
             return LossSum(self._derivative(output.total), output.count)
         if isinstance(output, Tensor) and output.dim():
-            # All of it in one item: what counts is the sum over items, and how many they are.
+            # All of it in one item: only the sum over items and their number matter.
             first = torch.zeros_like(output).flatten()
             first[0] = 1.0
             return first.view_as(output) * self._derivative(output.sum())

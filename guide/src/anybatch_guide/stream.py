@@ -1,4 +1,4 @@
-"""Stream the lines of one run to many pages: lines are kept in a ring, and every page reads at its speed.
+"""Stream the lines of one run to many pages: lines are kept in a ring, and every page reads at its own speed.
 
 A stream is server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). Every message with
 lines has an id; a page that reconnects sends the last id it saw, and continues after it. The only state per reader

@@ -1,4 +1,4 @@
-"""The worker from the server's side: a process with lines in and out, which can always be ended."""
+"""The server's view of the worker: a process that reads and writes lines, and can always be ended."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,8 @@ class WorkerProcess:
 
     Args:
         process: process with pipes for both streams, in a new session.
-        folder: temporary files of the worker and its ranks, which end by signals; removed after its end.
+        folder: temporary files of the worker and its ranks, removed after its end: signals end them before they clean
+            up.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, folder: "tempfile.TemporaryDirectory[str]") -> None:

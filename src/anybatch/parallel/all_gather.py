@@ -29,8 +29,8 @@ class GatherBuffers:
     """The send and receive memory of a gather, as bytes.
 
     Attributes:
-        sent: from this rank, padded to the bytes of the rank with the most rows.
-        received: from all ranks, rank by rank.
+        sent: rows of this rank, padded to the bytes of the rank with the most rows.
+        received: rows of all ranks, rank by rank.
     """
 
     sent: torch.Tensor
@@ -64,12 +64,12 @@ def gather_rows(
     rows, or none, take one all-gather.
 
     Args:
-        pieces: this rank's pieces, in the order of their rows: one tensor (rows, *shape) per layout in each of them.
-        layouts: of each tensor's rows, the same on all ranks.
-        sizes: rows of each rank.
+        pieces: this rank's pieces, in row order; each has one tensor (rows, *shape) per layout.
+        layouts: layout of each tensor's rows, the same on all ranks.
+        sizes: number of rows of each rank.
         world: the ranks.
-        notify: makes a context around the collective from the number of bytes that this rank sends.
-        buffers: from `make_gather_buffers`.
+        notify: function (number of bytes that this rank sends) -> context around the collective.
+        buffers: result of `make_gather_buffers`.
     """
     if buffers is None:
         return [torch.cat(columns) for columns in zip(*pieces, strict=True)]

@@ -2,10 +2,10 @@
 
 Every rank runs its share of the effective batch through its own replica. In the last micro-batch's backward, gradients
 become final one after the other, from the last layer to the first. Once all gradients of a bucket are final, its
-all-reduce starts and overlaps with the rest of the backward. All buckets are waited for once, before the update.
+all-reduce starts and overlaps with the rest of the backward. Each rank waits for all buckets once, before the update.
 
 A rank that runs out of memory, or fails, serves the remaining buckets with zeros and reports it in the last message, in
-which all ranks also report the parameters they used. So no rank waits in vain, and all leave the effective batch.
+which all ranks also report the parameters they used. So no rank waits forever, and all leave the effective batch.
 """
 
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -35,10 +35,10 @@ class AllReduce:
         overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
             the last backward.
         initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
-        compression: refused: an option of `DDP`.
+        compression: refused, because only `DDP` supports it.
 
     Raises:
-        UserError: `compression`.
+        UserError: `compression` is set.
     """
 
     capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True, tensor_parallel=True)

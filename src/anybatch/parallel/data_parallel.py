@@ -2,7 +2,7 @@
 
 Every micro-batch is cut by samples, each replica runs its part, and outputs are joined on the first device, where the
 loss is computed. On CUDA each replica has a device and a thread, by the functions of `torch.nn.parallel`. On a CPU
-replicas run one after another: with the same gradient, and no faster than one. New replicas are made in each call,
+replicas run one after another: the gradient is the same, and nothing is faster. New replicas are made in each call,
 threads compete for Python's lock, and the first device holds outputs and loss too: `ddp` and `all_reduce`, with a
 process for each device, are faster.
 """
@@ -39,7 +39,7 @@ _REPLICAS_ON_CPU = 2
 _MIN_SAMPLES = 3
 """Minimum samples for parts of different sizes, which show the outputs whose first axis follows the samples."""
 _MAX_SMALL_CALLS = 16
-"""Number of micro-batches too small to be cut, as in trial runs, before a warning."""
+"""Number of uncut micro-batches before a warning; in trial runs they may be too small to be cut."""
 _ODD = 0x9E3779B97F4A7C15
 """Spreads consecutive seeds: 2**64 divided by the golden ratio."""
 
@@ -47,10 +47,10 @@ _ODD = 0x9E3779B97F4A7C15
 class DataParallel:
     """Replicas in one process, for comparison: the scheme of torch's `nn.DataParallel`, one after another on a CPU.
 
-    The loss function is called once for each micro-batch, with a copy of the model that shares everything with it but
-    the call: `model(x)` runs in replicas, and the loss sees the outputs of the whole micro-batch. So the gradient
-    equals a single device's for any loss. `model.encode(x)` and other methods run on the first replica, unless they
-    call the model themselves; if nothing else runs, a warning follows.
+    The loss function is called once for each micro-batch, with a copy of the model that differs only in its call:
+    `model(x)` runs in replicas, and the loss sees the outputs of the whole micro-batch. So the gradient equals a single
+    device's for any loss. `model.encode(x)` and other methods run on the first replica, unless they call the model
+    themselves; a warning follows if the other replicas stay idle.
 
     Args:
         replicas: number of replicas. None: all CUDA devices; 2 on a CPU.
@@ -92,7 +92,7 @@ class DataParallel:
         if any(isinstance(module, BatchNormBase) and module.training for module in modules.modules()):
             decisions["batch norm"] = (
                 "layers in training mode normalise the samples of each replica by their own statistics, and running "
-                "statistics are of what the first replica has seen (norms='freeze' avoids both)"
+                "statistics come from the first replica alone (norms='freeze' avoids both)"
             )
         if num_replicas == 1:
             return replace(prepared, decisions=decisions)
@@ -135,7 +135,7 @@ class DataParallel:
         self._single.clear_gradients()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers: one process is its own sum."""
+        """Return the numbers unchanged: there are no other processes."""
         return numbers
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class _ReplicatedModule:
     Attributes:
         used: ids of the parameters that replicas on `devices` have used.
         is_cut: whether a call was cut since the last `stand_in`.
-        why_uncut: reason why a call was not, a clause.
+        why_uncut: the reason why a call was not cut, as a clause.
     """
 
     def __init__(self, module: nn.Module, num_replicas: int, devices: Sequence[int]) -> None:
@@ -273,7 +273,7 @@ class CutCall:
     """A call of a model in parts.
 
     Attributes:
-        arguments: of the call.
+        arguments: arguments of the call.
         num_samples: length of the first axis of the arguments that are cut; every part gets the others whole.
         ranges: (first sample, exclusive end) of each part, in order.
     """
@@ -294,7 +294,7 @@ class CutCall:
         return tuple(map_leaves(value, piece) for value in args), {n: map_leaves(v, piece) for n, v in kwargs.items()}
 
     def join(self, outputs: Sequence[Any]) -> Any:  # noqa: ANN401 (the model's)
-        """Return the outputs of all parts as the whole call's, or raise a `CompositionError` if that is not exact."""
+        """Join the outputs of all parts, or raise a `CompositionError` if the result would not be exact."""
         try:
             return merge_trees(outputs, self._merged)
         except DataError as error:
@@ -320,7 +320,7 @@ class CutCall:
         shape = tuple(first.shape)
         if any(leaf.requires_grad for leaf in leaves):
             kind = f"of shape {shape}" if shape else "a scalar"
-            raise CompositionError(_refused(name, f"it is {kind}, and each replica has computed another one"))
+            raise CompositionError(_refused(name, f"it is {kind}, and each replica has computed a different one"))
         if not all(leaf.shape == first.shape and torch.equal(leaf.to(first.device), first) for leaf in leaves):
             raise CompositionError(_refused(name, f"replicas have returned different values of shape {shape}"))
         return first
@@ -342,8 +342,8 @@ def cut_call(arguments: Arguments, num_parts: int, num_samples: int, own: Collec
         strange = [one for one in tensors if has_rows(one, num_samples) and _address(one) not in own]
         if strange:
             return (
-                f"an argument of shape {tuple(strange[0].shape)} is not from the micro-batch, and an axis of "
-                f"{num_samples} may be the axis of its {num_samples} samples or not"
+                f"an argument of shape {tuple(strange[0].shape)} is not from the micro-batch, and its axis of "
+                f"{num_samples} may or may not be the sample axis"
             )
     sizes = list(even_parts(num_samples, min(num_parts, num_samples)))
     if sizes[0] == sizes[-1] == 1:
@@ -371,7 +371,7 @@ def _refuse_scripts(modules: nn.Module) -> None:
     for name, module in modules.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             message = (
-                f"module {name!r} is a ScriptModule, of which strategy 'data_parallel' cannot make replicas. Give the "
-                "module that was scripted, or use strategy='single'."
+                f"module {name!r} is a ScriptModule, which strategy 'data_parallel' cannot replicate. Pass the "
+                "module from before scripting, or use strategy='single'."
             )
             raise ParameterError(message)

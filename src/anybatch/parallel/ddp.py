@@ -49,7 +49,7 @@ class DDP:
         gradient_as_bucket_view: gradients are views of the buckets from the reduction to the update, which saves a copy
             of them.
         static_graph: refused: if a rank's first step has several micro-batches, torch 2.13's reducer crashes under
-            `no_sync`; without it, later steps were not reduced, without an error.
+            `no_sync`; without `no_sync`, later steps are silently not reduced.
         compression: "bf16" halves the traffic: an all-reduce in bf16, like torch's `bf16_compress_hook`, which rounds
             each gradient once per rank.
 
@@ -73,9 +73,9 @@ class DDP:
     ) -> None:
         if static_graph:
             message = (
-                "static_graph=True does not compose with accumulation: DDP counts the gradients of its first backward, "
-                "and one with several micro-batches makes it crash (with no_sync) or leave later steps unreduced. "
-                "Leave it out; find_unused_parameters=False saves the search where every micro-batch uses every one."
+                "static_graph=True does not compose with accumulation: DDP counts the gradients of its first backward; "
+                "after several micro-batches it crashes (with no_sync) or leaves later steps unreduced (without). "
+                "Leave it out; find_unused_parameters=False is faster if every micro-batch uses every parameter."
             )
             raise UserError(message)
         self._gradient_as_bucket_view = gradient_as_bucket_view
@@ -98,7 +98,7 @@ class DDP:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Make the replicas equal and wrap a caller around the model; refuse float64 gradients under compression."""
+        """Make the replicas equal and wrap the model in DDP; refuse float64 gradients under compression."""
         parameters = trainable(modules)
         if self._compression:
             _refuse_float64(parameters)
@@ -171,7 +171,7 @@ class DDP:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Convert a backward's error after a broken reduction into the error of the failed rank."""
+        """If a failed reduction broke a backward, convert the error into the error of the failed rank."""
         try:
             yield
         except RuntimeError as error:
@@ -293,7 +293,7 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     assert work is not None
     if on_cpu:
         return reductions.finish_later(work, finish, is_last=bucket.is_last())
-    # On an accelerator, waiting only orders later work after the collective.
+    # On an accelerator, this does not block the host: it only orders later work after the collective.
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
     return result
 

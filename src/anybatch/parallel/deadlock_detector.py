@@ -1,8 +1,8 @@
 """Detect deadlocks: ranks wait in calls of different engines, or all wait in one call, but for different messages.
 
 Within one world all ranks number their calls alike; calls of two worlds cannot be compared by number. But a waiting
-rank publishes its wait repeatedly. If another rank keeps waiting in one world while this rank waits in another, it
-waits in vain: this rank has sent its messages for all calls that it has left.
+rank publishes its wait repeatedly. If another rank keeps waiting in one world while this rank waits in another, it will
+never get an answer: this rank has sent its messages for all calls that it has left.
 
 Within one call, a deadlock needs all ranks to wait: while one is late, the others may be waiting for different
 messages.
@@ -41,7 +41,7 @@ class DeadlockDetector:
         self._seen.clear()
 
     def poll(self, number: int, here: str) -> list[str]:
-        """Publish that this rank still waits, at `here`, a clause; return the clauses of a deadlock, or nothing."""
+        """Publish that this rank still waits at `here` (a clause); return the clauses of a deadlock, if any."""
         self._num_polls += 1
         own = [self._world_name, number, self._num_waits, self._num_polls, here, self._in_control_group]
         _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", json.dumps(own)))
@@ -94,6 +94,6 @@ def _read(key: str) -> str:
 
 
 def _try(act: Callable[[Store], object]) -> None:
-    # The store may have ended with its rank: the connections will break soon.
+    # The rank that hosts the store may have ended: the connections will break soon.
     with suppress(RuntimeError, ValueError):
         act(default_store())

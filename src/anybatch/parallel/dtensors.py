@@ -21,7 +21,7 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor
     # Offloaded shards are in host memory, and their mesh communicates between devices.
     placed: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    # One dimension at a time: for several torch warns that it gathers them sequentially.
+    # One dimension at a time: torch gathers several sequentially anyway, and warns.
     for dim in range(placed.device_mesh.ndim):
         placements = [Replicate() if place == dim else one for place, one in enumerate(placed.placements)]
         placed = placed.redistribute(placements=placements)

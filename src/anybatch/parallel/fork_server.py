@@ -20,7 +20,7 @@ _LONGEST_FOLDER = 70  # multiprocessing adds 32 bytes for a Unix socket, whose p
 
 
 def rank_context(*preload: str) -> ForkServerContext | SpawnContext:
-    """Return how ranks are started: forked where that is safe, from a server without threads that has only imported.
+    """Return the context that starts ranks, if safe as forks of a server without threads that has only imported.
 
     On systems other than Linux, forking a process that has imported torch is not safe, so each rank imports torch.
 
@@ -38,7 +38,7 @@ def rank_context(*preload: str) -> ForkServerContext | SpawnContext:
 def start_fork_server(*preload: str) -> ForkServerContext | SpawnContext:
     """Start the fork server now if it is not running, and return the context that starts ranks.
 
-    The server ends after this process and all ranks; Ctrl-C does not reach them, only the launcher.
+    The server ends after this process and all ranks. Ctrl-C only reaches the launcher.
 
     Args:
         preload: names of the modules that the server imports.
@@ -64,7 +64,7 @@ def _choose_temporary_folder() -> None:
         chosen = tempfile.tempdir
         tempfile.tempdir = "/tmp"  # noqa: S108 (mkdtemp makes a private folder in it)
         try:
-            get_temp_dir()  # multiprocessing keeps its first answer, and ranks inherit it
+            get_temp_dir()  # multiprocessing caches this, and ranks inherit it
         finally:
             tempfile.tempdir = chosen
 

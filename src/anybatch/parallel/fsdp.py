@@ -85,8 +85,9 @@ class FSDP:
             ranks of a host, and each such group holds a replica.
         reduction: "every_micro_batch" needs the least memory, and reduces once per micro-batch. "replicas_last", for
             several replicas, reduces over shards in every micro-batch and over replicas in the last one only.
-            "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then. "auto" is the last
-            of these whose whole gradients take at most a tenth of the accelerator's memory.
+            "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then. "auto" is
+            "last_micro_batch" if whole gradients take at most a tenth of the accelerator's memory, otherwise one of the
+            first two.
         initial: "broadcast" makes ranks equal with rank 0's values before sharding; "verify" raises if they differ.
     """
 
@@ -112,7 +113,7 @@ class FSDP:
             message = f"{reduction=} must be one of {', '.join(map(repr, _REDUCTIONS))}."
             raise UserError(message)
         if reduction == "replicas_last" and replicas == 1:
-            message = f"{reduction=} is for several replicas, and {replicas=}. Use reduction='every_micro_batch'."
+            message = f"{reduction=} needs several replicas, but {replicas=}. Use reduction='every_micro_batch'."
             raise UserError(message)
         self._sharding = sharding or Sharding()
         self._replicas = replicas
@@ -149,10 +150,10 @@ class FSDP:
             WorldError: the number of ranks does not fit the replicas, or GPUs communicate over gloo.
         """
         _refuse_gloo_on_gpus(world)
-        gc.collect()  # a dropped sharded model is in reference cycles of torch, with its process groups and memory
+        gc.collect()  # torch keeps a dropped sharded model in reference cycles, with its memory
         self._world, self._model, self._reduces = world, model, None
         differed: tuple[str, ...] = ()
-        form = "as the model came"
+        form = "as the user sharded it"
         for module in _sharded_modules(modules):
             module.reshard()  # its own forward may have left it gathered
         if not already_sharded(modules):
@@ -226,7 +227,7 @@ class FSDP:
         for place in self._whole:
             self._used[place] = self._parameters[place].grad is not None
         agreement = StepAgreement(numbers, self._used, self._world)
-        # In the data group before the agreement's numbers, as on every rank.
+        # Every rank sends these in the data group, before the agreement's numbers.
         whole = self._start_whole()
         agreement.start()
         # Before the agreement, which raises if ranks differ: no collective may be pending then.
@@ -385,7 +386,7 @@ class FSDP:
     def _replace_collectives(
         self, module: FSDPModule, on_reduction: Callable[[], ReductionObserver | None], number: int
     ) -> None:
-        # On an accelerator torch's own collectives stay, unless an observer needs them.
+        # On an accelerator torch's collectives are replaced only to report reductions to an observer.
         roll_call = self._world.roll_call if self._world.device.type == "cpu" else None
         all_gather: Any = AllGather(roll_call)  # torch's base classes are private
         reduce_scatter: Any = ReduceScatter(roll_call, on_reduction, number)

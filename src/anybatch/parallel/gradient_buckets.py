@@ -70,9 +70,9 @@ class GradientBuffers:
         return tuple(bucket.flat for bucket in self.buckets)
 
     def call_when_full(self, on_bucket: Callable[[int], None] | None) -> None:
-        """Call a function with each bucket's index when all of its gradients are final; None stops that.
+        """Call a function with each bucket's index when all of its gradients are final; None stops these calls.
 
-        An unused parameter's gradient never arrives, and leaves its bucket without a call. Autograd calls the function
+        The gradient of an unused parameter never arrives, so its bucket gets no call. Autograd calls the function
         from its own threads, one call at a time.
         """
         self._missing[:] = [len(bucket.members) for bucket in self.buckets]
@@ -119,7 +119,7 @@ class GradientBuffers:
             if not self._is_placed:
                 return
             used[number] = True
-            # Counted here, without another call: this runs for every parameter in every micro-batch.
+            # Counted inline, which saves a call: this runs for every parameter in every micro-batch.
             if self._on_bucket is not None:
                 missing[bucket] -= 1
                 if not missing[bucket]:

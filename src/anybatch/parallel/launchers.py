@@ -44,9 +44,9 @@ class Launch:
 def find_launch(*, joined: bool = False) -> Launch | None:
     """Return the launcher's description of this process; None without a launcher.
 
-    RANK and WORLD_SIZE, which torchrun and Kubernetes operators set, take precedence over the variables of srun and of
-    mpirun, which count if these have started several processes. If the processes have `joined` already, only their
-    numbers on their hosts are needed.
+    RANK and WORLD_SIZE, which torchrun and Kubernetes operators set, take precedence over the variables of srun and
+    mpirun, which are used only if they have started several processes. If the processes have `joined` already, only
+    their local ranks are needed.
 
     Raises:
         WorldError: variables that contradict each other, or that lack a rendezvous.
@@ -91,7 +91,7 @@ def set_launch_variables(rank: int, size: int, init_method: str | None = None) -
 def listen_at_loopback() -> None:
     """Make the process groups of this process listen on the loopback interface only. For ranks on one machine.
 
-    By default gloo listens on the address of the machine's name, and NCCL on a network interface. If no loopback
+    By default gloo listens on the address of the host name, and NCCL on a network interface. If no loopback
     interface has a name, as on Windows, this changes nothing.
 
     Source: torch's documentation of `torch.distributed`, "Common environment variables".
@@ -169,8 +169,8 @@ def _of_mpi(found: Mapping[str, str], *, joined: bool) -> Launch | None:
         address, port = found.get("MASTER_ADDR"), found.get("MASTER_PORT")
         if not joined and (address is None or port is None):
             message = (
-                f"{rank}={found[rank]} and {size}={found[size]}: mpirun has started several processes, and does not "
-                "say where they are to meet. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, on "
+                f"{rank}={found[rank]} and {size}={found[size]}: mpirun has started several processes, but "
+                "gives no rendezvous. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, on "
                 f"all of them (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each alone."
             )
             raise WorldError(message)

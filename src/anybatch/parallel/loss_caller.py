@@ -23,5 +23,5 @@ class LossCaller(nn.Module):
         self._model = (model,)  # in a tuple, so that a module is not registered twice
 
     def forward(self, function: Callable[[object], Any]) -> Any:  # noqa: ANN401 (the loss's result)
-        """Return the function's result. Its batch is bound in it, so that wrappers do not move tensors."""
+        """Return the function's result. The function already holds its batch, so wrappers do not move the tensors."""
         return function(self._model[0])

@@ -14,21 +14,20 @@ _MESHES: Final[dict["dist.ProcessGroup", dict[tuple[str, tuple[int, ...]], Devic
 def mesh_of_ranks(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of this shape and device type ("cuda"), shared by all models while the ranks are connected.
 
-    A mesh with several axes has its own process groups, which end with the default group: torch caches meshes with data
-    derived for their tensors, and would look up the groups of one that has ended. Ranks along the last axis are
-    consecutive.
+    A mesh with several axes has its own process groups, which end with the default group: torch caches meshes and data
+    derived from them, and would otherwise look up groups that have ended. Ranks along the last axis are consecutive.
     """
     assert dist.group.WORLD is not None, "the ranks are connected"
     if dist.group.WORLD not in _MESHES:
         forget_meshes()  # a group that the user has destroyed
     meshes = _MESHES.setdefault(dist.group.WORLD, {})
     if (kind, shape) not in meshes:
-        # A plan calls this under fake tensors, and a mesh reads numbers from its own tensors.
+        # A plan calls this under fake tensors, but a mesh reads numbers from its tensors.
         with outside_modes():
             meshes[kind, shape] = init_device_mesh(kind, shape, mesh_dim_names=names)
     return meshes[kind, shape]
 
 
 def forget_meshes() -> None:
-    """Release all meshes before the default group ends: it would stay alive, with threads and sockets."""
+    """Release all meshes before the default group ends, or they would keep it alive, with threads and sockets."""
     _MESHES.clear()

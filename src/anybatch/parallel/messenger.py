@@ -1,4 +1,4 @@
-"""Sums and gathers between all ranks in about log2 N rounds; gloo's own use a ring, in about N.
+"""Sums and gathers between all ranks in about log2 N rounds; gloo's own collectives use a ring, in about N.
 
 They use gloo's sends and receives. Waiting for these cannot be interrupted and resumed, since gloo breaks all
 connections of a group after a timeout. So a thread waits for them, and forwards messages while this rank computes;
@@ -60,7 +60,7 @@ class Message:
         Raises a RuntimeError if the connection to another rank broke, or the timeout expired.
         """
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
-            message = f"not all ranks have brought their part of a message within {timeout}"
+            message = f"not all ranks have sent their part of a message within {timeout}"
             raise RuntimeError(message)
         if self._error is not None:
             raise self._error
@@ -104,7 +104,8 @@ class Messenger:
     def start_gather(self, rows: bytearray) -> Message:
         """Start filling in rows of other ranks.
 
-        `rows` are equally long, one for each rank, ordered from this rank on: its own comes first and is filled.
+        `rows` are equally long, one for each rank, ordered from this rank on: its own comes first and is already
+        filled.
         """
         group, rounds, tag, timeout = self._group, self._gather_rounds, self._next_tag(), self._timeout
         row_bytes = len(rows) // self._num_ranks
@@ -113,7 +114,7 @@ class Messenger:
     def end(self, patience_seconds: float) -> None:
         """End the thread after the messages started before, if other ranks send their parts in time.
 
-        After `patience_seconds` the connections of the group are broken, which ends all waits.
+        After `patience_seconds` it breaks the connections of the group, which ends all waits.
         """
         self._end_at_exit.detach()
         self._end(patience_seconds)
@@ -181,7 +182,7 @@ def _gather(  # noqa: PLR0917 (the thread's arguments)
     tag: int,
     timeout: timedelta,
 ) -> None:
-    """Fill in the rows of other ranks. Sent rows do not change any more, so sends are waited for last."""
+    """Fill in the rows of other ranks. Sent rows do not change any more, so the wait for sends comes last."""
     memory = torch.frombuffer(rows, dtype=torch.uint8)
     receives = []
     for one in rounds:

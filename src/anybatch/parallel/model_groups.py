@@ -39,8 +39,8 @@ def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, prec
     name = next(iter(parts))
     if already_sharded(modules):
         message = (
-            f"parameter {name!r} is sharded over ranks (a DTensor), and strategy {needs.name!r} has whole ones. Use "
-            "strategy='fsdp', which takes models that were sharded with fully_shard, or give the plain model."
+            f"parameter {name!r} is sharded over ranks (a DTensor), but strategy {needs.name!r} needs whole ones. Use "
+            "strategy='fsdp', which takes models that were sharded with fully_shard, or pass the plain model."
         )
         raise ParameterError(message)
     along = set(world.data_groups[world.data_group])
@@ -48,8 +48,8 @@ def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, prec
         shared = sorted(along.intersection(ranks_of(parameter)))
         if len(shared) > 1:
             message = (
-                f"parameter {name!r} is a DTensor over ranks {list(ranks_of(parameter))}, and among the {world.size} "
-                f"ranks that batches are dealt to are {shared}: ranks that run one model together would be given "
+                f"parameter {name!r} is a DTensor over ranks {list(ranks_of(parameter))}. Of these, {shared} are "
+                f"data-parallel ranks ({world.size} in all), so ranks that run one model together would get "
                 "different samples. Tell the engine the data-parallel dimension of your mesh: "
                 "Engine(..., world=ab.World.of_mesh(mesh['dp'])), where mesh = init_device_mesh(device, (num_replicas, "
                 "num_parts), mesh_dim_names=('dp', 'tp')); with one replica too. A model sharded over data-parallel "
@@ -82,7 +82,7 @@ def refuse_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> Non
         names = _WHOLE_UPDATES.intersection(kind.__name__ for kind in type(one).__mro__)
         if names and any(id(parameter) in parts for group in one.param_groups for parameter in group["params"]):
             message = (
-                f"{type(one).__name__} computes the update of a parameter from all of it, and each process has a part "
+                f"{type(one).__name__} computes the update of a parameter from all of it, but each process has a part "
                 "(a DTensor) of some: the sums would be rounded differently, or the step would fail. Use "
                 "strategy='zero1', which updates each parameter as a whole on one rank, or an optimizer that updates "
                 "each number independently, such as AdamW."
@@ -102,7 +102,7 @@ def refuse_joined_kernels(optimizer: Optimizer, updated: Sequence[Tensor]) -> No
         if named is not None and len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
             message = (
                 f"{type(optimizer).__name__}({named}=True) updates the parameters of group {number} in one kernel, and "
-                "some of them are DTensors and others are not, which torch refuses. Leave it out, or put DTensors "
+                f"only some of them are DTensors, which torch refuses. Leave {named}=True out, or put the DTensors "
                 "into a separate parameter group."
             )
             raise CompositionError(message)

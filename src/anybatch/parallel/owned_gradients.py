@@ -52,7 +52,7 @@ class OwnedGradients:
 def _copy_gradient(parameter: torch.Tensor) -> bool:
     if parameter.grad is None:
         return False
-    # Plans run on fake tensors, which nothing overwrites. A copy seldom raises a step's peak: it is made one gradient
+    # Plans run on fake tensors, which nothing overwrites. Copies seldom raise a step's peak: gradients are copied one
     # at a time, after the backward has freed the activations.
     if not hasattr(parameter.grad, "fake_mode") and _may_be_static(parameter.grad):
         parameter.grad = parameter.grad.clone()
@@ -62,8 +62,8 @@ def _copy_gradient(parameter: torch.Tensor) -> bool:
 def _may_be_static(gradient: torch.Tensor) -> bool:
     """Return whether something else may write to a gradient's memory.
 
-    Captured CUDA graphs write to addresses, which no count shows. On a CPU, memory that torch did not allocate, such as
-    numpy's, is not resizable.
+    Captured CUDA graphs write to addresses, so no reference count shows them. On a CPU, memory that torch did not
+    allocate, such as numpy's, is not resizable.
     """
     if gradient.layout is not torch.strided or gradient.device.type != "cpu" or hasattr(gradient, "device_mesh"):
         return True

@@ -45,7 +45,7 @@ class _GroupResources:
         messengers: the message thread; empty on one rank, and once it has ended.
         owns_default_group: end the default group at the exit of the process.
         num_pending: messages that have not been waited for yet.
-        process_id: of the process that made it; forked children must not end it.
+        process_id: id of the process that made it; forked children must not end it.
     """
 
     groups: list["dist.ProcessGroup"]
@@ -115,7 +115,7 @@ class ControlGroup:
         connecting = min(timeout, _CONNECTING)
         with _connecting(PrefixStore(self.name, store), rank, size, connecting):
             group = dist.new_group(backend="gloo", timeout=connecting)
-            # A rank that ends its group before every rank has connected would break the connecting.
+            # A rank that ends its group before every rank has connected would make the others fail to connect.
             dist.all_reduce(torch.zeros(1), group=group)
             if rank == 0:
                 store.set(f"{_SIGNATURES_KEY}/{self.name}", secrets.token_hex())
@@ -130,7 +130,7 @@ class ControlGroup:
     def group(self) -> "dist.ProcessGroup":
         """The process group; raises a `WorldError` if it has ended."""
         if not self._resources.groups:
-            message = "this world is closed, and its ranks cannot talk to each other any more. Make another one."
+            message = "this world is closed, and its ranks can no longer communicate. Create another one."
             raise WorldError(message)
         return self._resources.groups[0]
 
@@ -172,7 +172,7 @@ def join_default_group(backend: str, launch: Launch, timeout: timedelta) -> None
         store, rank, size = _meet(launch, timeout)
     except dist.DistNetworkError:
         # Without torchrun rank 0 hosts the store. A faster rank may have found the store of the previous group, which
-        # rank 0 was about to end; the next one is the right one.
+        # rank 0 was about to end; the second attempt finds the right one.
         store, rank, size = _meet(launch, timeout)
     connecting = min(timeout, _CONNECTING)
     with _connecting(store, rank, size, connecting):
@@ -186,7 +186,7 @@ def count_open_worlds(change: int) -> int | None:
     """Change the number of open worlds of this rank, and return it; None if the user made the default group.
 
     The number is in the store of the default group, and so begins and ends with it. Worlds that are dropped without
-    being closed stay in the count: garbage collection differs between ranks, and the count may not.
+    being closed stay in the count: garbage collection differs between ranks, but the count must not.
     """
     store = default_store()
     key = f"{_OPEN_KEY}/{dist.get_rank()}"
@@ -195,7 +195,7 @@ def count_open_worlds(change: int) -> int | None:
 
 def end_default_group() -> None:
     """Destroy all process groups of this process, and inform ranks that wait for it."""
-    with suppress(RuntimeError, ValueError):  # the store ended with its rank
+    with suppress(RuntimeError, ValueError):  # the store's host ended
         announce_end(dist.get_rank())
     forget_meshes()
     groups = [dist.group.WORLD]
@@ -224,7 +224,7 @@ def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
             raise
         message = (
             f"rank {', '.join(missing)} has not come within {timeout.total_seconds():g} seconds, so the {size} ranks "
-            "that the launcher says there are cannot begin. Its own output says why, if it has started."
+            "of this launch cannot begin. If it has started, its output has the reason."
         )
         raise WorldError(message) from error
     return own, rank, size
@@ -264,7 +264,7 @@ def _destroy(resources: _GroupResources) -> None:
     """Destroy the group of a control group that was closed or collected, or is open at the exit of the process."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has its parent's sockets, but not the threads
-    # Before the connections end: a rank that notices looks here for the reason.
+    # This comes before the connections end: a rank that notices the end looks for the reason in the store.
     resources.roll_call.close()
     is_exit = not main_thread().is_alive()
     if is_exit:

@@ -43,7 +43,7 @@ class RankFailure:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the failure of a text from `to_json`."""
+        """Parse a text from `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:

@@ -52,7 +52,7 @@ def data_dimension(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
     """Return this process's index in the one dimension of a mesh, and the processes along it."""
     if mesh.ndim != 1:
         message = (
-            f"the mesh has {mesh.ndim} dimensions ({_named(mesh)}), and batches are dealt over one of them. Give "
+            f"the mesh has {mesh.ndim} dimensions ({_named(mesh)}), but batches are dealt over one of them. Pass "
             "that one: World.of_mesh(mesh['dp'])."
         )
         raise WorldError(message)

@@ -29,7 +29,7 @@ def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded
     """Return the strategy of that name, or a given strategy; "auto" is "single" on one process, else "all_reduce".
 
     For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. `engine/strategy_choice.py`
-    resolves "auto" if replicas do not fit into a device.
+    resolves "auto" if replicas do not fit on a device.
 
     Raises:
         UserError: an unknown name.

@@ -31,9 +31,9 @@ _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
 _LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
-"""By default group, a message of this rank that another one has not answered: the next one would be its answer."""
+"""By default group, a message of this rank without an answer: the next message would be paired with it."""
 _MAX_TIMES_ENDED = 2
-"""Times in a row that a rank may be found gone: its last message may be in flight."""
+"""Checks in a row that may find a rank gone without an error: its last message may be in flight."""
 _NUM_LOOKS_FOR_CAUSE, _BETWEEN_LOOKS_SECONDS = 20, 0.1
 """How often a rank with a broken connection looks for the cause, which other ranks may publish a little later."""
 _START_AGAIN = "Start all ranks again, from the last checkpoint."
@@ -47,8 +47,8 @@ class Whereabouts:
 
     Attributes:
         rank: the rank.
-        number: of the common call, counted alike on all ranks.
-        name: of the call, such as "engine.save".
+        number: number of the common call, counted alike on all ranks.
+        name: name of the call, such as "engine.save".
         step: number of the engine's step, from 0 on; None between steps.
         barrier: the rank waits for all others before it begins.
     """
@@ -61,7 +61,7 @@ class Whereabouts:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the position of a text from `to_json`."""
+        """Parse a text from `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
@@ -69,7 +69,7 @@ class Whereabouts:
         return json.dumps(asdict(self))
 
     def contradicts(self, other: "Whereabouts") -> bool:
-        """Whether the two ranks wait for each other in vain; a rank in a call of another number is early or late."""
+        """Whether the two ranks wait for each other forever. If call numbers differ, one is only early or late."""
         mine = self.name, self.step, self.barrier
         return self.number == other.number and mine != (other.name, other.step, other.barrier)
 
@@ -88,8 +88,8 @@ class RollCall:
         timeout: how long a rank waits for the others to reach a call.
 
     Attributes:
-        digests: of this rank's step: its call, batch, settings and replica; each below 2**20.
-        shards_digest: of its shards of weights; the same in one data group, below 2**20.
+        digests: digests of this rank's call, batch, settings and replica in this step; each below 2**20.
+        shards_digest: digest of its shards of weights; the same in one data group, below 2**20.
         has_agreed: whether the last message of the step has been sent, so that other ranks wait for nothing more.
         has_hooks: whether this rank runs user hooks on the summed gradients of this step.
         any_hooks: whether any rank does.
@@ -158,15 +158,15 @@ class RollCall:
         self._inside, self._has_failed, self.has_agreed = True, False, False
 
     def wait_at_barrier(self) -> None:
-        """Wait through the store until all ranks are in this call, if it asks for that.
+        """If this call is a barrier, wait through the store until all ranks are in it.
 
         So no message of one call can be paired with another call's.
 
         Raises:
             RanksDifferError: another rank has made a different call.
             RankFailedError: another rank cannot come.
-            WorldError: another rank has not come before the timeout; or this rank has left a message that the others
-                wait for, so that none can be sent any more.
+            WorldError: another rank has not come before the timeout; or this rank has abandoned a message that the
+                others still wait for, so it can send no more.
         """
         if self._out_of_step:
             message = (
@@ -182,7 +182,7 @@ class RollCall:
         except WorldError:
             raise
         except (RuntimeError, ValueError):
-            # The store has ended with its launcher. Ranks that are all here can still save without it.
+            # The launcher has ended, and its store too. If all ranks are here, they can still save.
             return
 
     def leave(self) -> None:
@@ -190,7 +190,7 @@ class RollCall:
         self._inside = False
 
     def fail(self, *, ahead: bool = False) -> None:
-        """Record a published error: ranks that still wait in this call will wait in vain.
+        """Record a published error: ranks that still wait in this call will get no message.
 
         With `ahead` also in the next call: the error came after the last message of this one.
         """
@@ -257,7 +257,7 @@ class RollCall:
         if deadlocked := self._deadlocks.published(self.number):
             return self._apart(deadlocked)
         failure: RankFailure | None = None
-        with suppress(RuntimeError, ValueError):  # the store ended with its rank
+        with suppress(RuntimeError, ValueError):  # the store's host ended
             failure = self.published()
         if failure is None and (ended := self.ended_ranks):
             failure = RankFailure.of_ended(ended[0], self._step)
@@ -310,7 +310,7 @@ class RollCall:
         return WorldError(message)
 
     def leave_with(self, ranks: Sequence[int]) -> list[int]:
-        """Wait a while for the ranks that run one model together to leave the effective batch too; return the rest."""
+        """Wait a while for the ranks that run one model together to leave the effective batch; return who has not."""
         self._num_left += 1
         store, where = default_store(), f"leaves_{self._num_left}"
         keys = {rank: self._key(f"{where}/{rank}", self.number) for rank in ranks}
@@ -380,10 +380,10 @@ class RollCall:
     def _peer_has_failed(self, *, was_left: bool) -> bool:
         """Return whether another rank has left this call with an error.
 
-        `was_left` is whether it had at the last check: everything that it had sent has arrived since.
+        `was_left`: it had left at the last check already, so everything that it sent has arrived since.
 
         Raises:
-            RankFailedError: it had, and nothing has arrived; or a rank on this host has ended.
+            RankFailedError: it had, and the awaited message has not arrived; or a rank on this host has ended.
             RanksDifferError: another rank has made a different call.
         """
         self._raise_if_ended()
@@ -417,12 +417,12 @@ class RollCall:
             raise cause
 
     def _apart(self, stands: Sequence[str]) -> RanksDifferError:
-        """Return the error for ranks in different calls, from clauses with the ranks' positions, by rank."""
+        """Return the error for ranks in different calls; `stands` are clauses with their positions, in rank order."""
         self._out_of_step = str(self.here)
         names = {stand.partition(" called ")[2].partition(" at step ")[0] for stand in stands}
         remedy = (
             "Every rank must build engines and call engine.step, evaluate, save, load and close at the same place of "
-            "its program: take `if rank == 0` away from around them (ranks agree on who writes a checkpoint), and wrap "
+            "its program: remove `if rank == 0` around them (ranks agree on who writes a checkpoint), and wrap "
             "loaders of different lengths in ab.shares."
             if len(names) > 1
             else "An error on one of them was caught there while the others continued: start again from a checkpoint."
@@ -447,7 +447,7 @@ def announce_end(rank: int) -> None:
 
 
 def _try(act: Callable[[Store], object]) -> None:
-    # The store may have ended with its rank: the connections will break soon.
+    # The rank that hosts the store may have ended: the connections will break soon.
     with suppress(RuntimeError, ValueError):
         act(default_store())
 
@@ -459,7 +459,7 @@ def _read(key: str) -> str:
 
 
 def _own_host() -> list[str]:
-    """Return the name of this host, and the namespace of its process numbers, which containers share or not."""
+    """Return the name of this host and its process-number namespace, which differs between containers."""
     namespace = Path("/proc/self/ns/pid")
     return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
 
@@ -473,7 +473,7 @@ def _has_ended(process: str) -> bool:
         os.kill(number, 0)  # sends nothing
         state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
     except OSError as error:
-        return isinstance(error, ProcessLookupError)  # and not a process of another user, or a system without /proc
+        return isinstance(error, ProcessLookupError)  # False for another user's process, or without /proc
     return state.split()[0] == "Z"  # its parent has not read its exit status yet
 
 

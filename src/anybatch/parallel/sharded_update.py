@@ -24,14 +24,14 @@ _SMALL_BYTES = 1 << 16
 class ShardedUpdate:
     """An update in which this rank's optimizer steps with its own parameters, and all ranks exchange the results.
 
-    The user's optimizer keeps its groups, which schedulers and reports read; only while it creates state or steps do
-    they contain this rank's parameters alone. So any optimizer works that updates each parameter independently.
+    The user's optimizer keeps its groups, which schedulers and reports read; while it creates state or steps, they
+    contain only this rank's parameters. So any optimizer works that updates each parameter independently.
 
     The plain loop: `optimizer.step()` over the parameters that `owners` gives this rank, then a broadcast of each
     parameter from its owner.
 
     Args:
-        optimizer: over all parameters.
+        optimizer: the optimizer of all parameters.
         parameters: its parameters, in the same order on all ranks.
         world: the ranks.
     """
@@ -160,7 +160,7 @@ def _next(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
 
 
 def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner rank of each of several parameters: the largest first, each to the rank with the least so far.
+    """Return the owner rank of each parameter, assigned largest first, each to the rank with the least so far.
 
     Rank 0 gets the most in the end, so that its memory, which is planned, is an upper bound for every rank.
 

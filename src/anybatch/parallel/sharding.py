@@ -50,9 +50,9 @@ class ShardingGroup:
     """A module whose parameters, except those in inner groups, are gathered in one collective.
 
     Attributes:
-        name: of the module; empty for the model itself.
+        name: name of the module; empty for the model itself.
         module: the module.
-        outermost: no other group is around it.
+        outermost: no other group contains it.
     """
 
     name: str
@@ -75,7 +75,7 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
         if parameter.dim() and id(parameter) not in mesh_of:
             message = (
                 f"parameter {name!r} is not in a module that `fully_shard` was called on, though others are. Call it "
-                "on the model itself too, after its parts, or give the engine the plain model."
+                "on the model itself too, after its parts, or pass the plain model to the engine."
             )
             raise ParameterError(message)
         if id(parameter) not in mesh_of:
@@ -125,8 +125,8 @@ def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
 def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
     """Return the modules to shard separately: the repeated blocks, then the modules around them with the rest.
 
-    A block with a parameter that is also used outside of it is left to the module around it: each group would make a
-    separate copy of the parameter.
+    A block with a parameter that is also used outside of it is left to the module around it: otherwise each group would
+    make a separate copy of the parameter.
 
     Raises:
         ParameterError: parameters of one group have several dtypes, or one is shared by modules without a common parent
@@ -140,7 +140,7 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
         if shared:
             message = (
                 f"parameter {shared[0]!r} belongs to {prefix!r} and to another of the given modules: FSDP2 would shard "
-                "it twice, and train two of it. Put both into one module, or use strategy='all_reduce'."
+                "it twice, and train two copies. Put both into one module, or use strategy='all_reduce'."
             )
             raise ParameterError(message)
         # A module that occurs twice in a list is used twice, and so left out as well.
@@ -204,6 +204,6 @@ def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
             message = (
                 f"FSDP2 reduces the gradients of a module in one message, and {group.name or 'the model'!r} has "
                 f"parameters of several types: {listed}. Convert the model to one of them (model.float()); "
-                "FSDP(Sharding(param_dtype=torch.bfloat16)) computes in another one."
+                "FSDP(Sharding(param_dtype=torch.bfloat16)) computes in another type."
             )
             raise ParameterError(message)

@@ -79,7 +79,7 @@ class Single:
             self._buffers.clear()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers: one rank is its own sum."""
+        """Return the numbers unchanged: there are no other ranks."""
         return numbers
 
     def close(self) -> None:

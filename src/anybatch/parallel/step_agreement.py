@@ -28,14 +28,14 @@ class StepAbortedError(Exception):
 
 
 class StepFailedError(Exception):
-    """A rank has left the effective batch with an error: the gradients are void, and no collective is pending.
+    """A rank has left the effective batch with an error: the gradients are invalid, and no collective is pending.
 
     Raised on all other ranks for the same effective batch. The rank has published its error.
     """
 
 
 class StepsDifferError(Exception):
-    """Ranks disagree about the step: the gradients are void, and no collective is pending.
+    """Ranks disagree about the step: the gradients are invalid, and no collective is pending.
 
     Raised on all ranks.
 
@@ -83,7 +83,7 @@ class StepAgreement:
         self._brought_by = [world.num_processes] * NUM_DIGESTS + [world.size] * len(by_group)
         if not world.speaks:  # all processes of a rank have computed its numbers
             numbers.zero_()
-        # In the dtype of the numbers that may be included; sums of flags are exact in it.
+        # Flags have the dtype of the numbers that may be included; their sums are exact in it.
         own = torch.tensor([*self._own, *words], dtype=torch.float64)
         self._message = torch.cat([numbers.double(), own]) if self._num_together else own
         self._works: list[PendingMessage | dist.Work | None] = []

@@ -57,7 +57,7 @@ class Capabilities:
     """Abilities and requirements of a strategy; the engine reads these and never checks the strategy's type.
 
     Attributes:
-        name: as written in reports.
+        name: the strategy's name in reports.
         feature: its row of the composition table; None for a strategy outside the table that states its abilities here.
         lockstep: every rank must run the same number of micro-batches.
         replaces_parameters: the optimizer has to be built after `prepare`, by a function.
@@ -69,7 +69,7 @@ class Capabilities:
         prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must run in order and use
             every parameter that its backward will reach.
         compresses: gradients are rounded to bf16 when sent to other ranks.
-        splits_micro_batches: a forward of the model sees some of a micro-batch's samples, in a copy of the model.
+        splits_micro_batches: a forward sees only some of a micro-batch's samples, in a copy of the model.
     """
 
     name: str
@@ -159,11 +159,11 @@ class Prepared:
         shard_update: function (optimizer, its parameters) -> how its step is sharded over ranks; None for a step that
             every rank makes in full.
         decisions: the strategy's decisions with reasons, a clause each, by topic.
-        abort: function (numbers, as `finish_gradients` will get) -> function (whether it has failed) for a rank that
-            has run out of memory or failed. It takes part in every collective that the other ranks have started or will
-            start for this effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` or
-            `StepFailedError` there. It raises `CannotRedoError`, with a clause, if it is too late for that. None: the
-            strategy cannot do this.
+        abort: function (the numbers that `finish_gradients` will get) -> `Abort`, for a rank that has run out of memory
+            or failed. It takes part in every collective that the other ranks have started or will start for this
+            effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` or `StepFailedError`
+            there. It raises `CannotRedoError`, with a clause, if it is too late for that. None: the strategy cannot do
+            this.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -263,8 +263,8 @@ def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
 def weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
     """Return a function that returns the observer while its owner lives.
 
-    torch's wrappers keep their arguments invisible to the garbage collector, or alive with the user's model: a bound
-    method of the engine's parts would keep a dropped engine alive.
+    torch's wrappers hide their arguments from the garbage collector, or keep them alive with the user's model, so a
+    bound method of the engine's parts would keep a dropped engine alive.
     """
     if inspect.ismethod(observer):
         return weakref.WeakMethod(observer)

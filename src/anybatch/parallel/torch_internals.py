@@ -76,7 +76,7 @@ def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (tor
 
 @contextmanager
 def user_hooks_only(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the user's forward hooks alone: the engine's read the statistics of the first replica."""
+    """Run only the user's forward hooks: the engine's hooks read the statistics of the first replica."""
     with needed_for(_REPLICAS):
         tables = [(part, part._forward_hooks) for module in modules for part in module.modules()]
     try:

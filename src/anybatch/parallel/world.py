@@ -67,7 +67,7 @@ class World:
     device_bytes: int | None = None
     _control: ControlGroup | None = field(default=None, repr=False, compare=False)
     _grid: RankGrid | None = field(default=None, repr=False, compare=False)
-    # Kept, because each step asks for them several times.
+    # Cached, because each step reads them several times.
     _silent: bool = field(init=False, repr=False, compare=False)
     roll_call: RollCall | None = field(init=False, repr=False, compare=False)
 
@@ -160,7 +160,7 @@ class World:
             return
         try:
             num_open = count_open_worlds(-1)
-        except (RuntimeError, ValueError):  # the store ended with its rank, or the user has destroyed the groups
+        except (RuntimeError, ValueError):  # the store's host ended, or the user has destroyed the groups
             return
         if num_open == 0 and (error is None or dist.get_backend() == "gloo"):
             end_default_group()
@@ -180,12 +180,12 @@ class World:
 
     @property
     def process(self) -> int:
-        """Number of this process in the default group: its rank, unless a rank is several processes."""
+        """Number of this process in the default group; the rank, unless a rank is several processes."""
         return self.rank if self._grid is None else self._grid.process
 
     @property
     def num_processes(self) -> int:
-        """Number of processes: of ranks, unless a rank is several of them."""
+        """Number of processes; the number of ranks, unless a rank is several processes."""
         return self.size if self._grid is None else self._grid.num_processes
 
     @property
@@ -220,7 +220,7 @@ class World:
 
     @property
     def model_groups(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the processes of that rank, one of each data group: a single one, unless a rank is several."""
+        """For each rank, its processes, one of each data group: a single one, unless a rank is several processes."""
         return tuple((rank,) for rank in range(self.size)) if self._grid is None else self._grid.model_groups
 
     @property
@@ -252,7 +252,7 @@ class World:
         return self.of_ranks(self.gather_from_processes(value))
 
     def gather_from_processes(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
-        """Return the values of every process, in their order in the default group; ranks may be several of them."""
+        """Return the values of every process, in the order of the default group; a rank may be several processes."""
         if self._silent:
             return [value] * self.size
         # torch's all_gather_object needs numpy, which torch does not install.
@@ -341,7 +341,7 @@ class World:
         Raises:
             RankFailedError, RanksDifferError: another rank will not join it.
         """
-        # On an accelerator, waiting only orders later work after the collective.
+        # On an accelerator, this does not block the host: it only orders later work after the collective.
         if self.device.type == "cpu" and self.roll_call is not None:
             self.roll_call.wait(work)
         else:
@@ -385,7 +385,7 @@ class World:
         try:
             failure = RankFailure.of(error, self.process, step)
             return self.roll_call is None or self.roll_call.publish(failure, ahead=ahead)
-        except (RuntimeError, ValueError):  # the store ended with its rank: no rank is left to inform
+        except (RuntimeError, ValueError):  # the store's host ended: no rank is left to inform
             return True
 
     def fail_between_calls(self, error: BaseException, step: int) -> None:
@@ -402,7 +402,7 @@ class World:
             return None
         try:
             found = self.roll_call.published()
-        except (RuntimeError, ValueError):  # the store went with its rank
+        except (RuntimeError, ValueError):  # the store's host ended
             return None
         return None if found is None or found.rank == self.process else found
 

@@ -84,13 +84,12 @@ def measured_of(
 ) -> DeviceMeasurements:
     """Return the measurements of a device: of this machine, by name, or by memory.
 
-    A measured step is used if its device has that name, or its budget that many bytes, and the versions of torch,
-    anybatch and the driver are the same: others allocate differently. The size of a context applies to every step.
-    The headroom is 10% plus the error of the plan for the same model; errors for other models can only lower the
-    default.
+    A measured step is used if its device's name or its budget's bytes match, and the versions of torch, anybatch and
+    the driver are the same, since others allocate differently. The size of a context applies to every step. If the same
+    model was measured, the headroom is 10% plus the error of its plan; other models can only lower the default.
 
     Args:
-        device: a device, as for `budget_of`, or of this machine.
+        device: a device, as for `budget_of`, or a device of this machine.
         name: name of the trained model.
         precision: number formats of forward and backward.
         known: the file of measured steps.

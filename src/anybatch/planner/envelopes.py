@@ -263,7 +263,7 @@ def _checked(
     Raises:
         PlanError: memory is neither linear nor quadratic in the size.
     """
-    for _ in range(3):  # affine, quadratic, and again at the size that the quadratic predicts
+    for _ in range(3):  # affine, quadratic, and quadratic at the size that it predicts
         size = _further(_smaller(found.largest(usable_bytes), most_samples), tuple(traces))
         if not _same_at(spec, size, traces, found):
             bound = _bound(spec, size, traces, found)

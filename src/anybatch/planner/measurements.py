@@ -52,7 +52,7 @@ class _CacheFile:
         self.today = today or (lambda: datetime.now(tz=UTC).date().isoformat())
 
     def _read(self) -> tuple[list[JsonObject], str]:
-        """Return the objects, the oldest first, and why lines were skipped; empty if none were."""
+        """Return the objects, the oldest first, and the reason for skipped lines; empty without any."""
         try:
             if not self.path.exists():
                 return [], ""
@@ -79,7 +79,7 @@ class _CacheFile:
             return False
         finally:
             if name is not None:
-                with suppress(OSError):  # it is gone after a success
+                with suppress(OSError):  # after a success it no longer exists
                     Path(name).unlink()
         return True
 

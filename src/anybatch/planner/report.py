@@ -27,7 +27,7 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """The micro-batch size that fits into a device, and why; `print(plan)` shows it.
+    """The micro-batch size that fits on a device, and the reason; `print(plan)` shows it.
 
     Attributes:
         name: name of the recipe, model or class.

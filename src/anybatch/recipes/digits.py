@@ -21,7 +21,7 @@ HELD_OUT_PER_DIGIT = 36
 
 
 def digits() -> ab.Job:
-    """Return the job: 1,437 training images, 360 held-out images, accuracy on those."""
+    """Return the job: 1,437 training images; evaluated by accuracy on 360 held-out images."""
     scikit_learn_folder("digits")  # raises early if scikit-learn is missing
     return ab.Job(
         model=Network,

@@ -71,8 +71,8 @@ class Job:
     Args:
         model: function () -> `nn.Module`, or a dict of named modules; a class without arguments also works.
         optimizer: function (named_parameters, learning_rate) -> optimizer. Most classes of torch fit:
-            `optimizer=torch.optim.AdamW`. It receives the learning rate at `defaults.base_batch_size`; the result is
-            then scaled to the effective batch size.
+            `optimizer=torch.optim.AdamW`. It receives the learning rate for `defaults.base_batch_size`; afterwards
+            rates are scaled to the effective batch size.
         loss: a declared loss, such as `ab.mean_over_samples(fn)`, or a function of (model, batch) that returns one
             loss per item or `ab.LossSum`.
         dataset: function () -> data set, indexed or iterable, as for `ab.batches`.
@@ -87,8 +87,8 @@ class Job:
         rng: what random numbers depend on, as for `Engine`.
         noise: gradient noise measurement, as for `Engine`; None: none.
         bf16_weights: how bf16 weights are updated, as for `Engine`.
-        defaults: a `RunConfig` with the effective batch size, the learning rate, and any other setting that a run has
-            unless it is given another one.
+        defaults: a `RunConfig` with the effective batch size, the learning rate, and any other setting that a run may
+            override.
 
     Raises:
         ParameterError, LossError, DataError, UserError: an argument is invalid; the message has the fix.
@@ -186,7 +186,7 @@ def make_model(job: Job, seed: int) -> Model:
 
 
 def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:
-    """Refuse a value that cannot be called with these arguments, and an object instead of a function that makes it."""
+    """Refuse a value that cannot be called with these arguments, such as an object instead of its factory."""
     form = f"a function {name}{arguments}"
     # A module is callable too, and a frequent mistake.
     if isinstance(value, nn.Module) or not callable(value):

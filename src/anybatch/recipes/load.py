@@ -104,8 +104,8 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     Args:
         name: "file.py:function" or "package.module:function", or ":Class.method"; without it, the only function there.
             A file that does not define the function is refused before it is run.
-        noun: what such a function is called in messages.
-        does: what such a function does, in the third person.
+        noun: name for such a function in messages.
+        does: its task, as a verb in the third person.
 
     Raises:
         UserError: the function does not exist, or importing it fails.
@@ -320,7 +320,7 @@ def _listed(functions: Mapping[str, Callable[..., Any]]) -> str:
 
 @contextmanager
 def _users_traceback(what: str) -> Iterator[None]:
-    """Convert an error of the user's code to one with the user's part of the traceback; ours pass unchanged."""
+    """Convert an error of the user's code to one with the user's part of the traceback; anybatch's pass unchanged."""
     try:
         yield
     except AnyBatchError:

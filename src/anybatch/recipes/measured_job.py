@@ -22,7 +22,7 @@ class MeasuredJob:
     config: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def train_spec(self) -> TrainSpec:
-        """Build what to train, with a learning rate at which parameters hardly move."""
+        """Build the `TrainSpec`, with a learning rate at which parameters hardly move."""
         job = load_recipe(self.recipe)
         assert job.defaults.learning_rate is not None
         return job.train_spec(

@@ -31,7 +31,7 @@ class Passages(Dataset[dict[str, Tensor]]):
         # Tensors of the smallest type: a list would need eight times the memory.
         self.tokens: list[Int[Tensor, " token"]] = [torch.tensor(part, dtype=torch.int32) for part in parts if part[1:]]
         if not self.tokens:
-            message = f"{len(files)} files hold no passage of at least 2 tokens. Add more text."
+            message = f"{len(files)} files contain no passage of at least 2 tokens. Add more text."
             raise DataError(message)
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ def encode_bytes(text: str) -> list[int]:
 
 
 def collate_of(layout: Layout, padded: Padded, *, boundaries: bool = False) -> Collate:
-    """Return the collate function of a layout; `boundaries` adds where packed samples begin."""
+    """Return the collate function of a layout; `boundaries` adds the starts of packed samples."""
     packed = Packed(shift=padded.shift, longest=padded.longest, boundaries=boundaries)
     layouts: dict[str, Collate] = {
         "padded": padded,

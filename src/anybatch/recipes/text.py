@@ -117,7 +117,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        hidden = 8 * width // 3  # three matrices of this size have the weights of two of 4 x width
+        hidden = 8 * width // 3  # three matrices of this size equal two of 4 x width
         self.num_heads = num_heads
         self.attention_norm = nn.RMSNorm(width)
         self.split = nn.Linear(width, 3 * width, bias=False)
@@ -279,7 +279,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
         # In place: `os.walk` does not enter folders removed from its list.
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
-            # Sorted by digest, the split does not depend on the file system's order or on the folder's path.
+            # Sorting by digest makes the split independent of the file system's order and of the folder's path.
             found[sha256(file.relative_to(root).as_posix().encode()).digest()] = file
     files = [file for _, file in sorted(found.items()) if file.is_file()]
     before = itertools.accumulate((file.stat().st_size for file in files), initial=0)

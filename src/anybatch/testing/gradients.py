@@ -1,4 +1,4 @@
-"""Failing a test when two gradients are not the same."""
+"""Fail a test if two gradients differ."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ def assert_same_gradients(
     """Fail unless the relative error over all parameters is at most `tolerance`.
 
     Raises:
-        AssertionError: with the error and the parameter that differs most.
+        AssertionError: they differ; the message has the error and the parameter that differs most.
     """
     error = relative_error(found, expected)
     if error <= tolerance:

@@ -1,7 +1,7 @@
 """Run out of memory on purpose, on any machine: enforce a budget, or fail a chosen allocation.
 
-Both count the results of torch operations, like `anybatch.memory.ledger`, but neither temporary memory inside kernels
-nor allocations of other threads. They change nothing and cost nothing outside of their contexts.
+Both count the results of torch operations, like `anybatch.memory.ledger`, but not temporary memory inside kernels or
+allocations of other threads. They change nothing and cost nothing outside of their contexts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 
 def _ledger(watcher: AllocationObserver) -> MemoryLedger:
-    """Return a ledger that also records arguments of operations: a tensor seen first as one existed before."""
+    """Return a ledger that also records arguments of operations: a tensor first seen as an argument existed before."""
 
     def book_arguments(
         func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
@@ -116,7 +116,7 @@ class AllocationFault:
     """An allocation that fails on purpose; made by `out_of_memory_at`.
 
     Attributes:
-        num_allocations: allocations of the phase, or of all, in the context so far, failed ones included.
+        num_allocations: allocations in the context so far, of the phase if one is given, including failed ones.
         failed: (operation, phase) of each allocation that failed.
         ledger: records the memory of tensors and the current phase.
     """
@@ -162,11 +162,11 @@ class AllocationFault:
 def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1) -> Iterator[AllocationFault]:
     """Let one allocation of torch raise `torch.OutOfMemoryError`: the `number`-th in the context, from 1 on.
 
-    The same program fails at the same place every time. Without a fault, `number=0`, allocations are only counted.
+    The same program fails at the same place every time. With `number=0` none fails, and allocations are only counted.
 
     Args:
         number: number of the allocation that fails.
-        phase: count only allocations in "forward" (neither of the others), "backward" (run by autograd) or
+        phase: count only allocations in "forward" (all the rest), "backward" (run by autograd) or
             "update" (in an optimizer's step); None counts all.
         times: number of faults: counting starts again after each, so that `times=2` also fails in the retry.
 

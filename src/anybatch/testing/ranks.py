@@ -1,4 +1,4 @@
-"""Real ranks in a test: processes with gloo between them, whose functions return values to the caller."""
+"""Real ranks in a test: processes connected by gloo, which run functions and return the values to the caller."""
 
 import gc
 import tempfile
@@ -31,7 +31,7 @@ class RankOutcome:
 
     Attributes:
         value: its return value.
-        error: its traceback, where it raised, or how the process died; None where it returned.
+        error: its traceback if it raised, or the way the process died; None if it returned.
     """
 
     value: Any = None
@@ -46,16 +46,16 @@ class RankPool:
     """`world_size` joined processes, which run one function after the other.
 
     Functions must be importable (defined at the top of a module). On Linux ranks are forked from one process that has
-    imported torch, so that only the first pool waits seconds for it, and all have the environment variables of that
-    time; elsewhere each rank imports it. A function that breaks the connection between ranks ruins the pool: use
-    `run_ranks` for it.
+    imported torch. So only the first pool waits seconds for the import, and all pools have the environment variables of
+    that time. Elsewhere each rank imports torch. A function that breaks the connection between ranks ruins the pool:
+    use `run_ranks` for it.
 
     Args:
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for another, and the caller for all.
-        backend: of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
+        backend: backend of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
         start_processes: ranks may start processes, such as loading workers.
-        context: how they are started; None forks a server that has imported the engine, on Linux.
+        context: the context that starts ranks; None forks a server that has imported the engine, on Linux.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            # A fork has our ends too, and a rank that held one would not hear that we have closed it.
+            # A fork inherits our ends too; a rank that kept one open would not notice that we have closed it.
             inherited = (*self._pipes, ours) if context.get_start_method() == "fork" else ()
             process = context.Process(
                 target=_serve,
@@ -84,7 +84,7 @@ class RankPool:
                 daemon=not start_processes,
             )
             process.start()
-            # Only the rank keeps its end: otherwise the pipe would not report the end of a rank that has died.
+            # Only the rank keeps its end: otherwise the pipe would stay open after a rank has died.
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -158,7 +158,7 @@ def run_ranks(
     Args:
         world_size: number of ranks.
         function: at the top of a module, so that ranks can import it.
-        *args: of the function; they are pickled.
+        *args: arguments of the function; they are pickled.
         timeout_seconds: how long a rank waits for another, and the caller for all.
     """
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
@@ -181,7 +181,7 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
     # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
     torch.set_num_threads(1)
     listen_at_loopback()
-    if "nccl" in backend:  # which takes the current device of the process
+    if "nccl" in backend:  # NCCL uses the current device of the process
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,
@@ -197,7 +197,7 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
             break
         try:
             outcome = RankOutcome(value=function(*args))
-            pipe.send(outcome)  # raises before it sends anything where the value cannot be pickled
+            pipe.send(outcome)  # if the value cannot be pickled, this raises before it sends anything
         except (Exception, SystemExit):  # noqa: BLE001 (the caller gets it as text)
             outcome = RankOutcome(error=traceback.format_exc())
             pipe.send(outcome)

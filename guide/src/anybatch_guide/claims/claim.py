@@ -72,7 +72,7 @@ def judged(claim: Claim, numbers: Numbers) -> Data:
     """
     # Measured and displayed numbers must be the same.
     if numbers.keys() != claim.numbers.keys():
-        message = f"{claim.name} measured {sorted(numbers)}, and shows {sorted(claim.numbers)}."
+        message = f"{claim.name} measured {sorted(numbers)}, but shows {sorted(claim.numbers)}."
         raise ValueError(message)
     verdict = claim.rule(numbers)
     return {

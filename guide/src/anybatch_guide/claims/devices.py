@@ -30,7 +30,7 @@ from anybatch_guide.tasks.task import cross_entropy, load
 
 EVEN, UNEVEN = (32, 32), (44, 20)
 RANKS, MESSAGE, ROUNDS = 4, 2**21, 9
-"""Ranks, numbers of float32 in a gradient, and interleaved rounds, for the cost of a reduction."""
+"""For the cost of a reduction: ranks, float32 numbers of a gradient, and interleaved rounds."""
 FIXED = ("weights", "gradients", "optimizer")
 
 
@@ -102,7 +102,7 @@ def given_twice(num_samples: int, num_ranks: int) -> int:
 
 
 def ddp_memory(emit: Emit) -> Numbers:
-    """Compare memory that does not depend on the batch: one device, each of four with DDP, and with FSDP."""
+    """Compare memory that does not depend on the batch: of one device, and of each of four with DDP and with FSDP."""
     fixed = {}
     for done, (strategy, num_ranks) in enumerate((("single", 1), ("ddp", RANKS), ("fsdp", RANKS))):
         emit_progress(emit, done, 3, strategy)

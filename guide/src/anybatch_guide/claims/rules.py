@@ -118,7 +118,7 @@ def data_parallel(numbers: Numbers) -> Verdict:
 
 
 def all_reduce_saves(numbers: Numbers) -> Verdict:
-    """Judge: faster than through one rank, and hidden in a step or not."""
+    """Judge whether it is faster than through one rank, and whether a step hides it."""
     if numbers["through_one_ratio"] < 1.2:
         return "false"
     return "true" if numbers["exposed"] < 5 else "only_if"

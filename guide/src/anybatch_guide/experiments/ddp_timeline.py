@@ -31,7 +31,7 @@ WORLDS, NUM_STEPS = (2, 4), 9
 """Numbers of ranks; number of observed steps, of which the median is used."""
 WIDTH, NUM_LAYERS, MICRO_BATCH, NUM_MICRO_BATCHES = 384, 6, 32, 4
 BUCKET_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
-"""Two layers: so the network has three buckets."""
+"""Two layers per bucket, so that the network has three buckets."""
 Batch = dict[str, Tensor]
 
 

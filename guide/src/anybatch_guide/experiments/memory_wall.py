@@ -41,7 +41,7 @@ MODELS = {
 INITIAL_REQUEST = PlanRequest(device="RTX 4090", effective_batch_size=512)
 """The initial request of the page's planner, for the second of these models."""
 _UNLIMITED_BATCH_SIZE = 1 << 20
-"""An effective batch size that no device fits in one micro-batch, so that only memory limits it."""
+"""An effective batch too large for one micro-batch on any device, so that only memory limits micro-batches."""
 
 
 def run(emit: Emit) -> Data:

@@ -5,8 +5,8 @@ smallest free block that is large enough, splits off the rest, and never moves b
 device is full, it frees segments without allocations and retries.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of version 2.13, default settings.
-Limits: new segments are assumed to lie above older ones; memory used by several streams, which is free only once all of
-them have passed, and graphs' private pools are not modelled.
+Limits: new segments are assumed to lie above older ones. Not modelled: graphs' private pools, and memory used by
+several streams, which is free only once all of them have finished with it.
 """
 
 from bisect import bisect_left, insort
@@ -181,7 +181,7 @@ class _Allocator:
         size = rounded_bytes(num_bytes)
         pool = self._pool(stream, is_small=size <= LARGEST_SMALL_BYTES)
         grow = self._expand if self._expandable else self._add_segment
-        # The order of PyTorch's `malloc`: a cached block, a new segment, and that again after emptying the cache.
+        # The order of PyTorch's `malloc`: a cached block, a new segment, and a new segment after emptying the cache.
         block = self._best_fit(pool, size) or grow(pool, size)
         if block is None:
             self.num_retries += 1

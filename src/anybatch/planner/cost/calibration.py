@@ -32,8 +32,8 @@ _LEAST_SECONDS = 1e-7
 _TIMES_AS_LARGE = 4  # on an accelerator: 30 GFLOP for the largest product
 _LONG_SECONDS = 0.05  # longer programs vary less and are measured once
 _COMPUTING: tuple[Phase, ...] = ("forward", "backward")
-_LEARNING_RATE = 1e-9  # weights stay what they are, so that nothing underflows, which is slow on CPUs
-_COLUMNS = 1000  # of elementwise programs
+_LEARNING_RATE = 1e-9  # weights hardly change, so that nothing underflows, which is slow on CPUs
+_COLUMNS = 1000  # in the tensors of elementwise programs
 
 _LINEARS = ((24, 96, 40), (48, 1500, 1500), (200, 320, 320), (200, 320, 1300), (1500, 192, 700), (250, 900, 2200))
 """(rows, inputs, outputs)."""
@@ -101,8 +101,8 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
 def rates_from(name: str, rows: Iterable[Row], *, overlaps: bool = False) -> Rates:
     """Return the rates of a device from timed operations.
 
-    Peaks are what only the fastest operations reach. The efficiency of a kind is the mean of its operations, weighted
-    by the square root of their rooflines: between the many small ones and the few large ones, which leave the cache.
+    Only the fastest operations reach the peaks. The efficiency of a kind is the mean of its operations, weighted by the
+    square root of their rooflines: a compromise between many small ones and few large ones, which exceed the cache.
 
     Args:
         name: name of the device.
@@ -263,7 +263,7 @@ def programs(times: int = 1) -> list[Callable[[], Program]]:
 
 def _enlarged(sizes: tuple[int, ...], times: int) -> tuple[int, ...]:
     images, inputs, outputs, kernel, stride, side, groups = sizes
-    # A convolution with a group for each channel keeps that.
+    # A depthwise convolution keeps one group for each channel.
     groups = groups * times if groups == inputs else groups
     return images * times, inputs * times, outputs * times, kernel, stride, side, groups
 

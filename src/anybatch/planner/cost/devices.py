@@ -27,7 +27,7 @@ class Device:
     """A device's memory and peak rates.
 
     Attributes:
-        name: as in `anybatch plan --device`.
+        name: the device's name, as in `anybatch plan --device`.
         memory_bytes: memory that a program can use (`total_memory` in torch), which is less than advertised.
         flops_per_second: peak of matrix products by number format; "fp32" also applies to all other operations.
         bytes_per_second: bandwidth of its memory.
@@ -338,14 +338,14 @@ def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
         if wanted and any(_plain(one).startswith(wanted) for one in (device.name, *device.also_called))
     ]
     if len(longer) > 1:
-        message = f"device {name!r} is one of several: {', '.join(longer)}. Say which."
+        message = f"device {name!r} is one of several: {', '.join(longer)}. Choose one."
         raise UserError(message)
     near = difflib.get_close_matches(wanted, [_plain(one) for one in names], n=3, cutoff=0.5)
     found = longer or [one for close in near for one in names if _plain(one) == close]
     meant = f" Is it {' or '.join(found)}?" if found else ""
     message = (
         f"device {name!r} is not known.{meant} Known are {', '.join(names)}. "
-        "Of any other, give its memory instead, such as 24GiB."
+        "For any other, give its memory instead, such as 24GiB."
     )
     raise UserError(message)
 

@@ -41,8 +41,8 @@ class OperationRecorder:
     A forward after a backward starts the next micro-batch.
 
     Attributes:
-        cached_result: returns an object that identifies the operation and its arguments, to compute its cost only once;
-            None for an uncached result.
+        cached_result: returns an object that identifies the operation and its arguments, so that its cost is computed
+            only once; None for an uncached result.
     """
 
     def __init__(self) -> None:
@@ -199,8 +199,8 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
 
     Attention has two products, and five in its backward, which computes the scores again; causal attention counts half,
     since kernels skip masked products. Convolutions are counted by their weights, since torch's counter treats the
-    weight gradient of a grouped convolution as dense, too large by the number of groups. Other operations use torch's
-    counter.
+    weight gradient of a grouped convolution as dense, and so multiplies it by the number of groups. Other operations
+    use torch's counter.
     """
     if kind in {"convolution", "convolution backward"}:
         return _convolution_flops(kind, args, result)

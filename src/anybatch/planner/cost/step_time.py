@@ -95,7 +95,7 @@ class Rates:
         """Return the time to launch an operation and run it at the device's peaks.
 
         Args:
-            operation: with its floating-point operations and bytes.
+            operation: the operation, with its floating-point operations and bytes.
         """
         peak = self.flops_per_second.get(operation.dtype, self.flops_per_second["fp32"])
         if operation.dtype == "fp32" and operation.kind in ("convolution", "convolution backward"):
@@ -196,7 +196,7 @@ class CostLine:
         """Return the operations at a micro-batch size.
 
         Args:
-            micro_batch_size: in samples.
+            micro_batch_size: samples of a micro-batch.
         """
         smaller, larger = self.traced
         part = (micro_batch_size - smaller) / (larger - smaller)
@@ -328,7 +328,8 @@ def step_seconds(
     """Return the time of a step on a rank that runs micro-batches of the given sizes.
 
     The first micro-batch creates the gradients, later ones add to them. If the first traced micro-batch computes more
-    than later ones (a loss across samples runs all forwards first), every one counts as the mean of the traced ones.
+    than later ones (a loss across samples runs all forwards first), every micro-batch counts as the mean of the traced
+    ones.
 
     Args:
         costs: a trace of at least one micro-batch; two also show the cost of accumulation.

@@ -187,7 +187,7 @@ def _row(
     micro_batches = workload.micro_batch_seconds(num_ranks)
     computing = sum(micro_batches)
     late = computing * workload.variation * expected_maximum(num_ranks)
-    # Reductions start when the slowest rank is ready, whose micro-batches are all slow.
+    # Reductions start when the slowest rank is ready; all of its micro-batches are slow.
     slowed = [seconds * (1.0 + late / computing) for seconds in micro_batches]
     parts = _sharded if strategy == "fsdp" else _replicated
     found = parts(workload, cluster, num_ranks, slowed, reduction)
@@ -338,7 +338,7 @@ def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> t
     """Return the parts of a forecast that were not compared with measurements of anybatch."""
     algorithms: dict[Algorithm, str] = {
         "best": "a ring or a double binary tree, whichever is faster",
-        "ring": "the textbook's ring",
+        "ring": "a textbook ring",
         "tree": "a double binary tree",
     }
     found = [algorithms[cluster.algorithm]] if cluster.algorithm in algorithms else []

@@ -31,7 +31,7 @@ class Workload:
         micro_batch: seconds of forward and backward as a function of the samples of a micro-batch.
         micro_batch_size: maximum samples of a micro-batch.
         gradient_bytes: bytes of one copy of all gradients, as communicated.
-        effective_batch_size: samples of a step over all ranks; None for shares that do not depend on the ranks.
+        effective_batch_size: samples of a step over all ranks; None if shares do not depend on the number of ranks.
         accumulation_steps: micro-batches of a rank share; None for as few as possible.
         update_seconds: time of the optimizer on a rank that updates all parameters.
         bucket_bytes: size of a bucket of gradients, and of the weights that FSDP gathers together.

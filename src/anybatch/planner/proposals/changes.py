@@ -356,7 +356,7 @@ def _of_host(ready: StepSpec) -> list[Change]:
         Change(
             name="offloading",
             how="\n".join([_OFFLOADED, *_loops(rows, 1, ready.called, "offloaded(block.forward)")]),
-            costs="what blocks save goes to the host and back over PCIe",
+            costs="saved tensors of blocks go to the host and back over PCIe",
             timed=False,
             apply=lambda train: dataclasses.replace(train, model=offloaded(train.model)),
         )

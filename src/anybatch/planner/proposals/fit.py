@@ -40,7 +40,7 @@ from anybatch.planner.trace.step_trace import trace_step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """The largest micro-batch that fits, as the step is or with a change.
+    """The largest micro-batch that fits, with or without a change of the step.
 
     Attributes:
         name: the change; empty for none.
@@ -55,7 +55,7 @@ class Fit:
         envelope: memory at any size, of the step (first or later) with the higher peak.
         asked: the requested micro-batch size; None for the largest that fits.
         seconds: time of a step; None where it cannot be predicted.
-        on_cpu: whether it is a CPU's memory, without a caching allocator.
+        on_cpu: whether the memory belongs to a CPU, which has no caching allocator.
         freely_reserved_bytes: memory that the allocator reserves at that size without a limit; None if not computed.
     """
 
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Return whether at least one sample fits, or the requested number."""
+        """Return whether the requested number of samples fits; at least one, if none was requested."""
         return self.largest >= (self.asked or 1)
 
 
@@ -219,7 +219,7 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     """Plan FSDP, with checkpointing if possible, over the smallest sufficient number of devices."""
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
     spec, _ = built(changed(spec, [] if checkpointed is None else [checkpointed]))
-    # The budget may be negative; nothing fits into one byte either.
+    # The budget may be negative; one byte has the same result, as nothing fits into it either.
     usable = max(1, target.budget.usable_bytes)
     smallest = smallest_world(dataclasses.replace(spec, strategy=shards(spec.trained)), usable)
     if smallest is None:
@@ -285,7 +285,7 @@ class Combination:
         strategy: the strategy chosen by `--fit`; empty for the requested strategy.
         spec: the step with the changes, except for a chunked loss.
         fit: the largest micro-batch that fits; None if it was not planned.
-        why: why it was not chosen; empty for the answer.
+        why: the reason why it was not chosen; empty for the answer.
         seconds: time used for ranking; None if it does not fit.
     """
 
@@ -304,7 +304,7 @@ class Combination:
 
     @property
     def fits(self) -> bool:
-        """Whether at least one sample fits, or the requested number."""
+        """Whether the requested number of samples fits; at least one, if none was requested."""
         return self.fit is not None and self.fit.fits
 
     @property
@@ -315,7 +315,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """The fastest fitting combination of the first level with one.
+    """The fastest fitting combination, of the first level that has one.
 
     Attributes:
         best: the answer; None if nothing fits.
@@ -361,7 +361,7 @@ def _named(known: Mapping[str, Change], *names: str) -> tuple[Change, ...]:
 
 
 def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
-    """Return the combination with the fewest changes, then lines, among all within 3% of the fastest.
+    """Of all combinations within 3% of the fastest, return one with the fewest changes, and then the fewest lines.
 
     Predicted times are not accurate enough to distinguish these.
     """
@@ -400,7 +400,7 @@ class _Search:
         self.tried: list[Combination] = []
 
     def level(self, spec: StepSpec, level: tuple[Change, ...]) -> Combination | None:
-        """Return the fastest fitting combination of a level, under the first strategy with one; None if none fits."""
+        """Return the fastest fitting combination of a level, under the first strategy that has one, or None."""
         first = len(self.tried)
         for name, strategy in _strategies(spec, level):
             self._of_strategy(dataclasses.replace(spec, strategy=strategy), level, name)

@@ -23,7 +23,7 @@ STATE_BLOCK: Final = 256
 MIN_8_BIT: Final = 4096
 """Parameters with fewer elements keep their state in 32 bits (`min_8bit_size` of bitsandbytes)."""
 WEIGHT_BLOCK: Final = 64
-"""Numbers of a 4-bit weight that share a scale, which is 8 bits wide itself, in blocks of 256.
+"""Numbers of a 4-bit weight that share a scale. Scales have 8 bits, and share a second scale in blocks of 256.
 
 Source: Dettmers et al. 2023, "QLoRA", section 3: NF4 with double quantization, 4.127 bits a parameter.
 """
@@ -44,7 +44,7 @@ class AdamW8bit(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Create the state of each parameter with a gradient, and change in place the same tensors as the kernel."""
+        """Create the state of each parameter with a gradient, and change the same tensors in place as the kernel."""
         del closure
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""A fake process group, whose collectives return immediately, and the memory that FSDP2 takes in its own ways."""
+"""A fake process group, whose collectives return immediately, and the memory that FSDP2 allocates in unusual ways."""
 
 import sys
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ _LISTS = frozenset({list, tuple, torch.Size})
 _NOT_BY_SHAPE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 """Tags of operations that read numbers or change the shape of their arguments."""
 _UNDESCRIBED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
-"""Operations that save memory for their backward that torch's meta kernel does not show."""
+"""Operations that save more memory for their backward than torch's meta kernel shows."""
 _META = torch.device("meta")
 _device_of = fake_device_getter()
 
@@ -44,7 +44,8 @@ _device_of = fake_device_getter()
 def fake_mode() -> FakeTensorMode:
     """Return a `FakeTensorMode` that accepts real tensors too.
 
-    Its built-in cache is off: it would only see operations missed by ours, and hashing costs as much as running them.
+    Its built-in cache is off: it would only get operations that this cache lacks, and hashing costs as much as running
+    them.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
@@ -53,7 +54,7 @@ def fake_mode() -> FakeTensorMode:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """A result that is the tensor argument of this number."""
+    """A result that is the argument tensor with this number."""
 
     number: int
 
@@ -248,7 +249,7 @@ class FakeLedger(MemoryLedger):
 
 
 def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
-    """Return whether an operation's result depends only on shapes and types, and its arguments keep theirs."""
+    """Return whether an operation's result depends only on shapes and types, and its arguments keep their shapes."""
     if getattr(func, "namespace", "") != "aten" or func in WATCHED or not _NOT_BY_SHAPE.isdisjoint(func.tags):
         return False
     name = func.overloadpacket.__name__

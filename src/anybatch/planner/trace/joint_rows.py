@@ -45,7 +45,7 @@ class AllRows(nn.Module):
         if effective_batch_size is None:
             message = (
                 "effective_batch_size is missing: the memory of a loss across samples (ab.joint) depends on it. "
-                "Give the number of samples of a step."
+                "Set it to the number of samples of a step."
             )
             raise PlanError(message)
         self._num_rows = effective_batch_size

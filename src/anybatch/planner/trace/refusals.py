@@ -61,7 +61,7 @@ def refuse_long_loop(num_operations: int) -> None:
     if num_operations > MAX_OPERATIONS:
         message = (
             f"cannot plan, will probe: the step has more than {MAX_OPERATIONS:,} operations, too many to trace. Models "
-            "that loop over tokens in Python, such as Mamba without its CUDA kernels, run several for each token: plan "
+            "that loop over tokens in Python, such as Mamba without its CUDA kernels, run several per token: plan "
             "a shorter sequence_length, or let micro_batch_size='auto' try sizes on the device."
         )
         raise CannotPlanError(message)
@@ -77,7 +77,7 @@ def not_followed(modules: nn.Module, *, offloads: bool) -> tuple[str, ...]:
     notes = []
     if any(map(is_compiled, modules.modules())):
         notes.append(
-            "the plan is for the model without torch.compile; compiled it needs less memory, 2 to 8% in publications"
+            "the plan is for the model without torch.compile, which saves 2 to 8% of the memory in publications"
         )
     if offloads:
         notes.append(

@@ -67,7 +67,7 @@ class StepSpec:
 
 
 def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
-    """Return the number of samples whose inputs are in memory together; None for those of the traced micro-batches.
+    """Return the number of samples whose inputs are in memory together; None for the traced micro-batches alone.
 
     If a loss counts items in the data, a CPU rank loads its whole share before the first micro-batch, since the divisor
     depends on it. An accelerator still receives one micro-batch at a time.

@@ -282,7 +282,7 @@ class _TwinRun:
             # The full model was in host memory; moving a module needs less device memory than gathering it later.
             self.first_event = ledger.num_events
         ledger.hold("weights", map(local_part, self.modules.parameters()))
-        # By default the optimizer would choose for the device of the fake parameters, the CPU.
+        # By default the optimizer would choose `foreach` for a CPU, the device of the fake parameters.
         choose_foreach(engine.optimizer, spec.profile)
         self._hold_gradients()
         ledger.hold_rest("gradients")  # strategies allocate only gradient buffers before a run
@@ -433,7 +433,7 @@ def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
 def _as_in_a_run(
     step: MemoryTrace, left: Sequence[Allocation], own: Sequence[bool], stays: Sequence[bool]
 ) -> MemoryTrace:
-    """Return the step with the pieces it leaves in place of the pieces it found, numbered as in `stays`.
+    """Return the step with the pieces it found replaced by the pieces it leaves, numbered as in `stays`.
 
     Pieces are numbered in the order of allocation, and the first step allocates some, such as the momentum, before
     pieces that later steps allocate again.

@@ -1,4 +1,4 @@
-"""The sizes of published language models for `anybatch plan llama-3.1-8b` and its like. No weights."""
+"""The sizes of published language models for `anybatch plan llama-3.1-8b` and similar commands, without weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class DecoderConfig:
 
     `model_type` is the form of the blocks. "gpt2": learned positions, LayerNorm, biases, an MLP of two matrices.
     "llama" and "mistral": rotary positions, RMSNorm, no biases, a gated MLP. "qwen2": Llama's with biases
-    of queries, keys and values. `num_key_value_heads` are each shared by equally many query heads.
+    of queries, keys and values. Each of the `num_key_value_heads` is shared by the same number of query heads.
     """
 
     model_type: Literal["gpt2", "llama", "mistral", "qwen2"] = "llama"
@@ -27,7 +27,7 @@ class DecoderConfig:
 
     @property
     def called(self) -> Mapping[str, str]:
-        """Map the class and the place of `Decoder`'s blocks to those in transformers' model of this type."""
+        """Map the class and path of `Decoder`'s blocks to their names in transformers' model of this type."""
         names = {
             "gpt2": ("GPT2Block", "transformer.h"),
             "llama": ("LlamaDecoderLayer", "model.layers"),

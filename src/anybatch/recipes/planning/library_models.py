@@ -23,7 +23,7 @@ _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 """Training tasks of transformers; the first one for which a model type has a class is used."""
 _UNPADDED = (
-    "planned for samples without padding, whose attention needs no mask; padded samples need one each, 1 to 5% more"
+    "planned for samples without padding, whose attention needs no mask; padded ones need masks, 1 to 5% more memory"
 )
 
 
@@ -44,7 +44,7 @@ def subject_of_library(name: str, *, sequence_length: int | None = None) -> Plan
     if having[0] == "transformers":
         config = _module("transformers").AutoConfig.for_model(model)
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-            # Any class will do; without one, labels are not shifted, and the model raises.
+            # Any token works; without one, the model cannot shift its labels, and raises.
             config.decoder_start_token_id = 0
         return subject_of_config(config, sequence_length=sequence_length)
     if sequence_length is not None:
@@ -70,7 +70,7 @@ def subject_of_config_file(path: Path, *, sequence_length: int | None = None) ->
 
 
 def subject_of_config(config: Any, *, sequence_length: int | None = None) -> PlanSubject:  # noqa: ANN401 (not a dependency)
-    """Return the model of a configuration of `transformers`, with a sample as its tokenizer would make it."""
+    """Return the model of a configuration of `transformers`, with a sample such as its tokenizer would make."""
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
     most = next(
@@ -127,7 +127,7 @@ def _subject_of_images(library: str, model: str) -> PlanSubject:
 
 
 def _pixels_of(torchvision: Any, model: str) -> int:  # noqa: ANN401 (a module)
-    """Return the side of the images that a model of torchvision was published for."""
+    """Return the image size, in pixels, that a model of torchvision was published for."""
     weights = torchvision.models.get_model_weights(model)
     crop = [one.transforms().crop_size[0] for one in list(weights)[:1]]
     return crop[0] if crop else _USUAL_PIXELS
@@ -192,7 +192,7 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
         return {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.int64)}
     if kind.main_input_name != "input_ids":
         message = (
-            f"{kind.__name__} takes {kind.main_input_name!r}, which cannot be made up. Plan it in Python, with "
+            f"{kind.__name__} takes {kind.main_input_name!r}, for which there is no sample. Plan it in Python, with "
             "a batch of one sample: ab.plan(model, optimizer, loss, batch, ...)."
         )
         raise UserError(message)
@@ -224,6 +224,6 @@ def _names(library: str, *, required: bool) -> Sequence[str]:
 def _module(library: str) -> Any:  # noqa: ANN401 (a module)
     try:
         return importlib.import_module(library)
-    except (ImportError, RuntimeError) as error:  # a torchvision for another torch raises the latter
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
         message = f"this is a model of {library}, which is not installed or cannot be imported: pip install {library}."
         raise UserError(message) from error

@@ -86,11 +86,11 @@ def plan(
     Args:
         what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a `TrainSpec`, a
             module, or a function that makes one of the last two.
-        optimizer: function `named_parameters -> optimizer`, for a module; or a name ("sgd", "adafactor", ...), for
-            anything; None: the one of `what`, or AdamW.
-        loss: for a module, as for `Engine`. A function without a loss makes a `TrainSpec`.
+        optimizer: function `named_parameters -> optimizer`, only for a module; or a name ("sgd", "adafactor", ...);
+            None: the optimizer of `what`, or AdamW.
+        loss: for a module, as for `Engine`. None: if `what` is a function, it makes a `TrainSpec`.
         sample: a batch of one sample, for a module or a `TrainSpec`; only its shapes and types are used.
-        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's; or a
+        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" is for a CPU; or a
             `Device`.
         effective_batch_size: samples of one step over all ranks; None: the size of a job or a `TrainSpec`.
         world_size: number of ranks.
@@ -137,7 +137,7 @@ def plan(
             f"effective_batch_size (--effective-batch-size) is required: {subject.name} has no default batch size."
         )
         raise UserError(message)
-    # An explicit headroom is used unchanged; a device with verified plans needs less.
+    # An explicit headroom is used unchanged; the default is smaller on a device with verified plans.
     measured = None
     if known is not None and headroom is None:
         measured = measured_of(device, subject.name, precision or "fp32", known)
@@ -265,7 +265,7 @@ def _check_types(**arguments: object) -> None:
 
 
 def _copied(train: TrainSpec) -> TrainSpec:
-    """Return a copy with new modules around the same tensors, so that changed blocks stay within the plan."""
+    """Return a copy with new modules and the same tensors: changes of its blocks do not affect the user's model."""
     if isinstance(train.optimizer, Optimizer):  # it holds these parameters, and its model is not changed
         return train
     modules = [train.model] if isinstance(train.model, nn.Module) else list(train.model.values())
@@ -275,7 +275,7 @@ def _copied(train: TrainSpec) -> TrainSpec:
 
 
 class _SameTensors(TorchFunctionMode):
-    """A mode in which a deep copy keeps the tensors themselves, also those with a graph."""
+    """A mode in which a deep copy shares all tensors, even tensors with a graph."""
 
     def __torch_function__(
         self,

@@ -21,7 +21,7 @@ class PlanSubject:
         train: builds what to train, with a new model each time.
         sample: a batch of one sample, on the CPU.
         effective_batch_size: samples of one step; None if it is not known before the model is built.
-        own_batch: the user has whole batches, so all inputs are in a CPU's memory, not one micro-batch at a time.
+        own_batch: the user makes whole batches, so a CPU's memory holds all inputs, not just one micro-batch's.
         called: names of blocks in the user's code, as in `StepSpec`.
         notes: remarks for the user about the sample.
     """

@@ -39,11 +39,11 @@ def planned_largest(
     engine = ab.Engine.from_spec(make_train_spec(), Hardware(micro_batch_size=auto))
     ```
 
-    The plan is for one rank; a rank of `all_reduce` needs the same and a communicator.
+    The plan is for one rank; a rank of `all_reduce` also needs memory for a communicator.
 
     Args:
-        train: function () -> `TrainSpec`; an existing `TrainSpec` is traced with its modules at the first batch,
-            including hooks.
+        train: function () -> `TrainSpec`; the modules of an existing `TrainSpec` are traced as they are at the first
+            batch, with their hooks.
         device: where to train; None: torch's accelerator if there is one, else the CPU.
         world_size: number of ranks.
         budget_bytes: memory for tensors; None: the free memory of the device.

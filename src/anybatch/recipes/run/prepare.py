@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
-    """A run that is ready to continue; `rest` is None when no steps are left, `num_steps` if the data has no length."""
+    """A run that is ready to continue; `rest` is None when no steps are left, `num_steps` is None without a length."""
 
     run: JobRun
     rest: Batches | None
@@ -68,7 +68,7 @@ def prepare(
         observer=observer,
         world=world,
     )
-    # Groups usually share a rate, and the line is printed once.
+    # Parameter groups usually share a rate, which is then printed once.
     run.engine.decisions.add("learning_rate", "; ".join(dict.fromkeys(map(str, run.rates))))
     if header is None:
         num_steps = num_steps_of(run.batches)
@@ -216,8 +216,6 @@ def _follow_changes(
         for _ in range(made):
             cast("Any", engine.scheduler).step()
     asked = ", ".join(changes) or "the settings of this one"
-    message = (
-        f"from step {engine.num_steps} on learning rates are those of a run of {ready.num_steps} steps with {asked}"
-    )
+    message = f"from step {engine.num_steps} on learning rates follow a run of {ready.num_steps} steps with {asked}"
     notify(observer, engine, "learning_rates_follow", message)
     return header.with_change(Stretch(engine.num_steps, settings, ready.num_steps))

@@ -35,7 +35,7 @@ NUM_EVALUATIONS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStart:
-    """The facts known before the first step of a session; `num_steps` is of the whole run, None without a length."""
+    """The facts known before the first step of a session; `num_steps` counts the whole run, None if unknown."""
 
     folder: RunFolder
     first_step: int

@@ -13,15 +13,14 @@ LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning
 
 
 def resolve_settings(job: Job, given: RunConfig, former: RunConfig | None, *, world_size: int) -> RunConfig:
-    """Return the settings of a run: the given ones, else those it had before, else the job's.
+    """Return the settings of a run: the given ones, else its earlier ones, else the job's defaults.
 
-    A new run with a micro-batch size and accumulation steps but without an effective batch size uses their product with
-    the ranks.
+    Without an effective batch size, a new run uses micro-batch size x accumulation steps x ranks, if both are given.
     """
     if former is not None and given.seed not in (None, former.seed):
         message = (
-            f"seed={given.seed} differs from seed {former.seed} of the resumed run: another seed is another order of "
-            "the samples, which would repeat some of this epoch. Leave it out, or start a new run."
+            f"seed={given.seed} differs from seed {former.seed} of the resumed run: another seed changes the order of "
+            "the samples, and would repeat some of this epoch. Leave it out, or start a new run."
         )
         raise UserError(message)
     if given.micro_batch_tokens is not None and job.lengths is None:

@@ -99,9 +99,9 @@ def start(
 ) -> JobRun:
     """Build a job's model, optimizer, scheduler and batches with the given settings, else with `job.defaults`.
 
-    The learning rate belongs to the base batch size. The scheduler is built last, so that it starts from the scaled
-    rate; `schedule_steps` is its length, None for the batches'. `hardware` are fields of `Hardware`, instead of those
-    in `config`.
+    The learning rate is the one for the base batch size. The scheduler is built last, so that it starts from the scaled
+    rate; `schedule_steps` is its length; None: the number of batches. `hardware` are fields of `Hardware`, instead of
+    those in `config`.
     """
     config = (config or RunConfig()).over(complete(job))
     size, rate = config.effective_batch_size, config.learning_rate
@@ -109,7 +109,7 @@ def start(
     assert rate is not None
     job = dataclasses.replace(job, defaults=config)
     dataset = job.dataset()
-    # The real batch size, also of the tuned rate: a step is not larger than the data set.
+    # A step is not larger than the data set; this also limits the batch size of the tuned rate.
     first = sizes_of(size)[0]
     seen = _largest_step(dataset, first)
     base = _largest_step(dataset, config.base_batch_size or first)
@@ -118,7 +118,7 @@ def start(
         learning_rate=rate,
         base_batch_size=base,
         effective_batch_size=seen,
-        # An optimizer without a known rule can still be trained at its tuned batch size.
+        # An optimizer without a known rule can still be used at its tuned batch size.
         rule=config.learning_rate_rule or ("none" if seen == base else None),
     )
     data = job.train_batches(
@@ -143,7 +143,7 @@ def start(
         words = f"steps of {size}; the learning rate is scaled to {seen:,} and stays constant over the ramp"
         engine.decisions.add("samples", words)
     elif seen < size:
-        words = f"steps of {seen:,} samples, the whole data set, instead of {size:,}; so is the learning rate"
+        words = f"steps of {seen:,} samples, the whole data set, instead of {size:,}; the learning rate too"
         engine.decisions.add("samples", words)
     return JobRun(
         job=job,

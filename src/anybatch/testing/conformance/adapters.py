@@ -25,10 +25,10 @@ LoopFault = Literal["constant divisor", "mean of means", "dropped tail", "duplic
 
 
 class EngineAdapter:
-    """`anybatch.Engine`, by its public surface.
+    """`anybatch.Engine`, through its public interface.
 
     Args:
-        strategy: as the engine's.
+        strategy: strategy of the engine.
     """
 
     name = "anybatch"
@@ -59,7 +59,7 @@ class EngineAdapter:
 
 
 def declaration(loss: LossTerms) -> Loss:
-    """Return a loss as the engine wants it declared."""
+    """Return a loss with the declaration that the engine needs."""
     terms: dict[str, EngineTerm] = {term.name: counted(term.count, weight=term.weight) for term in loss.terms}
     return sum_of(loss.function, **terms)
 
@@ -68,11 +68,11 @@ def declaration(loss: LossTerms) -> Loss:
 class HandWrittenLoop:
     """Gradient accumulation as usually written by hand.
 
-    Without fault it divides every micro-batch's sums by the counts of its window, and is right. With one:
+    Without a fault, it correctly divides every micro-batch's sums by the counts of its window. With one:
 
     - "mean of means" divides each micro-batch's mean loss by the number of micro-batches of the window;
     - "constant divisor" divides it by the number of micro-batches of a full window;
-    - "dropped tail" makes no step with a window that is not full;
+    - "dropped tail" skips the step of a window that is not full;
     - "duplicated samples" fills the last window up with the first samples, and is right otherwise.
     """
 
@@ -109,15 +109,15 @@ class HandWrittenLoop:
 
 
 def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) -> Tensor:
-    """Return a micro-batch's mean loss over a number of micro-batches, regardless of its kind."""
+    """Return a micro-batch's mean loss, of any kind, divided by a number of micro-batches."""
     means = loss.function(model, part)
     return torch.stack([term.weight * means[term.name] for term in loss.terms]).sum() / divisor
 
 
 def _share(loss: LossTerms, part: Samples, batch: Samples, model: nn.Module) -> Tensor:
-    """Return a micro-batch's sums over the counts of its window; a term that counts nothing here is left out."""
+    """Return a micro-batch's sums divided by the counts of its window, without terms that count nothing here."""
     means = loss.function(model, part)
     counts = [(term, term.count(part), term.count(batch)) for term in loss.terms]
     shares = [term.weight * means[term.name] * here / all_ for term, here, all_ in counts if here]
-    # Where nothing counts, a zero with a graph, so that the backward still runs.
+    # If nothing counts, a zero with a graph, so that the backward still runs.
     return torch.stack(shares).sum() if shares else next(iter(means.values())).nan_to_num(0.0) * 0.0

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from anybatch.testing.conformance.protocol import IGNORED, Case, LossTerm, LossTerms, Samples
 
 _NUM_FEATURES, _NUM_CLASSES, _NUM_WORDS, _WIDTH = 6, 4, 9, 12
-# Far apart, so that a mean that leaves them out is far off.
+# Far apart, so that a mean without these weights is far off.
 _CLASS_WEIGHTS = (0.2, 2.0, 1.0, 0.6)
 _AUX_WEIGHT = 0.05
 
@@ -32,7 +32,7 @@ class Classifier(nn.Module):
 
 
 class NextWord(nn.Module):
-    """Predicts each word from the mean of those before it; input and output words are one parameter."""
+    """Predicts each word from the mean of the words before it; input and output embeddings are one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class NextWord(nn.Module):
 
 
 def classifier() -> nn.Module:
-    """Return the classifier, the same one each time."""
+    """Return the classifier, with the same weights each time."""
     return _filled(Classifier().double())
 
 
 def next_word() -> nn.Module:
-    """Return the language model, the same one each time."""
+    """Return the language model, with the same weights each time."""
     return _filled(NextWord().double())
 
 
@@ -66,7 +66,7 @@ def vectors(number: int) -> dict[str, Tensor]:
 
 
 def sentences(number: int, empty: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """Return sentences of very different lengths, the same ones for the same number."""
+    """Return sentences of very different lengths, always equal for the same number."""
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(_NUM_WORDS, (number, _WIDTH), generator=generator)
     lengths = torch.randint(2, _WIDTH + 1, (number, 1), generator=generator)
@@ -97,7 +97,7 @@ def predict(model: nn.Module, samples: Samples) -> Mapping[str, Tensor]:
 
 
 def predict_and_value(model: nn.Module, samples: Samples) -> Mapping[str, Tensor]:
-    """Return that, and a mean over samples, of one forward."""
+    """Return this loss and a mean over samples, from one forward."""
     logits = model(samples["words"])
     words = F.cross_entropy(logits[:, :-1].flatten(0, 1), samples["labels"][:, 1:].flatten())
     return {"words": words, "value": (logits.mean((1, 2)) - samples["value"]).square().mean()}
@@ -125,7 +125,7 @@ CASES: tuple[Case, ...] = (
         samples=lambda: vectors(26),
         loss=OVER_SAMPLES,
         effective_batch_size=13,
-        # 13 in parts of 5, and of 4, leaves 3 and 1.
+        # 13 in parts of 5 leaves 3, and in parts of 4 leaves 1.
         micro_batch_sizes=(13, 5, 4),
     ),
     Case(

@@ -64,9 +64,9 @@ class Case:
 
     Attributes:
         name: its name in tables, such as "ragged tokens".
-        model: builds the model, the same one each time.
+        model: builds the model, with the same weights each time.
         samples: builds all samples, along the first axis of every tensor.
-        loss: what to minimise.
+        loss: the loss to minimise.
         effective_batch_size: samples of one optimizer step; the last step has the remaining ones.
         micro_batch_sizes: the splits to try.
     """

@@ -63,8 +63,7 @@ class Table:
 def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1e-12) -> Table:
     """Run a trainer on all cases.
 
-    Each step's gradient is compared with the plain un-split computation, and so are the samples of its steps, if the
-    trainer reports them.
+    Each step's gradient and, if the trainer reports them, its samples are compared with the plain un-split computation.
 
     Args:
         adapter: the trainer.
@@ -93,7 +92,7 @@ def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tole
     wrong = [number for number, error in enumerate(errors) if not error <= tolerance]  # NaN is wrong too
     if not wrong:
         return _verdict(split, max(errors), about_samples)
-    # The known faulty loops are run as references: equal gradients name the fault.
+    # The known faulty loops run as references: the one with equal gradients names the fault.
     named = [fault for fault in _NAMED if _is_fault(split, fault, steps, tolerance)]
     why = about_samples or " or ".join(named) or "another gradient"
     return _verdict(split, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
