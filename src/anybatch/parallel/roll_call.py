@@ -467,7 +467,7 @@ def _own_host() -> list[str]:
 def _has_ended(process: str) -> bool:
     """Whether a process on this host, as published by its rank, has ended; False on other hosts."""
     *host, number = json.loads(process or "[0]")
-    if host != _own_host():
+    if host != _own_host() or os.name != "posix":  # on Windows, os.kill(..., 0) sends Ctrl-C
         return False
     try:
         os.kill(number, 0)  # sends nothing
