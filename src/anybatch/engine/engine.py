@@ -369,7 +369,8 @@ class Engine:
                 random numbers cannot continue.
         """
         parts = self._parts
-        with parts.failures_reported("engine.load", self.num_steps, barrier=True):
+        # No step: after a load that failed on one rank, ranks may be at different ones.
+        with parts.failures_reported("engine.load", None, barrier=True):
             loaded = parts.load(checked_path("path", path), self._restore)
         for skipped in loaded.skipped:
             parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)

@@ -177,8 +177,8 @@ class RollCall:
         if not self._barrier:
             return
         try:
-            # Includes the name, so that ranks in different calls do not meet, and report it.
-            self._wait_in_store(default_store(), f"{self._key('met', self.number)}/{self._name}")
+            # Includes name and step, so that ranks in different calls do not meet, and report it.
+            self._wait_in_store(default_store(), f"{self._key('met', self.number)}/{self._name}/{self._step}")
         except WorldError:
             raise
         except (RuntimeError, ValueError):
