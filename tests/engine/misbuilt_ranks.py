@@ -150,8 +150,8 @@ def other_data() -> Iterator[Misbehaviour]:
     yield Misbehaviour(
         name="reads samples of another width",
         makes={"features": 7},
-        own="RuntimeError",
-        peers="RankFailedError: .*shape",
+        own="DataError: .*other samples",
+        peers="DataError: .*other samples",
     )
 
 

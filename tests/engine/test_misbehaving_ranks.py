@@ -16,6 +16,7 @@ CASES: dict[str, Strategy] = {
     "raises in backward, lingers": "fsdp",
     "raises in scheduler, lingers": "all_reduce",
     "raises in load_state_dict, goes on": "all_reduce",
+    "sets another position": "zero1",
     "raises in load_state_dict, lingers": "zero1",
     "raises in optimizer function, ends": "ddp",
     "rank 0 of three killed in backward": "all_reduce",

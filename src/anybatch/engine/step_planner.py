@@ -37,8 +37,6 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
         DataError: on every rank: shares of two ranks have exactly the same samples, processes of one rank have
             different samples, or ranks have different effective batches or data sets.
     """
-    if world.roll_call is None:
-        return
     if is_effective_batch(batch):
         # Hashes of whole numbers are the same in every process; hashes of strings are not.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
@@ -217,8 +215,9 @@ class StepPlanner:
         if num_samples != (limit or num_samples) or named not in ((), (num_samples,)):
             self._sizes.refuse_larger(num_samples)
             self._warn_of_smaller(batch, num_samples, step)
-        if not progress.is_stepped:
-            refuse_disagreement(batch, planned, self._world)
+        if not progress.is_stepped and self._world.roll_call is not None:
+            with self._world.roll_call.comparing("the first samples of a data set"):
+                refuse_disagreement(batch, planned, self._world)
         if first is not None:
             first.check_batch(batch, planned, step, check_loss=check_loss)
         return planned

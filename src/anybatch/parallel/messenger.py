@@ -25,7 +25,8 @@ _AT_ONCE = timedelta(milliseconds=1)
 _LATER = timedelta(seconds=10)
 _AT_EXIT_SECONDS, _PATIENCE_SECONDS = 0.1, 2.0
 _NOBODY_SENDS = 0  # an unused tag: messages are numbered from 1
-_TAGS = 2**31
+_NUMBERS, _SIZES = 2**19, 2**12
+"""Tags have 31 bits: the number of a message and its size. gloo aborts the process where sizes of a pair differ."""
 
 
 class Work(Protocol):
@@ -98,7 +99,7 @@ class Messenger:
 
     def start_sum(self, numbers: torch.Tensor) -> Message:
         """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks, bitwise the same on all."""
-        group, rounds, tag, timeout = self._group, self._sum_rounds, self._next_tag(), self._timeout
+        group, rounds, tag, timeout = self._group, self._sum_rounds, self._next_tag(2 * numbers.nbytes), self._timeout
         return self._start(lambda: _sum(group, rounds, numbers, tag, timeout))
 
     def start_gather(self, rows: bytearray) -> Message:
@@ -107,7 +108,7 @@ class Messenger:
         `rows` are equally long, one for each rank, ordered from this rank on: its own comes first and is already
         filled.
         """
-        group, rounds, tag, timeout = self._group, self._gather_rounds, self._next_tag(), self._timeout
+        group, rounds, tag, timeout = self._group, self._gather_rounds, self._next_tag(2 * len(rows) + 1), self._timeout
         row_bytes = len(rows) // self._num_ranks
         return self._start(lambda: _gather(group, rounds, rows, row_bytes, tag, timeout))
 
@@ -124,9 +125,10 @@ class Messenger:
         self._started.put(message)
         return message
 
-    def _next_tag(self) -> int:
+    def _next_tag(self, size: int) -> int:
+        """Return a tag that only messages of the same number and size have; others wait until `RollCall` finds out."""
         self._num_started += 1
-        return self._num_started % _TAGS or self._next_tag()
+        return (self._num_started % (_NUMBERS - 1) + 1) * _SIZES + size % (_SIZES - 1)
 
 
 def _end(

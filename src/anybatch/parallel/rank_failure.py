@@ -1,7 +1,10 @@
 """Why a rank failed, as a value for other ranks: sent through the store, or with the votes of a step."""
 
 import json
+import os
+import socket
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Self
 
 from anybatch.errors import CannotRedoError, RankFailedError
@@ -68,3 +71,22 @@ class RankFailure:
 def _engine_notes(error: BaseException) -> list[str]:
     """Return the engine's notes on an error of the user's code, such as the samples that it ran on."""
     return [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith("anybatch: ")]
+
+
+def own_host() -> list[str]:
+    """Return the name of this host and its process-number namespace, which differs between containers."""
+    namespace = Path("/proc/self/ns/pid")
+    return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process on this host, as published by its rank, has ended; False on other hosts."""
+    *host, number = json.loads(process or "[0]")
+    if host != own_host() or os.name != "posix":  # on Windows, os.kill(..., 0) sends Ctrl-C
+        return False
+    try:
+        os.kill(number, 0)  # sends nothing
+        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)  # False for another user's process, or without /proc
+    return state.split()[0] == "Z"  # its parent has not read its exit status yet

@@ -6,13 +6,11 @@ the others' positions, and keeps waiting if they may still come: a slow rank nev
 
 import json
 import os
-import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from anybatch.errors import RankFailedError, RanksDifferError, UserError, WorldError
 from anybatch.parallel.deadlock_detector import DeadlockDetector
 from anybatch.parallel.messenger import Work
-from anybatch.parallel.rank_failure import RankFailure
+from anybatch.parallel.rank_failure import RankFailure, has_ended, own_host
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 
 _PREFIX = "anybatch/roll_call"
@@ -51,6 +49,8 @@ class Whereabouts:
         name: name of the call, such as "engine.save".
         step: number of the engine's step, from 0 on; None between steps.
         barrier: the rank waits for all others before it begins.
+        phase: what the rank compares with the others, if not all calls of this name do; else empty.
+        num_waits: number of times that the rank has waited for the others in this call.
     """
 
     rank: int
@@ -58,6 +58,8 @@ class Whereabouts:
     name: str
     step: int | None
     barrier: bool
+    phase: str = ""
+    num_waits: int = 0
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -70,12 +72,16 @@ class Whereabouts:
 
     def contradicts(self, other: "Whereabouts") -> bool:
         """Whether the two ranks wait for each other forever. If call numbers differ, one is only early or late."""
+        if self.number != other.number:
+            return False
         mine = self.name, self.step, self.barrier
-        return self.number == other.number and mine != (other.name, other.step, other.barrier)
+        # A rank that has waited less often may still come to the same phase.
+        is_elsewhere = self.num_waits == other.num_waits and self.phase != other.phase
+        return mine != (other.name, other.step, other.barrier) or is_elsewhere
 
     def __str__(self) -> str:
         """Return it as a clause."""
-        return f"rank {self.rank} called {self.name}{_at(self.step)}"
+        return f"rank {self.rank} called {self.name}{_at(self.step)}{self.phase and f' and compares {self.phase}'}"
 
 
 class RollCall:
@@ -106,6 +112,7 @@ class RollCall:
         self.number = 0
         self._name = ""
         self._step: int | None = None
+        self._phase, self._num_waits = "", 0
         self._inside = False
         self._has_failed = False
         self._barrier = False
@@ -116,7 +123,7 @@ class RollCall:
         self.shards_digest = 0
         self._num_left = 0
         self._has_timed_out = False
-        _try(lambda store: store.set(f"{_PROCESS_KEY}/{rank}", json.dumps([*_own_host(), os.getpid()])))
+        _try(lambda store: store.set(f"{_PROCESS_KEY}/{rank}", json.dumps([*own_host(), os.getpid()])))
 
     @property
     def is_inside(self) -> bool:
@@ -126,7 +133,7 @@ class RollCall:
     @property
     def ended_ranks(self) -> list[int]:
         """The ranks on this host whose processes have ended without closing their engines."""
-        ended = [rank for rank in range(self._size) if _has_ended(_read(f"{_PROCESS_KEY}/{rank}"))]
+        ended = [rank for rank in range(self._size) if has_ended(_read(f"{_PROCESS_KEY}/{rank}"))]
         return [rank for rank in ended if not self._read("closed", rank) and not _read(f"{_ENDED_KEY}/{rank}")]
 
     @property
@@ -137,7 +144,8 @@ class RollCall:
     @property
     def here(self) -> Whereabouts:
         """This rank's position."""
-        return Whereabouts(self._rank, self.number, self._name, self._step, self._barrier)
+        where = self._name, self._step, self._barrier, self._phase, self._num_waits
+        return Whereabouts(self._rank, self.number, *where)
 
     def enter(self, name: str, step: int | None, *, barrier: bool) -> None:
         """Begin a call that every rank has to make. Sends nothing.
@@ -156,6 +164,7 @@ class RollCall:
         # After an error ranks may be out of step: they synchronise before they send anything.
         self.number, self._name, self._step, self._barrier = self.number + 1, name, step, barrier or self._has_failed
         self._inside, self._has_failed, self.has_agreed = True, False, False
+        self._phase, self._num_waits = "", 0
 
     def wait_at_barrier(self) -> None:
         """If this call is a barrier, wait through the store until all ranks are in it.
@@ -184,6 +193,18 @@ class RollCall:
         except (RuntimeError, ValueError):
             # The launcher has ended, and its store too. If all ranks are here, they can still save.
             return
+
+    @contextmanager
+    def comparing(self, phase: str) -> Iterator[None]:
+        """Name what this rank compares with the others, in a part of a call that ranks could enter at different times.
+
+        `phase` names it, such as "the first samples of a data set".
+        """
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""
 
     def leave(self) -> None:
         """End the call."""
@@ -376,6 +397,7 @@ class RollCall:
             # Torch's own timeout may end the next wait a little earlier.
             self._has_timed_out = patience >= left_seconds
             patience = min(patience, left_seconds)
+        self._num_waits += 1
 
     def _peer_has_failed(self, *, was_left: bool) -> bool:
         """Return whether another rank has left this call with an error.
@@ -456,25 +478,6 @@ def _read(key: str) -> str:
     found: list[str] = []
     _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
     return found[0] if found else ""
-
-
-def _own_host() -> list[str]:
-    """Return the name of this host and its process-number namespace, which differs between containers."""
-    namespace = Path("/proc/self/ns/pid")
-    return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
-
-
-def _has_ended(process: str) -> bool:
-    """Whether a process on this host, as published by its rank, has ended; False on other hosts."""
-    *host, number = json.loads(process or "[0]")
-    if host != _own_host() or os.name != "posix":  # on Windows, os.kill(..., 0) sends Ctrl-C
-        return False
-    try:
-        os.kill(number, 0)  # sends nothing
-        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)  # False for another user's process, or without /proc
-    return state.split()[0] == "Z"  # its parent has not read its exit status yet
 
 
 def _at(step: int | None) -> str:
