@@ -77,6 +77,18 @@ OLD, NEW, NEXT = (exactly(state_of(number)) for number in (1, 2, 3))
 
 
 @sees(
+    "the former checkpoint goes before the new one is in place",
+    "src/anybatch/checkpoints/folder.py",
+    """
+        disk.rename(target, former)
+        try:
+""",
+    """
+        discard(target, disk=disk)
+        try:
+""",
+)
+@sees(
     "a checkpoint is removed under its name",
     "src/anybatch/checkpoints/folder.py",
     """
@@ -182,19 +194,6 @@ def test_killed_in_the_first_save(tmp_path: Path) -> None:
             assert list_checkpoints(folder) == ()
 
 
-@sees(
-    "the former checkpoint goes before the new one is in place",
-    "src/anybatch/checkpoints/folder.py",
-    """
-        disk.rename(target, former)
-        try:
-""",
-    """
-        discard(target, disk=disk)
-        try:
-""",
-    also=["tests/checkpoints/test_interrupted.py::test_killed_at_any_operation[replace]"],
-)
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 2), st.none() | st.integers(0, 30)), max_size=6))
 @settings(max_examples=60)
