@@ -138,13 +138,13 @@ class Parts:
         )
 
     def failures_reported(
-        self, name: str, step: int, *, needs_whole_update: bool = False, barrier: bool = False
+        self, name: str, step: int | None, *, needs_whole_update: bool = False, barrier: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context of an engine call; see `failures_reported`.
 
         Args:
             name: of the call, such as "engine.step".
-            step: its number.
+            step: its number; None between steps.
             needs_whole_update: refuse the call after an interrupted update.
             barrier: wait for all ranks first; for rare calls.
 
