@@ -385,3 +385,10 @@ def test_user_code_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert f"sys.exit({code})" in said
     assert "SystemExit" in said
+
+
+def test_options_without_docstrings() -> None:
+    """Without docstrings (python -OO), options have no help, and are all there."""
+    program = "from anybatch.cli.train import make_parser; print(make_parser().format_usage())"
+    done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True, check=True)  # noqa: S603 (a fixed program)
+    assert all(f"--{word}" in done.stdout for word in OWN_OPTIONS)

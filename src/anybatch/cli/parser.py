@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from anybatch.cli.status import Status
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.collective_times import parse_link
-from anybatch.core.run_config import STANDARD, PrecisionName, RunConfig, ScalingRule
+from anybatch.core.run_config import STANDARD, RunConfig
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import FORMATS
@@ -147,16 +147,17 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str)
     )
 
 
-_TYPES: Mapping[str, tuple[Callable[[str], object], str]] = {
-    "effective_batch_size": (effective_batch_size, "N"),
-    "micro_batch_size": (micro_batch_size, "N"),
-    "learning_rate": (number, "X"),
-    "average_decay": (number, "X"),
-    "strategy": (str, "NAME"),
-    "seed": (integer, "N"),
+_PARSERS: Mapping[str, Callable[[str], object]] = {
+    "effective_batch_size": effective_batch_size,
+    "micro_batch_size": micro_batch_size,
+    "seed": integer,
 }
-"""How the settings are read, and their placeholder in the help; the others are whole numbers of at least 1."""
-_NAMES = {"learning_rate_rule": get_args(ScalingRule), "precision": get_args(PrecisionName)}
+"""How settings are read whose type alone does not determine it."""
+_BY_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
+    int: (count, "N"),
+    float: (number, "X"),
+    str: (str, "NAME"),
+}
 
 
 def add_settings(add: Callable[..., object], *names: str, **defaults: object) -> None:
@@ -165,16 +166,25 @@ def add_settings(add: Callable[..., object], *names: str, **defaults: object) ->
     The help is the text of the field. `defaults` are shown instead of the field's standard value, for the fields whose
     default is a different one in this command.
     """
-    texts = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.cleandoc(RunConfig.__doc__ or ""), re.MULTILINE)
-    for name, text in texts:
-        if name not in names:
+    # Without docstrings (python -OO) options have no help text, and work.
+    described = inspect.cleandoc(RunConfig.__doc__ or "")
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", described, re.MULTILINE))
+    for field in dataclasses.fields(RunConfig):
+        if field.name not in names:
             continue
-        default = defaults.get(name, getattr(STANDARD, name))
-        words = " ".join(text.split()).partition(" (in Python")[0]
-        read, placeholder = _TYPES.get(name, (count, "N"))
-        kind: dict[str, Any] = {"choices": _NAMES[name]} if name in _NAMES else {"type": read, "metavar": placeholder}
+        words = " ".join(texts.get(field.name, "").split()).partition(" (in Python")[0]
+        default = defaults.get(field.name, getattr(STANDARD, field.name))
         shown = words if default is None else f"{words.partition(' (default')[0]} (default: {default})"
-        add(f"--{name.replace('_', '-')}", help=shown, **kind)
+        add(f"--{field.name.replace('_', '-')}", help=shown, **_reading(field))
+
+
+def _reading(field: "dataclasses.Field[Any]") -> dict[str, Any]:
+    """Return the arguments of `add_argument` that read a value of a field's type."""
+    kind = get_args(field.type)[0]  # the others are words, other forms, or None
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    read, placeholder = _BY_TYPE[kind]
+    return {"type": _PARSERS.get(field.name, read), "metavar": placeholder}
 
 
 def settings_of(given: argparse.Namespace) -> RunConfig:

@@ -11,6 +11,7 @@ from anybatch.cli.report import add_report_files, print_report, progress_line
 from anybatch.cli.status import Status
 from anybatch.cli.torch_import import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
+from anybatch.core.batch_ramp import sizes_of
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import UserError
 
@@ -213,7 +214,7 @@ def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
         micro_batch_size=size,
         gradient_bytes=given.gradient_bytes,
         update_seconds=given.update_seconds,
-        **_common(given, given.effective_batch_size),
+        **_common(given, max(sizes_of(given.effective_batch_size)) if given.effective_batch_size else None),
     )
     return workload, "Forecast from the given times:"
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from anybatch.core.batch_ramp import BatchRamp, sizes_of
 from anybatch.core.whole_numbers import checked_int
-from anybatch.errors import AnyBatchError, BatchSizeError, UserError
+from anybatch.errors import BatchSizeError, UserError
 
 ScalingRule = Literal["linear", "sqrt", "none"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -130,10 +130,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _refuse_unknown(name: str, value: object, known: tuple[str, ...], error: type[AnyBatchError] = UserError) -> None:
+def _refuse_unknown(name: str, value: object, known: tuple[str, ...]) -> None:
     if value is not None and value not in known:
         message = f"{name}={value!r} must be one of {', '.join(map(repr, known))}, or None."
-        raise error(message)
+        raise UserError(message)
 
 
 STANDARD: Final = RunConfig(micro_batch_size="auto", precision="fp32", strategy="auto", seed=0)
