@@ -30,7 +30,9 @@ from anybatch.errors import (
     ReplicaError,
     TruncatedCheckpointError,
     UpdateFailedError,
+    warn_user,
 )
+from tests.raising import warns
 
 _PLACE: dict[str, Any] = {"rank": 1, "step": 7, "phase": "clip", "micro_batch_size": 4}
 FIELDS: list[tuple[type[AnyBatchError], dict[str, Any]]] = [
@@ -103,6 +105,16 @@ def test_contradicting_sizes_are_fields() -> None:
         ab.Engine(nn.Linear(1, 1), sgd, squares, **sizes)
     assert {name: getattr(caught.value, name) for name in sizes} == sizes
     assert caught.value.world_size == 1
+
+
+def test_errors_and_warnings_have_codes() -> None:
+    """A code is a field of every error and warning, empty where the class says it all, and survives pickling."""
+    for kind in ALL:
+        assert kind("text").code == ""
+        error = pickle.loads(pickle.dumps(kind("text", code="why")))  # noqa: S301 (made here)
+        assert (str(error), error.code) == ("text", "why")
+    with warns("why"):
+        warn_user("text", "why")
 
 
 def test_a_loss_that_is_not_finite_names_its_step() -> None:

@@ -37,6 +37,8 @@ AnyBatchError
 Every message names the problem, shows both values, and gives the fix. Fields hold the same facts for programs: rank,
 step, phase, sizes, paths. A field is None if it was not available where the error was raised. Fields survive pickling,
 so that an error can travel from one rank to another.
+
+Messages may change between versions; the field `code` of errors and warnings names the cause and does not change.
 """
 
 import inspect
@@ -50,11 +52,28 @@ class AnyBatchWarning(UserWarning):
 
     Issued once, on rank 0, with the fix; observers receive the same text as a diagnosis record. To turn it into an
     error: `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
+
+    Attributes:
+        code: short name of the cause, such as "short-batch"; empty if it has none.
     """
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class AnyBatchError(Exception):
-    """The base class of every exception that anybatch raises on purpose."""
+    """The base class of every exception that anybatch raises on purpose.
+
+    Attributes:
+        code: short name of the cause, such as "unequal-lengths"; empty if the class and its fields say it all.
+    """
+
+    # The message is the only positional argument and fields are optional keywords, so that `BaseException.__reduce__`
+    # can pickle them as (class, args, __dict__).
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class UserError(AnyBatchError, ValueError):
@@ -71,8 +90,6 @@ class BatchSizeError(UserError):
         world_size: number of ranks.
     """
 
-    # Fields are optional keywords and the message is the only positional argument, so that `BaseException.__reduce__`
-    # can pickle them as (class, args, __dict__).
     def __init__(
         self,
         message: str = "",
@@ -81,8 +98,9 @@ class BatchSizeError(UserError):
         micro_batch_size: int | None = None,
         accumulation_steps: int | None = None,
         world_size: int | None = None,
+        code: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.effective_batch_size = effective_batch_size
         self.micro_batch_size = micro_batch_size
         self.accumulation_steps = accumulation_steps
@@ -104,9 +122,15 @@ class LossError(UserError):
     """
 
     def __init__(
-        self, message: str = "", *, term: str | None = None, unit: str | None = None, cause: str | None = None
+        self,
+        message: str = "",
+        *,
+        term: str | None = None,
+        unit: str | None = None,
+        cause: str | None = None,
+        code: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.term = term
         self.unit = unit
         self.cause = cause
@@ -120,8 +144,10 @@ class LoopError(UserError):
         cause: class name of the error that the loop raised.
     """
 
-    def __init__(self, message: str = "", *, parameters: tuple[str, ...] = (), cause: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", *, parameters: tuple[str, ...] = (), cause: str | None = None, code: str = ""
+    ) -> None:
+        super().__init__(message, code=code)
         self.parameters = parameters
         self.cause = cause
 
@@ -154,8 +180,10 @@ class NonFiniteError(AnyBatchError, ArithmeticError):
         updated: whether the optimizer had already applied this step; if so, return to a checkpoint.
     """
 
-    def __init__(self, message: str = "", *, step: int | None = None, updated: bool | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", *, step: int | None = None, updated: bool | None = None, code: str = ""
+    ) -> None:
+        super().__init__(message, code=code)
         self.step = step
         self.updated = updated
 
@@ -180,8 +208,9 @@ class MemoryExhaustedError(AnyBatchError, RuntimeError):
         step: int | None = None,
         phase: str | None = None,
         micro_batch_size: int | None = None,
+        code: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.rank = rank
         self.step = step
         self.phase = phase
@@ -215,8 +244,8 @@ class UpdateFailedError(AnyBatchError, RuntimeError):
         step: number of the step, from 0 on.
     """
 
-    def __init__(self, message: str = "", *, step: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, step: int | None = None, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.step = step
 
 
@@ -227,8 +256,8 @@ class CheckpointError(AnyBatchError, RuntimeError):
         path: the checkpoint, or the file or folder in it that caused the error.
     """
 
-    def __init__(self, message: str = "", *, path: Path | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, path: Path | None = None, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.path = path
 
 
@@ -271,8 +300,9 @@ class DiskFullError(CheckpointError):
         path: Path | None = None,
         needed_bytes: int | None = None,
         free_bytes: int | None = None,
+        code: str = "",
     ) -> None:
-        super().__init__(message, path=path)
+        super().__init__(message, path=path, code=code)
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
 
@@ -289,8 +319,10 @@ class ReplicaError(WorldError):
         names: the differing parameters and buffers that were found; the search may stop early.
     """
 
-    def __init__(self, message: str = "", *, ranks: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", *, ranks: tuple[int, ...] = (), names: tuple[str, ...] = (), code: str = ""
+    ) -> None:
+        super().__init__(message, code=code)
         self.ranks = ranks
         self.names = names
 
@@ -311,8 +343,9 @@ class RanksDifferError(WorldError):
         step: int | None = None,
         names: tuple[str, ...] = (),
         meant: tuple[str, ...] = (),
+        code: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.step = step
         self.names = names
         self.meant = meant
@@ -338,8 +371,9 @@ class RankFailedError(WorldError):
         error_type: str | None = None,
         reason: str = "",
         smaller_micro_batch_size: int | None = None,
+        code: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.rank = rank
         self.step = step
         self.error_type = error_type
@@ -347,15 +381,19 @@ class RankFailedError(WorldError):
         self.smaller_micro_batch_size = smaller_micro_batch_size
 
 
-def warn_user(message: str) -> None:
+def warn_user(message: str, code: str = "") -> None:
     """Issue an `AnyBatchWarning` at the innermost line of the caller's code, outside anybatch and torch.
 
     Python shows a warning once per line and text, so a warning in every step appears once.
+
+    Args:
+        message: what was found, both values, and the fix.
+        code: short name of the cause, for programs.
     """
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, AnyBatchWarning, stacklevel=level)
+    warnings.warn(AnyBatchWarning(message, code=code), stacklevel=level)
 
 
 def _is_ours(module: str) -> bool:

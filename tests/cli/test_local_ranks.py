@@ -45,6 +45,22 @@ def rank():
 multiprocessing.get_context("fork").Process(target=rank).start()
 os.kill(os.getpid(), signal.SIGKILL)
 """
+ORDER = """
+import sys
+from multiprocessing import forkserver, resource_tracker, util
+from anybatch.parallel import fork_server
+
+def noted(name, function):
+    def call():
+        print(name)
+        return function()
+    return call
+
+resource_tracker.ensure_running = noted("tracker", resource_tracker.ensure_running)
+fork_server.get_temp_dir = noted("folder", fork_server.get_temp_dir)
+forkserver.ensure_running = noted("server", lambda: None)
+fork_server.start_fork_server()
+"""
 
 
 @pytest.fixture
@@ -211,6 +227,12 @@ def test_nothing_remains_of_a_launcher_killed_before_its_ranks_exist(folder: Pat
         assert process.wait(TIMEOUT_SECONDS) == -signal.SIGKILL
         assert wait_for_end(process.pid) == []
         assert not folders_of_multiprocessing(folder)
+
+
+def test_the_temporary_folder_is_created_just_before_the_fork_server() -> None:
+    """Nobody removes the folder of a launcher killed before its server exists, so nothing slow comes between."""
+    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, check=True)  # noqa: S603 (ours)
+    assert done.stdout.split() == ["tracker", "folder", "server"]
 
 
 def folders_of_multiprocessing(folder: Path) -> list[Path]:

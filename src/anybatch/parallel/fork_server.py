@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.util import get_temp_dir
 
@@ -43,6 +43,8 @@ def start_fork_server(*preload: str) -> ForkServerContext | SpawnContext:
     Args:
         preload: names of the modules that the server imports.
     """
+    if sys.platform == "linux":
+        resource_tracker.ensure_running()  # first: a launcher killed before its server exists leaves the folder
     context = rank_context(__name__, *preload)
     if isinstance(context, ForkServerContext):
         former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by ranks
