@@ -1,6 +1,7 @@
 """Chapter 1: effective batch = ranks x accumulation steps x micro-batch, ragged where it must be."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError
@@ -94,7 +95,7 @@ def resolve_sizes(
 
 def _check_product(world_size: int, effective: int, micro: int | None, steps: int) -> None:
     share = ceil_div(effective, world_size)
-    sizes = {
+    sizes: dict[str, Any] = {
         "effective_batch_size": effective,
         "micro_batch_size": micro,
         "accumulation_steps": steps,
