@@ -22,7 +22,7 @@ assert not {"anybatch", "anybatch_guide"} & sys.modules.keys(), (
 )
 check_imported([name for package in PACKAGES for name in shaped_modules(package.parent)])
 
-from anybatch.parallel.fork_server import rank_context  # noqa: E402 (not before its shapes are checked)
+from anybatch.parallel.launchers import rank_context  # noqa: E402 (not before its shapes are checked)
 from anybatch.testing.ranks import PRELOADED  # noqa: E402 (the same)
 from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 

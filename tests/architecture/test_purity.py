@@ -96,7 +96,6 @@ def test_environment_is_read_in_one_file() -> None:
     known = [
         PACKAGE / "parallel" / "launchers.py",
         PACKAGE / "cli" / "torch_import.py",
-        PACKAGE / "parallel" / "fork_server.py",
         GUIDE / "worker_process.py",
     ]
     found = findings(reads_environment, [path for path in python_files(*PACKAGES) if path not in known])

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from anybatch.checkpoints import save
-from anybatch.checkpoints.disk import LOCAL_DISK
+from anybatch.checkpoints.files import LOCAL_DISK
 
 
 class Crash(BaseException):

@@ -78,7 +78,7 @@ OLD, NEW, NEXT = (exactly(state_of(number)) for number in (1, 2, 3))
 
 @sees(
     "the former checkpoint goes before the new one is in place",
-    "src/anybatch/checkpoints/folder.py",
+    "src/anybatch/checkpoints/files.py",
     """
         disk.rename(target, former)
         try:
@@ -90,7 +90,7 @@ OLD, NEW, NEXT = (exactly(state_of(number)) for number in (1, 2, 3))
 )
 @sees(
     "a checkpoint is removed under its name",
-    "src/anybatch/checkpoints/folder.py",
+    "src/anybatch/checkpoints/files.py",
     """
     disk.rename(path, doomed)
     disk.sync_folder(path.parent)
@@ -149,7 +149,7 @@ def test_power_lost_at_any_operation(act: Act) -> None:
 
 @sees(
     "a new name is not brought to the disk",
-    "src/anybatch/checkpoints/folder.py",
+    "src/anybatch/checkpoints/files.py",
     """
     disk.sync_folder(target.parent)
 """,

@@ -18,7 +18,7 @@ def names(folder: Path) -> list[str]:
 
 @sees(
     "the oldest checkpoints stay",
-    "src/anybatch/checkpoints/folder.py",
+    "src/anybatch/checkpoints/files.py",
     "for path in former + current[:-keep_last]:",
     "for path in former:",
 )

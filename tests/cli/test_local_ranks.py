@@ -48,7 +48,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 ORDER = """
 import sys
 from multiprocessing import forkserver, resource_tracker, util
-from anybatch.parallel import fork_server
+from anybatch.parallel import launchers
 
 def noted(name, function):
     def call():
@@ -57,9 +57,9 @@ def noted(name, function):
     return call
 
 resource_tracker.ensure_running = noted("tracker", resource_tracker.ensure_running)
-fork_server.get_temp_dir = noted("folder", fork_server.get_temp_dir)
+launchers.get_temp_dir = noted("folder", launchers.get_temp_dir)
 forkserver.ensure_running = noted("server", lambda: None)
-fork_server.start_fork_server()
+launchers.start_fork_server()
 """
 
 

@@ -26,9 +26,8 @@ from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.data_parallel import DataParallel
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.fsdp import FSDP
-from anybatch.parallel.registry import choose_strategy
 from anybatch.parallel.single import Single
-from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.strategy import Capabilities, Strategy, choose_strategy
 from anybatch.parallel.zero1 import Zero1
 from anybatch.testing import relative_error
 from tests.engine.combined_runs import Pair, combined_runs

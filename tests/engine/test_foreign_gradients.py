@@ -16,7 +16,7 @@ import anybatch as ab
 from anybatch.core.torch_internals import num_changes
 from anybatch.errors import AnyBatchError, AnyBatchWarning, LossError, ParameterError, UserError
 from anybatch.parallel.dtensors import gather
-from anybatch.parallel.registry import choose_strategy
+from anybatch.parallel.strategy import choose_strategy
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, sgd_engine, vectors
 from tests.faults import sees

@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from anybatch.parallel.fork_server import rank_context
+from anybatch.parallel.launchers import rank_context
 from anybatch.testing.ranks import PRELOADED
 from tests.engine.misbehaving_ranks import Strategy, Verdict, run_case
 from tests.engine.misbehaviours import all_misbehaviours

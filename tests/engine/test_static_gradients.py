@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.parallel.owned_gradients import OwnedGradients
+from anybatch.parallel.gradient_buckets import OwnedGradients
 from anybatch.testing import relative_error
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -116,7 +116,7 @@ def whole(gradient: Tensor) -> Tensor:
 
 @sees(
     "static buffers: a first gradient stays in the buffer of a captured graph",
-    "src/anybatch/parallel/owned_gradients.py",
+    "src/anybatch/parallel/gradient_buckets.py",
     "parameter.grad = parameter.grad.clone()",
     "parameter.grad = parameter.grad.detach()",
 )

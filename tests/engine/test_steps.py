@@ -108,7 +108,7 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
 )
 @sees(
     "numbers of the report are this rank's own",
-    "src/anybatch/parallel/step_agreement.py",
+    "src/anybatch/parallel/agreement.py",
     "numbers = self._message[: self._num_together] if self._num_together else self._numbers",
     "numbers = self._numbers",
     cases=["2-ranks"],

@@ -14,7 +14,7 @@ from anybatch.core.records import MicroBatchRecord, Record
 from anybatch.errors import AnyBatchError, DoesNotFitError, NonFiniteError, RankFailedError
 from anybatch.norms import Exact, Ghost
 from anybatch.parallel.local_parts import local_part
-from anybatch.parallel.registry import choose_strategy
+from anybatch.parallel.strategy import choose_strategy
 from anybatch.recipes.run.session import StoppedOnRequest
 from tests.engine.cases import Batch, InMemory
 

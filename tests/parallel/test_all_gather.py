@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anybatch as ab
-from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
+from anybatch.parallel.agreement import RowLayout, gather_rows, make_gather_buffers
 from tests.ranks_fixture import Ranks
 
 KINDS = (

@@ -5,14 +5,14 @@ from unittest import mock
 
 import pytest
 
-from anybatch.parallel.deadlock_detector import DeadlockDetector
+from anybatch.parallel.rank_failure import DeadlockDetector
 from anybatch.parallel.torch_internals import HashStore
 
 
 @pytest.fixture(autouse=True)
 def _one_store() -> Iterator[None]:
     store = HashStore()
-    with mock.patch("anybatch.parallel.deadlock_detector.default_store", return_value=store):
+    with mock.patch("anybatch.parallel.rank_failure.default_store", return_value=store):
         yield
 
 

@@ -226,7 +226,7 @@ def refusals() -> dict[str, str]:
 
 @sees(
     "ranks of one model are dealt different samples",
-    "src/anybatch/parallel/model_groups.py",
+    "src/anybatch/parallel/replicas.py",
     "        if len(shared) > 1:",
     "        if len(shared) > 8:",
 )

@@ -12,7 +12,7 @@ import torch
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load, load_latest
-from anybatch.checkpoints.disk import LocalDisk
+from anybatch.checkpoints.files import LocalDisk
 from anybatch.errors import AnyBatchWarning, CheckpointError, RankFailedError
 from anybatch.testing import relative_error, run_ranks
 from tests.engine.cases import InMemory, vectors
@@ -111,7 +111,7 @@ def one_device(start: str | None = None) -> tuple[list[float], State]:
 )
 @sees(
     "rank 0 alone has an optimizer's state that is shared out",
-    "src/anybatch/parallel/sharded_update.py",
+    "src/anybatch/parallel/zero1.py",
     "                own.setdefault(number, form)\n",
     "                pass\n",
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.optimizers import CombinedOptimizer
-from anybatch.parallel.sharded_update import owners
+from anybatch.parallel.zero1 import owners
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, vectors
 from tests.faults import sees
@@ -87,13 +87,13 @@ def ends(name: str, dtype: torch.dtype) -> tuple[float, int, int]:
 
 @sees(
     "every rank updates everything",
-    "src/anybatch/parallel/sharded_update.py",
+    "src/anybatch/parallel/zero1.py",
     "parameters[:] = [parameter for parameter in parameters if id(parameter) in self._own]",
     "pass",
 )
 @sees(
     "what came together in one message stays there",
-    "src/anybatch/parallel/sharded_update.py",
+    "src/anybatch/parallel/zero1.py",
     "part.copy_(piece.view(part.shape))",
     "pass",
 )
@@ -155,7 +155,7 @@ def resumed(folder: str) -> list[float]:
 
 @sees(
     "rank 0 saves its own part of the optimizer's state alone",
-    "src/anybatch/parallel/sharded_update.py",
+    "src/anybatch/parallel/zero1.py",
     "                if self._world.rank == 0:\n",
     "                if False:\n",
 )

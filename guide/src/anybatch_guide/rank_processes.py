@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from anybatch.core.records import MicroBatchRecord, Record
 from anybatch.errors import AnyBatchError, RankFailedError
 from anybatch.memory.timeline import MemoryTimeline
-from anybatch.parallel.fork_server import rank_context
-from anybatch.parallel.launchers import listen_at_loopback
+from anybatch.parallel.launchers import listen_at_loopback, rank_context
 from anybatch.testing.ranks import PRELOADED
 from anybatch_guide.lines import NOT_SHOWN
 from anybatch_guide.native_batch import first_step

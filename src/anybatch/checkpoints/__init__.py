@@ -1,8 +1,7 @@
 """A run's state on disk: saved as a whole or not at all, checked byte by byte when it is loaded, never code."""
 
-from anybatch.checkpoints.exporting import export
-from anybatch.checkpoints.folder import list_checkpoints, step_of
-from anybatch.checkpoints.loading import LoadedCheckpoint, SkippedCheckpoint, load, load_latest
+from anybatch.checkpoints.files import list_checkpoints, step_of
+from anybatch.checkpoints.loading import LoadedCheckpoint, SkippedCheckpoint, export, load, load_latest
 from anybatch.checkpoints.saving import SavedCheckpoint, save
 
 __all__ = [

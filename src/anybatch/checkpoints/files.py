@@ -1,11 +1,19 @@
-"""The files of a checkpoint: the state, its tensors, and their digests, which are written last.
+"""The folder of a checkpoint and its files: the state, its tensors, and their digests, which are written last.
+
+```text
+step-00000120            a checkpoint
+step-00000120.replaced   also a checkpoint: the former one of that step, until the new one is in place
+step-00000120.saving     being written, or left by a killed run; never read
+step-00000120.deleting   being removed, or left by a killed run; never read
+```
+
+A folder gets a readable name by one rename, after all of it is on the disk, and loses it by one rename before any file
+is removed. So a folder with such a name is always complete.
 
 Tensors are in one file, `tensors.safetensors`, or in one file of parts for each process that saved:
-`tensors-00001-of-00004.safetensors`.
-
-All files are readable without anybatch: two are JSON, the others safetensors. They contain no code, and nothing is
-parsed before its digest is checked. Every version of the format keeps `digests.json` and `state.json` as JSON objects
-with the keys "format" and "version".
+`tensors-00001-of-00004.safetensors`. All files are readable without anybatch: two are JSON, the others safetensors.
+They contain no code, and nothing is parsed before its digest is checked. Every version of the format keeps
+`digests.json` and `state.json` as JSON objects with the keys "format" and "version".
 """
 
 import errno
@@ -13,14 +21,14 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, final
 
-from anybatch.checkpoints.disk import Disk
 from anybatch.errors import (
     CheckpointAccessError,
     DamagedCheckpointError,
@@ -37,6 +45,94 @@ _HEAD: Final = {"format": "anybatch checkpoint", "version": VERSION}
 _UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})
 """Errors of one path alone: a link in a circle, a bad sector."""
 _CURE = "Load an older checkpoint (load_latest does so automatically), and remove this one."
+
+
+class Disk(Protocol):
+    """The operations of a file system that saving needs. Each may raise OSError."""
+
+    def make_folder(self, path: Path, /) -> None:
+        """Make a folder that does not exist yet; its parent does."""
+
+    def create(self, path: Path, /) -> FileIO:
+        """Open a file that does not exist yet, to be written without a buffer."""
+
+    def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
+        """Append all of `block`."""
+
+    def sync(self, file: FileIO, /) -> None:
+        """Return once the bytes of `file` would survive a power failure."""
+
+    def sync_folder(self, path: Path, /) -> None:
+        """Return once the names in a folder would survive a power failure."""
+
+    def rename(self, path: Path, new: Path, /) -> None:
+        """Rename within a folder, in one indivisible operation; `new` does not exist."""
+
+    def remove_file(self, path: Path, /) -> None:
+        """Remove a file, or a link."""
+
+    def remove_folder(self, path: Path, /) -> None:
+        """Remove an empty folder."""
+
+    def free_bytes(self, path: Path, /) -> int:
+        """Return how many bytes can be written where the folder `path` is, or will be."""
+
+
+@final
+class LocalDisk:
+    """The file system as the operating system gives it."""
+
+    __slots__ = ()
+
+    def make_folder(self, path: Path, /) -> None:
+        """Make a folder."""
+        path.mkdir()
+
+    def create(self, path: Path, /) -> FileIO:
+        """Open a new file."""
+        # Unbuffered, so that an error comes from the write that it belongs to, and a sync leaves nothing unwritten.
+        return path.open("xb", buffering=0)
+
+    def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
+        """Append a block, repeating partial writes."""
+        unwritten = memoryview(block)
+        while unwritten:
+            unwritten = unwritten[file.write(unwritten) :]
+
+    def sync(self, file: FileIO, /) -> None:
+        """Bring a file's bytes to the disk itself."""
+        os.fsync(file.fileno())
+
+    def sync_folder(self, path: Path, /) -> None:
+        """Bring a folder's names to the disk itself."""
+        if os.name == "nt":  # Windows cannot open a folder, and syncs its names automatically
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, path: Path, new: Path, /) -> None:
+        """Rename a file or folder."""
+        path.rename(new)
+
+    def remove_file(self, path: Path, /) -> None:
+        """Remove a file or link."""
+        path.unlink()
+
+    def remove_folder(self, path: Path, /) -> None:
+        """Remove an empty folder."""
+        path.rmdir()
+
+    def free_bytes(self, path: Path, /) -> int:
+        """Return the room that an ordinary user has on the file system of `path`."""
+        # The folder itself may not have been made yet.
+        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        return shutil.disk_usage(existing).free
+
+
+LOCAL_DISK: Final = LocalDisk()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +317,137 @@ def parsed(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
+
+
+SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
+_CHECKPOINT: Final = re.compile(r"step-(\d{8,})(\.replaced)?")
+_HALF_WRITTEN: Final = re.compile(r"step-\d{8,}\.saving")
+_HALF_REMOVED: Final = re.compile(r"step-\d{8,}(\.replaced)?\.deleting")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    step = step_in_name(path)
+    assert step is not None, f"{path.name} is not the name of a checkpoint"
+    return step
+
+
+def step_in_name(path: Path) -> int | None:
+    """Return the step in a folder's name; None if it is not the name of a checkpoint."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the checkpoints in `folder` by name, oldest step first; empty if the folder does not exist.
+
+    A name that ends in ".replaced" is the former checkpoint of its step, left by a killed run.
+
+    Raises:
+        NotACheckpointError: `folder` is not a folder.
+        CheckpointAccessError: no permission to read it.
+    """
+    try:
+        paths = [path for path in Path(folder).iterdir() if _CHECKPOINT.fullmatch(path.name)]
+    except FileNotFoundError:
+        return ()
+    except NotADirectoryError as error:
+        message = f"{folder} is not a folder of checkpoints but a file. Give the folder that save was given."
+        raise NotACheckpointError(message, path=Path(folder)) from error
+    except PermissionError as error:
+        raise access_error(Path(folder), error) from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        message = f"{folder} is a symbolic link to itself. Give the folder that save was given."
+        raise NotACheckpointError(message, path=Path(folder)) from error
+    # The former checkpoint of a step comes before its replacement, so that the newest is last.
+    return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))
+
+
+def make_folders(folder: Path, *, disk: Disk) -> None:
+    """Create a folder and its missing parents, synced to survive a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    # From the top down; each name is synced before the folder is used.
+    for path in reversed(missing):
+        disk.make_folder(path)
+        disk.sync_folder(path.parent)
+
+
+def tidy(folder: Path, *, disk: Disk) -> list[str]:
+    """Remove half-written and half-removed folders of killed runs, and undo half a replacement; return failures."""
+    failures = []
+    for path in sorted(folder.iterdir()):
+        if _HALF_WRITTEN.fullmatch(path.name):
+            remove(path, disk=disk)
+        elif _HALF_REMOVED.fullmatch(path.name):
+            try:
+                remove(path, disk=disk)
+            except OSError as error:
+                failures.append(f"{path} was to be removed, and could not be: {error}.")
+        # A run killed between the two renames of `put_in_place` left only the former checkpoint.
+        elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not os.path.lexists(path.with_suffix("")):
+            disk.rename(path, path.with_suffix(""))
+    return failures
+
+
+def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
+    """Rename a written folder; an existing folder of that name stays readable under another name until then."""
+    former = target.with_suffix(REPLACED)
+    # A broken link is in the way, too.
+    if not os.path.lexists(target):
+        disk.rename(partial, target)
+    else:
+        if os.path.lexists(former):
+            discard(former, disk=disk)
+        # POSIX cannot swap two folders atomically. Between these renames the former one is readable by its name.
+        disk.rename(target, former)
+        try:
+            disk.rename(partial, target)
+        except OSError:
+            with suppress(OSError):
+                disk.rename(former, target)
+            raise
+    disk.sync_folder(target.parent)
+
+
+def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
+    """Remove the oldest checkpoints up to `step`, except `keep_last` and the new one; return failures.
+
+    Checkpoints of later steps belong to another branch of the run; they are neither counted nor removed.
+    """
+    upto = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    # A former checkpoint without its successor is the only one of its step, and counts.
+    former = [path for path in upto if path.suffix and path.with_suffix("") in upto]
+    current = [path for path in upto if path not in former]
+    failures = []
+    for path in former + current[:-keep_last]:
+        try:
+            discard(path, disk=disk)
+        except OSError as error:
+            failures.append(f"could not remove {path}, which is not needed any more: {error}.")
+    return failures
+
+
+def discard(path: Path, *, disk: Disk) -> None:
+    """Remove a checkpoint: rename it first, then remove its files."""
+    doomed = path.with_name(path.name + DELETING)
+    # After the rename, a killed process leaves nothing that looks complete.
+    disk.rename(path, doomed)
+    disk.sync_folder(path.parent)
+    remove(doomed, disk=disk)
+
+
+def remove(path: Path, *, disk: Disk) -> None:
+    """Remove a folder with its contents, or a file or link."""
+    if path.is_symlink() or not path.is_dir():
+        disk.remove_file(path)
+        return
+    for entry in sorted(path.iterdir()):
+        remove(entry, disk=disk)
+    disk.remove_folder(path)

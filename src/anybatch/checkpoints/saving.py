@@ -24,27 +24,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from anybatch.checkpoints.disk import LOCAL_DISK, Disk
 from anybatch.checkpoints.files import (
     DIGESTS,
+    LOCAL_DISK,
+    SAVING,
     STATE,
     Digest,
+    Disk,
     access_error,
     digests_bytes,
-    json_bytes,
-    part_name,
-    write_file,
-)
-from anybatch.checkpoints.folder import (
-    SAVING,
     folder_name,
+    json_bytes,
     list_checkpoints,
     make_folders,
+    part_name,
     prune,
     put_in_place,
     remove,
     step_of,
     tidy,
+    write_file,
 )
 from anybatch.checkpoints.structure import TensorPart, pack
 from anybatch.checkpoints.tensors import TensorFile, file_layout

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from anybatch.cli.rank import join, print_stopping, run_rank
 from anybatch.cli.status import Status, explain
 from anybatch.cli.train_request import PRELOADED, TrainRequest
-from anybatch.parallel.fork_server import start_fork_server
-from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables
+from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables, start_fork_server
 from anybatch.recipes.run.stop import SIGNALS
 
 _UNKNOWN = -1

@@ -1,6 +1,6 @@
 """Set before torch is imported: how its threads wait, what it logs, and no garbage collection of its modules.
 
-These are the variables that the program sets, and the library never does. Only `fork_server.py` writes to the
+These are the variables that the program sets, and the library never does. Only `parallel/launchers.py` writes to the
 environment besides: it passes a folder to its server.
 """
 

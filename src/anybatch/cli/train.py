@@ -12,7 +12,7 @@ from anybatch.cli.torch_import import frozen_imports, let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE, PRELOADED, RUNS, Resume, TrainRequest
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import UserError
-from anybatch.parallel.fork_server import start_fork_server
+from anybatch.parallel.launchers import start_fork_server
 
 _DESCRIPTION = (
     "Train a recipe at a given effective batch size: the samples of one optimizer step, over all ranks. "

@@ -50,7 +50,7 @@ from anybatch.engine.update.updater import FiniteCheck, Updater
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.local_parts import local_part
-from anybatch.parallel.model_groups import refuse_joined_kernels, refuse_whole_updates
+from anybatch.parallel.replicas import refuse_joined_kernels, refuse_whole_updates
 from anybatch.parallel.strategy import Prepared, UpdateSharding
 from anybatch.parallel.world import World
 

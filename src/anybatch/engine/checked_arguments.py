@@ -30,7 +30,7 @@ from anybatch.engine.update.precision import autocast
 from anybatch.errors import CompositionError, ParameterError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
-from anybatch.parallel.model_groups import already_sharded, refuse_misplaced
+from anybatch.parallel.replicas import already_sharded, refuse_misplaced
 from anybatch.parallel.strategy import Capabilities, Strategy, trainable
 from anybatch.parallel.world import World
 

@@ -1,6 +1,6 @@
 """Fingerprint of a step: before each update ranks compare a few digests, in the step's last message.
 
-A digest is a 20-bit checksum, so that sums of squares stay exact (`anybatch.parallel.step_agreement`). It misses one
+A digest is a 20-bit checksum, so that sums of squares stay exact (`anybatch.parallel.agreement`). It misses one
 difference in a million, and costs about 5 microseconds per step, nothing on a single rank.
 """
 

@@ -35,7 +35,7 @@ from anybatch.engine.two_pass import (
     gather_outputs,
 )
 from anybatch.errors import AnyBatchError, WorldError
-from anybatch.parallel.step_agreement import StepAbortedError, StepFailedError, StepsDifferError
+from anybatch.parallel.agreement import StepAbortedError, StepFailedError, StepsDifferError
 from anybatch.parallel.strategy import Abort
 from anybatch.parallel.world import World
 

@@ -22,9 +22,8 @@ from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.device_memory import limit_of
 from anybatch.parallel.gradient_buckets import gradient_bytes
-from anybatch.parallel.model_groups import already_sharded
-from anybatch.parallel.registry import choose_strategy
-from anybatch.parallel.strategy import Capabilities, Strategy, trainable
+from anybatch.parallel.replicas import already_sharded
+from anybatch.parallel.strategy import Capabilities, Strategy, choose_strategy, trainable
 from anybatch.parallel.world import World
 
 _ORDER = ("all_reduce", "zero1", "fsdp", "")

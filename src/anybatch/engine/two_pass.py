@@ -16,8 +16,14 @@ from anybatch.data.random_state import HostDraws
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums, accumulate
 from anybatch.engine.side_effects import trial_run
 from anybatch.errors import CannotRedoError, LossError
-from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
-from anybatch.parallel.step_agreement import StepAbortedError, StepFailedError, StepsDifferError
+from anybatch.parallel.agreement import (
+    RowLayout,
+    StepAbortedError,
+    StepFailedError,
+    StepsDifferError,
+    gather_rows,
+    make_gather_buffers,
+)
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 

@@ -224,7 +224,7 @@ class MemoryLedger(TorchDispatchMode):
         number = len(self._sizes)
         self._sizes.append(num_bytes)
         phase = self.current_phase
-        # Copies after a backward, in its micro-batch, are first gradients: see parallel/owned_gradients.py.
+        # Copies after a backward, in its micro-batch, are first gradients: see parallel/gradient_buckets.py.
         is_copy = phase == "forward" and self._is_after_backward and operation == "aten.clone.default"
         self._phases.append("backward" if is_copy else phase)
         self._operations.append(operation)

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
 from anybatch.errors import UserError
+from anybatch.parallel.agreement import StepAbortedError, StepAgreement, StepFailedError
 from anybatch.parallel.gradient_buckets import GradientBuffers
-from anybatch.parallel.model_groups import layout_of
-from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
+from anybatch.parallel.replicas import Initial, align_replicas, layout_of
 from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 

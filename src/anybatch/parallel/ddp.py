@@ -16,12 +16,20 @@ from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError, CompositionError, UserError, WorldError
-from anybatch.parallel.loss_caller import LossCaller
-from anybatch.parallel.owned_gradients import OwnedGradients
+from anybatch.parallel.agreement import StepAbortedError, StepAgreement, StepFailedError
+from anybatch.parallel.gradient_buckets import OwnedGradients
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.roll_call import RollCall
-from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
-from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
+from anybatch.parallel.strategy import (
+    Abort,
+    Capabilities,
+    LossCaller,
+    Prepared,
+    ReductionObserver,
+    Turn,
+    trainable,
+    weakly,
+)
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
 

@@ -26,26 +26,27 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.core.units import in_bytes
 from anybatch.errors import LossError, UserError, WorldError
+from anybatch.parallel.agreement import StepAgreement
 from anybatch.parallel.dtensors import SHARDED
-from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
+from anybatch.parallel.gradient_buckets import OwnedGradients
 from anybatch.parallel.local_parts import local_part
-from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
-from anybatch.parallel.model_groups import already_sharded
-from anybatch.parallel.owned_gradients import OwnedGradients
-from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.shard_watch import BackwardInLoss, ShardWatch, refuse_gradient_of
+from anybatch.parallel.replicas import Initial, align_replicas, already_sharded
 from anybatch.parallel.sharding import (
+    AllGather,
+    BackwardInLoss,
+    ReduceScatter,
     Sharding,
     ShardingGroup,
+    ShardWatch,
+    refuse_gradient_of,
     refuse_other_sharding,
     refuse_unshardable,
     shard,
     sharding_groups,
     whole_parameters,
 )
-from anybatch.parallel.step_agreement import StepAgreement
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
+from anybatch.parallel.strategy import Capabilities, LossCaller, Prepared, ReductionObserver, Turn, trainable, weakly
 from anybatch.parallel.torch_internals import (
     ShardedGroup,
     begin_as_root,

@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, RanksDifferError, UserError, WorldError
-from anybatch.parallel.deadlock_detector import DeadlockDetector
 from anybatch.parallel.messenger import Work
-from anybatch.parallel.rank_failure import RankFailure, has_ended, own_host
+from anybatch.parallel.rank_failure import DeadlockDetector, RankFailure, has_ended, own_host
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 
 _PREFIX = "anybatch/roll_call"

@@ -1,17 +1,22 @@
-"""Groups of modules that FSDP2 shards together, and the form of the shards, before a model's first forward."""
+"""The parts of `fsdp`: groups of modules and the form of their shards, collectives, and refused losses."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core.blocks import repeated_blocks
-from anybatch.errors import ParameterError
+from anybatch.core.tree import tensors_of
+from anybatch.errors import LossError, ParameterError
+from anybatch.parallel.roll_call import RollCall
+from anybatch.parallel.strategy import ReductionObserver
 from anybatch.parallel.torch_internals import carry_over, sharded_group
 from anybatch.parallel.world import World
 
@@ -207,3 +212,152 @@ def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
                 "FSDP(Sharding(param_dtype=torch.bfloat16)) computes in another type."
             )
             raise ParameterError(message)
+
+
+_SHARDS_IN_LOSS = (
+    "the loss function uses parameter {!r} outside of its block under strategy 'fsdp', where each rank holds a shard: "
+    "weights of a block are gathered only while the block runs. Compute this term in the forward of the block and "
+    "return it, or use strategy='zero1', which keeps whole weights on every rank."
+)
+_VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)
+
+
+def refuse_gradient_of(name: str) -> Callable[[object], None]:
+    """Return an autograd hook for a shard that a loss has used directly: its gradient would not be summed."""
+
+    def refuse(_: object) -> None:
+        raise LossError(_SHARDS_IN_LOSS.format(name))
+
+    return refuse
+
+
+class ShardWatch(TorchFunctionMode):
+    """Refuses operations on shards, before torch raises an unclear error or computes with parts of weights.
+
+    `names` are the trainable parameters, by the id of their shard.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (the operation's result)
+        """Run an operation unless it computes with a shard."""
+        if getattr(func, "__name__", "") not in {"__get__", "__set__"} or getattr(func, "__self__", None) in _VIEWS:
+            for one in args:
+                if id(one) in self._names:
+                    raise LossError(_SHARDS_IN_LOSS.format(self._names[id(one)]))
+        return func(*args, **(kwargs or {}))
+
+
+class BackwardInLoss:
+    """Notices a backward through a sharded module inside the loss function: it frees weights that are needed again."""
+
+    def __init__(self) -> None:
+        self._runs = False
+        self._found = False
+
+    def begin(self) -> None:
+        """Begin a call of the loss function."""
+        self._runs, self._found = True, False
+
+    def ended(self) -> bool:
+        """End the call; return whether a backward has started in it."""
+        self._runs = False
+        return self._found
+
+    def mark(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ANN401, ARG002 (a forward hook)
+        """Watch the outputs of a sharded module; a forward hook."""
+        if not self._runs or torch.compiler.is_compiling():
+            return
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._note)
+
+    def _note(self, gradient: object) -> None:  # noqa: ARG002 (a hook's signature)
+        self._found = self._found or self._runs
+
+
+# Renamed in torch 2.13, where the old names warn.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+class _Memory:
+    """FSDP2's interface for allocating the input and output memory of collectives."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for `size` numbers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Memory):
+    """Gathers the weights of a group of parameters.
+
+    `roll_call` checks for failed ranks while this one waits; None for accelerators, where torch waits.
+    """
+
+    def __init__(self, roll_call: RollCall | None) -> None:
+        self._roll_call = roll_call
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
+    ) -> dist.Work | None:
+        """Gather the shards of all ranks of the group."""
+        is_watched = self._roll_call is not None and not async_op
+        work: dist.Work | None = getattr(dist, _ALL_GATHER)(
+            output_tensor, input_tensor, group=group, async_op=async_op or is_watched
+        )
+        if self._roll_call is None or async_op or work is None:
+            return work
+        self._roll_call.wait(work)
+        return None
+
+
+class ReduceScatter(_Memory):
+    """Sums the gradients of a group of parameters; each rank keeps its shard.
+
+    `roll_call` as for `AllGather`; `on_reduction` is a function () -> the observer, or None; `number` is the group's.
+    """
+
+    def __init__(
+        self, roll_call: RollCall | None, on_reduction: Callable[[], ReductionObserver | None], number: int
+    ) -> None:
+        self._roll_call = roll_call
+        self._on_reduction = on_reduction
+        self._number = number
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
+    ) -> dist.Work | None:
+        """Sum over the ranks of the group."""
+        on_reduction = self._on_reduction()
+        if on_reduction is not None:
+            num_bytes = input_tensor.numel() * input_tensor.itemsize
+            on_reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
+        if self._roll_call is None or async_op:
+            started: dist.Work | None = getattr(dist, _REDUCE_SCATTER)(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+            return started
+        # Gloo's reduce_scatter is an all-reduce of a copy too, but ignores the timeout.
+        work = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
+        assert work is not None
+        self._roll_call.wait(work)
+        output_tensor.copy_(input_tensor.narrow(0, group.rank() * len(output_tensor), len(output_tensor)))
+        return None

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.dtypes import is_low_precision
-from anybatch.parallel.gradient_buckets import GradientBuffers
-from anybatch.parallel.owned_gradients import OwnedGradients
+from anybatch.parallel.gradient_buckets import GradientBuffers, OwnedGradients
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 

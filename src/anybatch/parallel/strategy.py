@@ -5,7 +5,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 import torch
 from jaxtyping import Float
@@ -18,6 +20,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import CutConstraints
 from anybatch.core.torch_internals import dense_values
 from anybatch.core.tree import Batch
+from anybatch.errors import UserError
 from anybatch.parallel.world import World
 
 
@@ -269,3 +272,63 @@ def weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver
     if inspect.ismethod(observer):
         return weakref.WeakMethod(observer)
     return lambda: observer
+
+
+STRATEGIES: Mapping[str, str] = MappingProxyType(
+    {
+        "single": "anybatch.parallel.single.Single",
+        "all_reduce": "anybatch.parallel.all_reduce.AllReduce",
+        "ddp": "anybatch.parallel.ddp.DDP",
+        "zero1": "anybatch.parallel.zero1.Zero1",
+        "fsdp": "anybatch.parallel.fsdp.FSDP",
+        "data_parallel": "anybatch.parallel.data_parallel.DataParallel",
+    }
+)
+"""The classes of `Engine(strategy=name)` by full name, because importing FSDP2 takes two seconds.
+
+"auto" is not listed: it resolves to one of these.
+"""
+
+
+def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded: bool = False) -> Strategy:
+    """Return the strategy of that name, or a given strategy; "auto" is "single" on one process, else "all_reduce".
+
+    For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. `engine/strategy_choice.py`
+    resolves "auto" if replicas do not fit on a device.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if not isinstance(strategy, str):
+        return strategy
+    name = strategy
+    if name == "auto":
+        name = "single" if world.num_processes == 1 else "all_reduce"
+        if already_sharded:
+            name = "fsdp"
+    if name not in STRATEGIES:
+        message = f"{strategy=} must be 'auto', {', '.join(map(repr, STRATEGIES))}, or a strategy object."
+        raise UserError(message)
+    module, _, class_name = STRATEGIES[name].rpartition(".")
+    return cast("Strategy", getattr(import_module(module), class_name)())
+
+
+class LossCaller(nn.Module):
+    """A module around everything that trains, whose forward runs any function of the user's model.
+
+    All calls in the function, `model(x)` or `model.encode(x)`, take part in the wrapper's forward and backward. Passing
+    the wrapper instead would let `wrapper.module.encode` train with unreduced gradients.
+
+    Args:
+        modules: everything that trains.
+        model: the user's object, the argument of functions.
+    """
+
+    def __init__(self, modules: nn.Module, model: object) -> None:
+        super().__init__()
+        self.modules_to_train = modules
+        self._model = (model,)  # in a tuple, so that a module is not registered twice
+
+    def forward(self, function: Callable[[object], Any]) -> Any:  # noqa: ANN401 (the loss's result)
+        """Return the function's result. The function already holds its batch, so wrappers do not move the tensors."""
+        return function(self._model[0])

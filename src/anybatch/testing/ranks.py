@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.errors import WorldError
-from anybatch.parallel.fork_server import rank_context
-from anybatch.parallel.launchers import listen_at_loopback
+from anybatch.parallel.launchers import listen_at_loopback, rank_context
 
 RankContext = ForkContext | ForkServerContext | SpawnContext
 PRELOADED = (__name__, "anybatch.engine.engine")

@@ -20,8 +20,7 @@ from anybatch.diagnostics.loop_check.recorder import LoopStopped, LoopTrace, tim
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.errors import LoopError
-from anybatch.parallel.fork_server import rank_context
-from anybatch.parallel.launchers import set_launch_variables
+from anybatch.parallel.launchers import rank_context, set_launch_variables
 from anybatch.testing.ranks import PRELOADED, RankOutcome, RankPool
 
 NUM_RANKS = 2

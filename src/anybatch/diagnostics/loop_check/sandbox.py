@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from anybatch.errors import LoopError, UserError
-from anybatch.parallel.fork_server import rank_context
+from anybatch.parallel.launchers import rank_context
 from anybatch.testing.ranks import PRELOADED
 
 ResultT = TypeVar("ResultT")

@@ -52,7 +52,7 @@ _COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anyth
 class ControlMessages:
     """The collectives of the control group in a step, after the first steps and the check of the loss.
 
-    `parallel/step_agreement.py` sums one float64 message in each step: the loss of one term, a flag for each
+    `parallel/agreement.py` sums one float64 message in each step: the loss of one term, a flag for each
     parameter, two for leaving, and a digest and its square for each of `NUM_DIGESTS`. If counts need the data,
     `World.gather_from` gathers a few numbers before it. Ranks in agreement send no other messages.
 
