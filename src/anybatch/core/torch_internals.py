@@ -4,8 +4,7 @@ Each name was verified on the versions in `SEEN`; `make matrix` verifies again. 
 public names instead or raises `UnsupportedTorchError`: it never returns a wrong number. Names that only one folder
 needs are in the `torch_internals.py` of that folder.
 
-The last argument of each function, `of`, is the module that is searched for the name, so that tests can pass one that
-lacks it.
+The last argument of each function, `of`, is the module that is searched for the name; tests pass one that lacks it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
