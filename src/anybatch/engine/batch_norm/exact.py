@@ -44,14 +44,6 @@ def accumulate_together(
     Equal to one forward and backward over all samples of all ranks: each micro-batch runs its forward up to a BatchNorm
     layer and waits there. When all have arrived, their statistics are merged, also over ranks, and they continue.
     Merging is differentiable, so all forwards form one graph with one backward.
-
-    Args:
-        context: see `accumulate`.
-        micro_batches: see `accumulate`; all of them are loaded before the first forward.
-        interceptor: replaces the normalisation in the model's layers.
-        statistics: receives the statistics of the effective batch.
-        ranks: the ranks; each must run at least one unit.
-        offload: keep saved activations on the host; None: only if micro-batches run on an accelerator.
     """
     micro_batches = _without_fillers(list(micro_batches))
     device = statistics.device

@@ -28,20 +28,7 @@ Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
 
 
 class BatchNormRunner:
-    """Runs effective batches under a policy. `constraints` and the policy contain all decisions.
-
-    Args:
-        policy: the policy.
-        modules: the model, on its device.
-        constraints: requirements of the policy on cuts.
-        ranks: the ranks, for statistics over them.
-        autocast: makes the autocast context of a forward.
-        device: device of the model.
-
-    Attributes:
-        is_idle: whether no layer needs any handling.
-        description: the policy in words; empty without BatchNorm layers.
-    """
+    """Runs effective batches under a policy. `constraints` and the policy contain all decisions."""
 
     def __init__(
         self,
@@ -93,12 +80,7 @@ class BatchNormRunner:
         return stack
 
     def accumulate(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
-        """Add up the gradient of one effective batch without changing running statistics, see `update`.
-
-        Args:
-            context: the parts that the loop uses.
-            micro_batches: this rank's, in order, each with its data on the device.
-        """
+        """Add up the gradient of one effective batch without changing running statistics, see `update`."""
         if self._constraints.every_unit:
             return self._together(context, micro_batches)
         # Around the backward too: a block that is recomputed there must be normalised in the same way.
@@ -225,11 +207,6 @@ class BatchNormRunner:
 def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_size: int) -> Policy:
     """Return the chosen policy, after a check of the model's layers.
 
-    Args:
-        norms: a policy or its name; None for the default.
-        modules: the model.
-        world_size: number of ranks.
-
     Raises:
         UserError: the name is unknown.
         ParameterError, CompositionError: a layer is not supported.
@@ -242,15 +219,7 @@ def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_si
 def refuse_policy(
     policy: Policy, modules: nn.Module, constraints: CutConstraints, needs: Capabilities, *, searches: bool
 ) -> None:
-    """Raise a `CompositionError` if the policy does not work with this strategy or these layers.
-
-    Args:
-        policy: the policy.
-        modules: the model.
-        constraints: requirements of the policy on cuts.
-        needs: capabilities and requirements of the strategy.
-        searches: whether the micro-batch size must be found by trial runs, because the device can run out of memory.
-    """
+    """Raise a `CompositionError` if the policy does not work with this strategy or these layers."""
     if constraints.every_unit and searches:
         message = (
             "micro_batch_size='auto' cannot search under norms='exact', where all micro-batches are in memory "
@@ -273,12 +242,7 @@ def refuse_policy(
 
 
 def ranks_of(strategy: Strategy, world: World) -> Ranks:
-    """Return the ranks for layers that are normalised over them.
-
-    Args:
-        strategy: sums tensors over ranks.
-        world: gathers numbers from the ranks.
-    """
+    """Return the ranks for layers that are normalised over them."""
 
     def total(tensor: Tensor) -> Tensor:
         with world.collective():

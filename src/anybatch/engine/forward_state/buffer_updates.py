@@ -30,18 +30,7 @@ _NOTHING = nullcontext()
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """One buffer, and its values in this step.
-
-    Attributes:
-        owner: the module that has the buffer.
-        name: name of the buffer in that module.
-        update: how the new value is computed.
-        before: the buffer's tensor, which the module may replace.
-        value: the value before the step.
-        found: (first sample, number of samples, value) of micro-batches that have run; for "mean" one weighted sum, for
-            "first" only the first one on this rank.
-        pooled: the new value; None until it is computed.
-    """
+    """One buffer, and its values in this step."""
 
     owner: nn.Module
     name: str
@@ -75,13 +64,6 @@ class _Pool:
 class BufferUpdates:
     """Updates chosen buffers once per effective batch.
 
-    Args:
-        chosen: the update by buffer name or pattern, such as "*.queue": the "mean" over samples, the value of the
-            "first" micro-batch, a function, or "keep" to let each micro-batch continue from the last one.
-        modules: the model.
-        strategy: sums over ranks.
-        world: the ranks.
-
     Raises:
         UserError: an update is unknown, or a pattern matches no buffer or one of an unsuitable type.
     """
@@ -96,13 +78,7 @@ class BufferUpdates:
         self._num_counted = 0
 
     def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
-        """Raise a `CompositionError` if micro-batches run twice, interleaved or in parts.
-
-        Args:
-            loss: the declared loss.
-            constraints: requirements of the BatchNorm policy.
-            needs: capabilities of the strategy.
-        """
+        """Raise a `CompositionError` if micro-batches run twice, interleaved or in parts."""
         if self._pools and (loss.kind.encode is not None or constraints.every_unit):
             what = "ab.joint" if loss.kind.encode else "norms='exact'"
             message = (
@@ -173,12 +149,7 @@ class BufferUpdates:
             pool.restore()
 
     def _new_value(self, pool: _Pool, numbers: Sequence[float]) -> Tensor:
-        """Return a buffer's new value, or the old one if no micro-batch ran.
-
-        Args:
-            pool: the buffer.
-            numbers: samples of the micro-batches that ran, by rank.
-        """
+        """Return a buffer's new value, or the old one if no micro-batch ran."""
         if callable(pool.update):
             local = [(start, number, value.cpu()) for start, number, value in pool.found]
             # In the order of the effective batch, which does not depend on the cut or the number of ranks.

@@ -33,19 +33,7 @@ _State = Mapping[str, tuple[Tensor, ...]]
 
 
 class StateWatch:
-    """Warns of state that a forward changes and reads, and of random numbers that are not keyed.
-
-    Args:
-        modules: the model.
-        chosen: names of the buffers in `Engine(buffers=...)`, which are not checked.
-        notifier: sends the warning.
-        num_ranks: number of ranks, whose states diverge.
-        keyed: torch's random numbers are keyed, so draws from other generators need a warning.
-        watches_state: check for state; otherwise only for random numbers.
-
-    Attributes:
-        draws_left: steps in which random numbers are still checked.
-    """
+    """Warns of state that a forward changes and reads, and of random numbers that are not keyed."""
 
     def __init__(
         self,
@@ -161,14 +149,7 @@ class StateWatch:
 
 
 class _ReadWatch(TorchFunctionMode):
-    """Records which of some tensors are read; a write does not count as a read.
-
-    Args:
-        states: the tensors, by name.
-
-    Attributes:
-        names: names of the tensors that were read.
-    """
+    """Records which of some tensors are read; a write does not count as a read."""
 
     def __init__(self, states: _State) -> None:
         super().__init__()

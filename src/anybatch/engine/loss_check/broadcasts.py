@@ -12,12 +12,6 @@ class BroadcastWatch(TorchFunctionMode):
 
     Predictions of shape (n, 1) and targets of shape (n,) give a matrix (n, n) of all pairs, and its mean looks like a
     normal loss.
-
-    Args:
-        num_samples: n, at least 2.
-
-    Attributes:
-        found: the broadcast in words; empty without one.
     """
 
     def __init__(self, num_samples: int) -> None:

@@ -74,20 +74,6 @@ class LossCheck:
 
     Each rank checks samples of its share, and all ranks reach the same verdict. In lockstep, all ranks run the same
     samples, and agree on every number that decides whether another run follows.
-
-    Args:
-        loss: the declared loss, or a bare function.
-        model: the argument of the loss function.
-        modules: all modules that a forward may change.
-        world: the ranks.
-        strategy: the strategy.
-        prepared: the model, prepared by the strategy.
-        decisions: receives the verdict.
-        notifier: reports the verdict to the user.
-        enabled: whether to check; if not, a bare function that returns one number is refused.
-
-    Attributes:
-        loss: the loss that the loop calls: the declared loss or the bare function.
     """
 
     def __init__(
@@ -159,11 +145,6 @@ class LossCheck:
     ) -> None:
         """Check the loss on a few samples of the effective batch, without consuming it.
 
-        Args:
-            planned: the effective batch.
-            autocast: makes the autocast context of a forward.
-            step: number of the step, from 0.
-
         Raises:
             LossError: on every rank: the loss does not match its declaration, or is one number without a declaration.
             RankFailedError: another rank failed.
@@ -180,12 +161,7 @@ class LossCheck:
         self._take(verdicts, is_cut=is_cut)
 
     def runs(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> LossRuns:
-        """Return an object that runs the loss on pieces, to compare their gradients.
-
-        Args:
-            autocast: makes the autocast context of a forward.
-            generators: generators from which a model or a loss may draw.
-        """
+        """Return an object that runs the loss on pieces, to compare their gradients."""
         names, parameters = list(self._prepared.parameters), list(self._prepared.parameters.values())
         leaves_of = (self._lockstep and self._prepared.gradient_leaves) or (lambda: parameters)
         parts = LossParts(

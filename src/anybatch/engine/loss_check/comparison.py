@@ -36,19 +36,7 @@ _Orders = tuple[list[int], list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result of the check.
-
-    Attributes:
-        kind: "holds", "broken" or "undecided".
-        reason: why it is undecided, or a caveat, as a clause.
-        is_harmless: it is undecided for a reason that does not suggest a fault.
-        fits_others: other declarations would hold too, since all these samples have equal counts.
-        error: relative difference of the parameter that differs most.
-        tolerance: largest difference that is rounding.
-        parameter: name of that parameter.
-        pieces: the samples in one piece, then in several.
-        counts: for a count that is not additive: the term, the count of all samples, the sum of the pieces' counts.
-    """
+    """The result of the check."""
 
     kind: Literal["holds", "broken", "undecided"]
     reason: str = ""
@@ -79,14 +67,7 @@ class Verdict:
 def judge(
     runs: LossRuns, source: SampleSource, *, max_samples: int = MAX_SAMPLES, agree: Agree = lambda number: number
 ) -> Verdict:
-    """Return whether pieces of some samples, weighted as declared, add up to the gradient of all of them.
-
-    Args:
-        runs: runs the loss.
-        source: the samples.
-        max_samples: maximum samples of a run.
-        agree: function (number) -> the largest of all ranks in lockstep, where it decides how many runs follow.
-    """
+    """Return whether pieces of some samples, weighted as declared, add up to the gradient of all of them."""
     if len(source.places) < 2:  # noqa: PLR2004 (one sample has no pieces)
         return Verdict(kind="undecided", reason="there is only one sample", is_harmless=True)
     source = source.repeatable()

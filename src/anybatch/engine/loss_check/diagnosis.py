@@ -32,19 +32,7 @@ _SHARES_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The fault of a declaration.
-
-    Attributes:
-        cause: "count" (it does not add up over samples), "form" (of the returned value), "encode" (the encode function
-            of ab.joint depends on other samples), "masked" (samples with a count of 0 have a gradient), "sum", "mean"
-            (over known items), "other_items" (a mean over items that are not in the batch), "no_count" (the divisor
-            does not count items), "inputs" (mixed before the model runs), "module" (samples interact inside one),
-            "broadcast", "backward", "joint" (samples interact in the loss), or "unknown".
-        says: the fault, in a sentence.
-        remedy: the fix, in a sentence or two.
-        term: the broken term; None if unknown.
-        where: name of the module for "module", "inputs of the model" for "inputs".
-    """
+    """The fault of a declaration."""
 
     cause: Cause
     says: str
@@ -61,13 +49,7 @@ _BEFOREHAND = (
 
 
 def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> Diagnosis:
-    """Return why a declaration is broken.
-
-    Args:
-        runs: runs the loss, with the same fixed draws as for the verdict.
-        verdict: a broken verdict.
-        in_lockstep: other ranks run the same samples: try only diagnoses with the same number of runs on all ranks.
-    """
+    """Return why a declaration is broken."""
     loss = runs.parts.loss
     if verdict.counts is not None:
         name, count, total = verdict.counts
@@ -102,14 +84,7 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
 
 
 def described(loss: Loss, verdict: Verdict, found: Diagnosis, *, returned_number: bool = False) -> str:
-    """Return a broken verdict and its diagnosis as a message, without the remedy.
-
-    Args:
-        loss: the declared loss.
-        verdict: verdict of the check.
-        found: the diagnosis.
-        returned_number: the function returned one number, which counts as a mean without a declaration.
-    """
+    """Return a broken verdict and its diagnosis as a message, without the remedy."""
     if found.cause in ("form", "count"):
         return found.says
     term = loss.names[0] if found.term is None else found.term

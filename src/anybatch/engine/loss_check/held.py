@@ -28,14 +28,6 @@ class HeldDraws(TorchDispatchMode):
     The mode runs below autograd, so it includes dropout in recurrent layers, in attention and in checkpointed blocks.
     The numbers vary over all axes except the first, and from draw to draw. `randperm` becomes a shift by half, which
     pairs each sample with another one.
-
-    Args:
-        constant: use one number everywhere, for samples that are not along the first axis, and for draws in a loop over
-            samples.
-
-    Attributes:
-        num_draws: number of draws so far.
-        unknown: names of random operations without a replacement, which ran unchanged.
     """
 
     def __init__(self, *, constant: bool = False) -> None:

@@ -50,19 +50,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
-    """The loss and everything that it runs with.
-
-    Attributes:
-        loss: the declared loss. A bare function that returns one number counts as a mean over samples.
-        model: the argument of the loss function.
-        modules: all trained modules.
-        device: device of the model.
-        autocast: makes the context of a forward.
-        call: runs a function with the model.
-        leaves: function () -> the tensors whose gradients are compared, by name.
-        gather: gathers a sharded tensor.
-        can_widen: whether the parameters may be replaced by wider copies.
-    """
+    """The loss and everything that it runs with."""
 
     loss: Loss
     model: Model
@@ -80,19 +68,6 @@ class LossRuns:
 
     Each run starts with the same buffers and generators, and draws and batch statistics are fixed. `autograd.grad`
     leaves `.grad`, accumulation hooks and DDP alone. `without_side_effects` around the runs restores the rest.
-
-    Args:
-        parts: the loss with its model, modules and device.
-        generators: generators from which a model or a loss may draw.
-
-    Attributes:
-        parts: the same, or wider copies temporarily.
-        draws: the random numbers.
-        value: the loss of the last run.
-        returned_number: whether the loss function has returned one number.
-        num_samples: samples that were run forward and backward.
-        seed: seed of the generators of Python, numpy and torch.
-        has_aligned_draws: Python and numpy draw the same numbers for any samples, so they explain no difference.
     """
 
     def __init__(self, parts: LossParts, generators: SeededGenerators) -> None:
@@ -152,10 +127,6 @@ class LossRuns:
         """Return the sum of the pieces' gradients, with the same weights as micro-batches in a step.
 
         The plain loop: `sum(count / total * autograd.grad(loss(piece), parameters) for piece in pieces)`.
-
-        Args:
-            pieces: pieces of the samples, in order.
-            is_full: BatchNorm uses the statistics of this run, also in later runs.
 
         Raises:
             UndecidedError: all counts are 0, or a gradient is not finite.

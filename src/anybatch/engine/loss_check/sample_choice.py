@@ -22,15 +22,7 @@ _WEIGHT_OF_COUNTS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """Samples to choose from.
-
-    Attributes:
-        places: places of all samples, in the order of the micro-batches.
-        pick: function (lists of places) -> one micro-batch for each list, on the host.
-        num_candidates: maximum number of samples to choose from.
-        real_units: places of the step's first micro-batches; empty if the batch is not cut.
-        reads_again: whether each `pick` reads a data set.
-    """
+    """Samples to choose from."""
 
     places: Sequence[int]
     pick: Callable[[Sequence[Sequence[int]]], Iterator[Batch]]

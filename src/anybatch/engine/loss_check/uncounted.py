@@ -22,14 +22,6 @@ class UncountedSums:
     For example, a focal loss over anchors is divided by the number of positives, and background alone has a loss too.
     A single forward of the first micro-batch with a count of 0 shows it, without side effects. Terms over targets are
     not checked, since they are 0 without targets.
-
-    Args:
-        loss: the declared loss.
-        model: the argument of the loss function.
-        modules: all modules that a forward may change.
-        world: the ranks.
-        autocast: makes the autocast context of a forward.
-        lockstep: every rank must run the model equally often.
     """
 
     def __init__(

@@ -20,14 +20,6 @@ class SizeBackoff:
 
     A size given by the user stays reduced, so the run equals, bit for bit, a run with the smaller size. Under "auto"
     the engine chooses the size, and tries the former one again later.
-
-    Args:
-        sizes: the sizes, which are changed in place.
-        decisions: receives each change.
-        notifier: sends each change to observers.
-
-    Attributes:
-        former_sizes: larger sizes that ran out of memory, first the initial ones; empty if none did.
     """
 
     def __init__(self, sizes: RunSizes, decisions: Decisions, notifier: Notifier) -> None:
@@ -63,15 +55,7 @@ class SizeBackoff:
             self._notifier.diagnosis("micro_batch_size_grows", f"trying {retry}")
 
     def shrink(self, plan: BatchPlan, step: int) -> tuple[int, int | None]:
-        """Reduce the sizes from now on.
-
-        Args:
-            plan: the cut that ran out of memory.
-            step: the step in which it did.
-
-        Returns:
-            The largest micro-batch before and after; None for the second if it cannot be smaller.
-        """
+        """Reduce the sizes from now on."""
         before = max(unit.num_samples for unit in plan.units)
         if self._reduced is not None:  # the retry failed
             smaller: Sizes | None = self._reduced
@@ -108,9 +92,6 @@ class SizeBackoff:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Restore sizes that the saved run found by a search or reduced, and report other changes.
-
-        Args:
-            state: of the saved run: its sizes, its decisions, and the result of `state()`.
 
         Warns:
             UserWarning: the effective batch size has changed.

@@ -56,12 +56,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledUnit:
-    """A micro-batch that represents several in a timing.
-
-    Attributes:
-        positions: positions of its samples in the effective batch.
-        factor: cost of all represented micro-batches over the cost of this one.
-    """
+    """A micro-batch that represents several in a timing."""
 
     positions: Sequence[int]
     factor: float
@@ -88,13 +83,7 @@ def sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[SampledUn
 
 
 def units_by_cap(lengths: SampleLengths, costs: TokenCosts, budget: TokenBudget) -> dict[Way, list[SampledUnit]]:
-    """Return the micro-batches that represent a step at each cap, without caps that give the same cut.
-
-    Args:
-        lengths: lengths of its samples, in one layout.
-        costs: cost of a micro-batch, and its cap if known.
-        budget: the largest cap, and the cost of tokens.
-    """
+    """Return the micro-batches that represent a step at each cap, without caps that give the same cut."""
     found: dict[Way, list[SampledUnit]] = {}
     for cap in caps_to_time(lengths, budget) if costs.cut_at is None else [costs.cut_at]:
         units = sampled_units(lengths, dataclasses.replace(costs, cut_at=cap).settled(budget))
@@ -125,17 +114,7 @@ def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
 def seconds_of_steps(
     runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]], *, drops_slow: bool = True
 ) -> tuple[dict[K, float], dict[K, str]]:
-    """Time the micro-batches of a step in several ways, interleaved, so that a slower machine slows all ways.
-
-    Args:
-        runs: makes trial runs.
-        loads: loads samples in the layout of each way.
-        units: the micro-batches that represent a step, by way.
-        drops_slow: run clearly slower ways only once; False if ranks, which have separate clocks, must run the same.
-
-    Returns:
-        Seconds of all micro-batches of a step by way, and the reason (a clause) for each way that could not be timed.
-    """
+    """Time the micro-batches of a step in several ways, interleaved, so that a slower machine slows all ways."""
     loaded = {way: [loads[way](unit.positions) for unit in chosen] for way, chosen in units.items()}
     times: dict[K, list[list[float]]] = {way: [[] for _ in chosen] for way, chosen in units.items()}
     failed: dict[K, str] = {}
@@ -191,17 +170,7 @@ def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialParts:
-    """The parts for trial runs of the first batch.
-
-    Attributes:
-        context: the parts that the loop uses.
-        modules: the model.
-        execute: runs micro-batches on this rank alone.
-        clear: clears gradients.
-        optimizer_is_new: the optimizer has no state yet.
-        precision: name of the precision, part of the key of a cached size.
-        loss_runs: function (generators) -> runs of the loss, to compare gradients.
-    """
+    """The parts for trial runs of the first batch."""
 
     context: LoopContext
     modules: nn.Module
@@ -241,13 +210,7 @@ class TrialParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundBudget:
-    """The result of the trial runs.
-
-    Attributes:
-        costs: cost of a micro-batch and its cap, in the chosen layout.
-        packed: whether to pack; None without a choice.
-        layout: the choice in words; empty without a choice.
-    """
+    """The result of the trial runs."""
 
     costs: TokenCosts
     packed: bool | None = None
@@ -255,14 +218,7 @@ class FoundBudget:
 
 
 class BudgetTrials:
-    """Trial runs under a token budget. All ranks run them, and rank 0's clock decides for all.
-
-    Args:
-        world: the ranks.
-        trial: the parts for trial runs.
-        budget: the user's budget.
-        clock: monotonic time in seconds.
-    """
+    """Trial runs under a token budget. All ranks run them, and rank 0's clock decides for all."""
 
     def __init__(self, world: World, trial: TrialParts, budget: TokenBudget, clock: Callable[[], float]) -> None:
         self._world = world
@@ -271,12 +227,7 @@ class BudgetTrials:
         self._clock = clock
 
     def find(self, batch: Any, known: TokenCosts | None) -> FoundBudget:  # noqa: ANN401 (any nested batch)
-        """Return the cost of a micro-batch, and the layout if the batch allows both.
-
-        Args:
-            batch: the first batch.
-            known: the cost of a micro-batch, if given by the user or a checkpoint.
-        """
+        """Return the cost of a micro-batch, and the layout if the batch allows both."""
         lengths = lengths_of(batch)
         if lengths is None:  # the planner refuses it
             return FoundBudget(costs=known or assumed("the batch has no lengths"))

@@ -34,11 +34,6 @@ class OomHalving:
     """Runs samples in pieces, and halves the pieces after out of memory; a reduced size is kept.
 
     Correct only if a piece that fails has changed nothing, and no other rank waits for it.
-
-    Args:
-        device: the device that may run out of memory.
-        alone: no other rank takes part. Otherwise nothing is split, and out of memory is an error.
-        notify: called at each reduction, with the size that did not fit and the next one.
     """
 
     def __init__(self, device: torch.device, notify: Callable[[int, int], None], *, alone: bool) -> None:
@@ -96,12 +91,7 @@ _REPEATED = "Detecting changes of a batch before its step is repeated"
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """An attempt of a step that ended because a rank ran out of memory.
-
-    Attributes:
-        phase: the phase in which this rank ran out; None if another rank did.
-        message: torch's message.
-    """
+    """An attempt of a step that ended because a rank ran out of memory."""
 
     phase: PhaseName | None = None
     message: str | None = None
@@ -116,18 +106,7 @@ class Abortable(Protocol):
 
 
 class OomRetry:
-    """Prepares a step to run again with smaller micro-batches.
-
-    Args:
-        state: buffers and generators, copied at the beginning of each step.
-        world: the ranks.
-        backoff: reduces the size.
-        notifier: reports each retry.
-        resident: the memory that a step always needs, for the error if nothing fits.
-        clear: clears gradients.
-        executor: runs the micro-batches, and is aborted.
-        impossible: why a step cannot be repeated, a clause; empty if it can.
-    """
+    """Prepares a step to run again with smaller micro-batches."""
 
     def __init__(
         self,
@@ -159,15 +138,6 @@ class OomRetry:
     def retry_smaller_or_raise(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
         """Undo the failed attempt on all ranks, and reduce the micro-batches from now on.
 
-        Args:
-            failed: the failure on this rank.
-            plan: the plan that did not fit.
-            step: number of the step.
-            tried: sizes that did not fit earlier in this step.
-
-        Returns:
-            The micro-batch size that did not fit.
-
         Raises:
             DoesNotFitError: the smallest micro-batches do not fit on this rank; parameters are unchanged.
             RankFailedError: they do not fit on another rank.
@@ -187,12 +157,7 @@ class OomRetry:
         return before
 
     def too_large_to_plan(self, torch_message: str, step: int) -> DoesNotFitError:
-        """Return the error for a step that ran out of memory while its samples were loaded to plan it.
-
-        Args:
-            torch_message: torch's message.
-            step: number of the step.
-        """
+        """Return the error for a step that ran out of memory while its samples were loaded to plan it."""
         message = (
             f"out of memory in phase 'load' of step {step} (counted from 0), while loading samples to plan it. "
             f"Parameters and optimizer are as before the step. {self._resident.remedy()} A smaller micro_batch_size "
@@ -241,9 +206,6 @@ class InputVersions:
     """Version counters of a batch's tensors, to detect writes to the batch before a step is repeated.
 
     Effective batches that load their samples for each attempt have no tensors to track.
-
-    Args:
-        batch: the argument of `Engine.step`.
     """
 
     def __init__(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
@@ -272,14 +234,7 @@ class InputVersions:
 
 
 def why_impossible(prepared: Prepared, needs: Capabilities, constraints: CutConstraints, world: World) -> str:
-    """Return why a step cannot be repeated after out of memory, as a clause; empty if it can.
-
-    Args:
-        prepared: the model, prepared by the strategy.
-        needs: capabilities and requirements of the strategy.
-        constraints: requirements of the BatchNorm policy.
-        world: the ranks.
-    """
+    """Return why a step cannot be repeated after out of memory, as a clause; empty if it can."""
     if prepared.abort is None:
         return f"strategy {needs.name!r} cannot abort a step (strategy='all_reduce' can)"
     if world.size > 1 and constraints.joins_ranks:

@@ -97,14 +97,7 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class FoundSize:
-    """A size and the reason for it.
-
-    Attributes:
-        size: samples of one micro-batch; None for the whole rank share, regardless of its size.
-        words: the size and the trials in words.
-        rate: samples per second of forward and backward over all ranks; None if nothing was timed.
-        layout: padded or packed, and why; empty without a choice.
-    """
+    """A size and the reason for it."""
 
     size: int | None
     words: str
@@ -114,14 +107,7 @@ class FoundSize:
 
 @dataclass(frozen=True, slots=True)
 class _AgreedResult:
-    """The result of a trial run on all ranks: the worst outcome, the slowest rank.
-
-    Attributes:
-        outcome: see `TrialResult`.
-        seconds: seconds of one full micro-batch.
-        step_seconds: seconds of all micro-batches of a rank share.
-        may_double: whether there is memory for twice the size.
-    """
+    """The result of a trial run on all ranks: the worst outcome, the slowest rank."""
 
     outcome: str
     seconds: float
@@ -131,15 +117,7 @@ class _AgreedResult:
 
 @dataclass(slots=True, kw_only=True)
 class _Doubling:
-    """The result of doubling the size.
-
-    Attributes:
-        seconds: seconds of one micro-batch, by size.
-        steps: seconds of a rank share, by size.
-        largest: the largest size known to fit; 0 for none.
-        too_large: the smallest size that did not fit; None for none.
-        ended: why larger sizes were not tried.
-    """
+    """The result of doubling the size."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
@@ -149,18 +127,7 @@ class _Doubling:
 
 
 class Search:
-    """Finds a micro-batch size by trial runs. All ranks run the same sizes, and get the same result.
-
-    Args:
-        runs: runs micro-batches on this rank.
-        world: the ranks.
-        share: samples of the largest rank share.
-        num_in_batch: samples of the effective batch.
-        auto: cache and time limit.
-        room: the free memory; None if out of memory raises an error that can be caught.
-        group: micro-batches hold whole groups of this many samples.
-        optimizer_is_new: the optimizer has no state yet, so its first step needs more memory than a trial run.
-    """
+    """Finds a micro-batch size by trial runs. All ranks run the same sizes, and get the same result."""
 
     def __init__(
         self,
@@ -191,13 +158,7 @@ class Search:
         self._line: SecondsFit | None = None
 
     def plan(self, planned: int | None, unplanned: str = "") -> None:
-        """Limit the search to the planned size, try fewer sizes, and restart the clock.
-
-        Args:
-            planned: the largest size that is planned to fit; None for no plan. Rounded down to whole groups, but at
-                least one.
-            unplanned: why a requested plan could not be made; empty otherwise.
-        """
+        """Limit the search to the planned size, try fewer sizes, and restart the clock."""
         # Parts of the share hold whole groups; the whole share may end with an incomplete one.
         if planned is not None and planned < self._share:
             planned = max(1, planned // self._group) * self._group

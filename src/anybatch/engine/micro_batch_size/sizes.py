@@ -29,21 +29,6 @@ MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None
 class RunSizes:
     """The sizes of a run on one world, and whether the micro-batch size is still unknown.
 
-    Args:
-        world: the ranks.
-        effective_batch_size: see `Engine`, also for the others.
-        micro_batch_size: "auto", or an `Auto`, is resolved on the first batch.
-        accumulation_steps: micro-batches per rank and step.
-        deal: "balanced" or "fixed".
-        constraints: requirements of the BatchNorm policy and the strategy on cuts.
-
-    Attributes:
-        constraints: the argument.
-        sizes: the sizes known so far.
-        searches: whether a size is still unknown.
-        is_auto: whether the engine chooses the micro-batch size.
-        may_run_out: whether the device can run out of memory, so that even an untimed size needs a trial run.
-
     Raises:
         BatchSizeError: a size is below 1, or the three contradict each other.
     """
@@ -139,14 +124,6 @@ class RunSizes:
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Resolve "auto" on the first batch, and restore everything that the trial runs change.
-
-        Args:
-            batch: any nested batch, or an effective batch.
-            trial: the parts for trial runs.
-            position: position in the data.
-
-        Returns:
-            The size and the reason for it.
 
         Raises:
             BatchSizeError: not even one sample fits, or the batch is larger than the effective batch size.
@@ -348,13 +325,7 @@ class RunSizes:
 
 
 class _FirstBatch:
-    """The first effective batch, planned without a cut, and this rank's share of it.
-
-    Args:
-        batch: the batch.
-        world: the ranks.
-        position: position in the data.
-    """
+    """The first effective batch, planned without a cut, and this rank's share of it."""
 
     def __init__(self, batch: Any, world: World, position: Position) -> None:  # noqa: ANN401 (any nested batch)
         self._batch = batch

@@ -21,13 +21,7 @@ Runs = Callable[[Batch, int], TrialRuns]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """The cost of a micro-batch.
-
-    Attributes:
-        fixed_tokens: fixed cost of a micro-batch, in tokens.
-        cut_at: maximum tokens of a micro-batch, at most the budget; None if not chosen yet.
-        words: the fixed cost and its source, in words.
-    """
+    """The cost of a micro-batch."""
 
     fixed_tokens: float
     cut_at: int | None = None
@@ -50,12 +44,6 @@ def measured_costs(runs: Runs, load: Load, lengths: SampleLengths, budget: Token
 
     The fixed cost decides whether small micro-batches are joined, so small ones are timed. In a large one, whose
     activations exceed the processor's caches, a token may take longer.
-
-    Args:
-        runs: makes trial runs.
-        load: loads samples.
-        lengths: lengths of the batch's samples.
-        budget: the cost of a sample.
     """
     pieces = micro_batches_to_time(lengths, budget)
     if pieces is None:

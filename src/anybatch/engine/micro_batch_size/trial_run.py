@@ -26,13 +26,7 @@ _NEITHER = Turn(first=False, last=False)
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of a trial run.
-
-    Attributes:
-        outcome: "failed" is any error other than out of memory.
-        seconds: seconds of forward and backward, for each micro-batch.
-        error: the error of a failed run.
-    """
+    """The result of a trial run."""
 
     outcome: Literal["ran", "out_of_memory", "failed"]
     seconds: tuple[float, ...] = ()
@@ -43,19 +37,6 @@ class TrialRuns:
     """Runs the first micro-batches of this rank's share, of any size, without a reduction or an update.
 
     Gradients are cleared before and after; the caller restores buffers, attributes and random numbers.
-
-    Args:
-        context: the parts that the loop uses.
-        modules: the model.
-        pieces: function (size, most) -> the first micro-batches of this rank's share, on the host, at most `most`.
-        num_samples: samples of that share.
-        num_in_batch: samples of the effective batch, over all ranks.
-        num_in_lockstep: samples of the largest rank share, if every rank must run the same number of micro-batches as
-            the rank with that share; None if ranks do not wait for each other.
-        execute: runs micro-batches as a step does, but without waiting for other ranks.
-        clear: clears gradients.
-        device: device of the model.
-        clock: monotonic time in seconds.
     """
 
     def __init__(

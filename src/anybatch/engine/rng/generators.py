@@ -46,12 +46,6 @@ def seed_of_state(modules: nn.Module) -> int:
     """Return a seed computed from the state of torch's generator and from weights, without changing them.
 
     So `torch.manual_seed` has an effect, and two models, such as a generator and a critic, draw different numbers.
-
-    Args:
-        modules: all trained modules; the first values of each parameter count.
-
-    Returns:
-        A number from 0 to 2**56 - 1.
     """
     digest = blake2b(bytes(torch.default_generator.get_state().tolist()), digest_size=7)
     for name, parameter in modules.named_parameters():
@@ -108,12 +102,7 @@ class UnitRandomness:
 
 
 class CallersRandomness:
-    """Leaves random numbers alone, for `rng=None`.
-
-    Attributes:
-        generators: torch's default generators of the CPU and the rank's device; `StepState` restores them after an
-            unfinished step, and checkpoints save their state.
-    """
+    """Leaves random numbers alone, for `rng=None`."""
 
     covers_backward = False
 

@@ -53,11 +53,6 @@ class SampleRandomness:
     seed of torch's CPU generator, counted up from the step's seed, so that code that replays torch's random state
     (activation checkpointing, a second pass) replays the same masks.
 
-    Args:
-        policy: the sample axes.
-        modules: all trained modules, named in errors.
-        device: device of the modules.
-
     Raises:
         UserError: `sample_dims` names a module that does not exist.
         CompositionError: a layer uses dropout whose masks cannot be keyed.

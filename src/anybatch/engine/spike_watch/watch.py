@@ -29,16 +29,6 @@ class KeptState:
     """A copy of weights, buffers, optimizer state and averaged weights after a step.
 
     Step count, schedule and data position are not copied.
-
-    Args:
-        step: number of the step.
-        modules: all trained modules.
-        target: the optimizer and the tensors it updates.
-        average: averaged weights, or None.
-        keep_on: device of the copies.
-
-    Attributes:
-        num_restored: number of times the copy was restored.
     """
 
     def __init__(
@@ -115,11 +105,7 @@ Arrived = tuple[int, float, float | None]
 
 
 class LateNumbers:
-    """Copies the numbers of each step to the host without waiting for the device.
-
-    Args:
-        device: device of the numbers in a report.
-    """
+    """Copies the numbers of each step to the host without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -235,15 +221,7 @@ def spike_watch(given: SpikeWatch | SpikeAction | None) -> SpikeWatch | None:
 
 
 class SpikeGuard:
-    """Watches the steps of an engine, and reacts to spikes.
-
-    Args:
-        watch: the settings.
-        updater: updates the parameters; its rate factor is lowered.
-        keep: function (step) -> a copy of the current state.
-        device: device of the numbers in a report.
-        notifier: sends records of spikes and reactions.
-    """
+    """Watches the steps of an engine, and reacts to spikes."""
 
     def __init__(
         self,
@@ -294,13 +272,7 @@ class SpikeGuard:
         self._kept.append(self._keep(step))
 
     def act(self, spike: Spike, step: int, load: Callable[[Path], Path]) -> None:
-        """Report a spike and react to it.
-
-        Args:
-            spike: the spike.
-            step: the last step.
-            load: function (folder) -> path: restores the newest checkpoint, as a roll-back does.
-        """
+        """Report a spike and react to it."""
         # Spikes in close succession count as one: one report, and the rate is lowered once.
         is_again = self._last_spike is not None and step - self._last_spike <= _EPISODE_STEPS
         self._last_spike = step

@@ -17,23 +17,14 @@ _UPDATES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision.
-
-    Attributes:
-        name: its subject, such as "micro_batch_size".
-        text: the decision and its reason, as a clause.
-    """
+    """One decision."""
 
     name: str
     text: str
 
 
 class Decisions(Mapping[str, str]):
-    """An append-only record of decisions; as a mapping, it has the newest text of each name.
-
-    Attributes:
-        history: all decisions, oldest first.
-    """
+    """An append-only record of decisions; as a mapping, it has the newest text of each name."""
 
     def __init__(self) -> None:
         self.history: tuple[Decision, ...] = ()
@@ -71,20 +62,7 @@ def first_decisions(
     draws: bool,
     seed: int | None,
 ) -> Iterator[Decision]:
-    """Yield the decisions made while an engine is built, and the reasons why it differs from the native batch.
-
-    Args:
-        update: how the optimizer updates the parameters, see `Target`.
-        strategy: the strategy and the reason, if the engine chose it; empty if the user did.
-        world_size: number of ranks.
-        num_processes: number of processes; more than ranks if several processes run one model together.
-        differed: parameters and buffers that differed between ranks and were made equal.
-        remarks: a sentence for each reason why the run does not equal the native batch.
-        norms: the BatchNorm policy in words; empty without such layers.
-        not_repeated: why a step that runs out of memory is not repeated, as a clause; empty if it is.
-        draws: whether layers draw random numbers that the engine keys.
-        seed: seed of these numbers; None for the data's.
-    """
+    """Yield the decisions made while an engine is built, and the reasons why it differs from the native batch."""
     yield Decision("update", _UPDATES[update])
     if remarks:
         yield Decision("equality", " ".join(remarks))

@@ -40,18 +40,7 @@ from anybatch.parallel.world import World
 
 
 class Notifier:
-    """Sends records of the engine's actions to observers. Without `observers`, a step makes no calls here.
-
-    Args:
-        observer: receives the records.
-        rank: this rank.
-        loss: the declared loss.
-        max_norm: the norm to which gradients are clipped; None if they are not clipped by one norm.
-        speaks: whether this process sends records; False for all but one process of a rank.
-
-    Attributes:
-        observers: receive the records, in this order.
-    """
+    """Sends records of the engine's actions to observers. Without `observers`, a step makes no calls here."""
 
     def __init__(
         self, observer: Observer | None, rank: int, loss: Loss, max_norm: float | None, *, speaks: bool = True
@@ -247,11 +236,6 @@ class Notifier:
 
     def warn(self, code: str, message: str, *, everywhere: bool = False) -> None:
         """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank.
-
-        Args:
-            code: names the condition, for programs.
-            message: what might not be meant, both values, and what to do.
-            everywhere: give the Python warning on other ranks too, which alone may know.
         """
         if code in self._warned:
             return

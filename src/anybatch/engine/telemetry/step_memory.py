@@ -27,13 +27,7 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class StepMemory:
-    """Reads the memory of the device once per step, without waiting for the device.
-
-    Args:
-        device: device of this rank.
-        rank: this rank.
-        resident: function () -> the tensors that the engine keeps across steps.
-    """
+    """Reads the memory of the device once per step, without waiting for the device."""
 
     def __init__(self, device: torch.device, rank: int, resident: Callable[[], ResidentTensors]) -> None:
         self._device = device
@@ -48,13 +42,7 @@ class StepMemory:
         begin_peak(self._device)
 
     def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
-        """Yield the record of a step, and possibly a warning; nothing if the system does not report memory.
-
-        Args:
-            step: number of the step, from 0 on.
-            gradient_bytes: bytes of one copy of the gradients, which are freed before the step ends.
-            updated: whether the optimizer has stepped, so that its state exists.
-        """
+        """Yield the record of a step, and possibly a warning; nothing if the system does not report memory."""
         usage = memory_in_use(self._device)
         if usage is None:
             return
