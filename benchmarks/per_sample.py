@@ -20,7 +20,7 @@ import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.engine.accumulation.accumulate import MicroBatch
-from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness
+from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness
 from anybatch.parallel.strategy import Turn
 
 SHAPES = ((4, 64), (16, 512), (16, 128, 256), (16, 4, 256, 256))

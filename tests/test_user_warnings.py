@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import anybatch as ab
-from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.notifier import Notifier
 from anybatch.errors import AnyBatchWarning, warn_user
 from tests.engine.cases import classify
 

@@ -2,6 +2,6 @@
 
 from anybatch.core.spikes import Spike, SpikeDetector, SpikeRule
 from anybatch.diagnostics.spike_log import SpikeReport, read_spikes
-from anybatch.engine.spike_watch.watch import SpikeWatch
+from anybatch.engine.spike_watch import SpikeWatch
 
 __all__ = ["Spike", "SpikeDetector", "SpikeReport", "SpikeRule", "SpikeWatch", "read_spikes"]

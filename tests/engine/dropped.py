@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
-from anybatch.engine.rng.per_sample_dropout import PerSample
+from anybatch.engine.per_sample_dropout import PerSample
 from tests.engine.cases import (
     NUM_CLASSES,
     NUM_FEATURES,

@@ -19,7 +19,7 @@ from anybatch.data.prefetch import Prefetcher
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from anybatch.engine.micro_batch_size import budget_trials
 from anybatch.engine.micro_batch_size.budget_trials import SampledUnit, sampled_units, seconds_of_steps
-from anybatch.engine.micro_batch_size.trial_run import TrialResult
+from anybatch.engine.micro_batch_size.search import TrialResult
 from anybatch.errors import DataError
 from anybatch.testing import relative_error
 from tests.engine.length_cases import (

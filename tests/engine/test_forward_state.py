@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.engine.forward_state.buffer_updates import BufferUpdate
+from anybatch.engine.forward_state import BufferUpdate
 from anybatch.errors import AnyBatchWarning, CompositionError, UserError
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors

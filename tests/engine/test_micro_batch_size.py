@@ -22,8 +22,7 @@ from anybatch.core.records import DiagnosisRecord, MicroBatchRecord, Record, Sta
 from anybatch.core.size_choice import KnownSize, even_size
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING
-from anybatch.engine.micro_batch_size.search import Auto, Search
-from anybatch.engine.micro_batch_size.trial_run import TrialResult
+from anybatch.engine.micro_batch_size.search import Auto, Search, TrialResult
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
 from anybatch.parallel.fsdp import FSDP

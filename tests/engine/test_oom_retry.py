@@ -12,9 +12,9 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, OutOfMemoryRecord, Record
-from anybatch.engine.micro_batch_size.backoff import FIRST_WAIT, SizeBackoff
+from anybatch.engine.decisions import Decisions
+from anybatch.engine.micro_batch_size.oom_retry import FIRST_WAIT, SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.errors import AnyBatchError, CannotRedoError, DoesNotFitError, HalfUpdatedError
 from anybatch.norms import Exact
 from anybatch.testing import memory_budget, out_of_memory_at, run_ranks

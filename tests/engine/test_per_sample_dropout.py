@@ -16,7 +16,7 @@ import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.engine.accumulation.accumulate import MicroBatch
-from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness
+from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness
 from anybatch.errors import AnyBatchWarning, CompositionError, UserError
 from anybatch.parallel.strategy import Turn
 from anybatch.testing import relative_error

@@ -13,7 +13,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, Record
 from anybatch.core.spikes import SpikeRule
-from anybatch.engine.spike_watch.watch import SpikeWatch
+from anybatch.engine.spike_watch import SpikeWatch
 from anybatch.errors import AnyBatchWarning, NonFiniteError, RanksDifferError, UserError
 from tests.engine.cases import Batch, classify
 from tests.ranks_fixture import Ranks

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from anybatch.engine import notifier
 from torch import nn
 
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, MemoryRecord, Observer, Record, StepRecord
-from anybatch.engine.telemetry import step_memory
-from anybatch.engine.telemetry.step_memory import num_bytes_of
+from anybatch.engine.notifier import num_bytes_of
 from anybatch.memory.device_memory import MemoryInUse
 from tests.engine.cases import InMemory, vectors
 from tests.ranks_fixture import Ranks
@@ -47,8 +47,8 @@ class Gauge:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, peaks: Iterator[int]) -> None:
         self.happened: list[str] = []
         self._peaks = peaks
-        monkeypatch.setattr(step_memory, "memory_in_use", self.read)
-        monkeypatch.setattr(step_memory, "begin_peak", lambda _: self.happened.append("begin"))
+        monkeypatch.setattr(notifier, "memory_in_use", self.read)
+        monkeypatch.setattr(notifier, "begin_peak", lambda _: self.happened.append("begin"))
 
     def read(self, _: torch.device) -> MemoryInUse:
         self.happened.append("read")

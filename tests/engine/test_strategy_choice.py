@@ -10,8 +10,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.headroom import HEADROOM
+from anybatch.engine.notifier import num_bytes_of
 from anybatch.engine.strategy_choice import replica_bytes
-from anybatch.engine.telemetry.step_memory import num_bytes_of
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.testing import relative_error

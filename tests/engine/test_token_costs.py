@@ -7,9 +7,15 @@ import pytest
 
 import anybatch as ab
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths
-from anybatch.engine.micro_batch_size.budget_trials import Way, best_cap, seconds_of_steps, units_by_cap
-from anybatch.engine.micro_batch_size.token_costs import TokenCosts, measured_costs
-from anybatch.engine.micro_batch_size.trial_run import TrialResult
+from anybatch.engine.micro_batch_size.budget_trials import (
+    TokenCosts,
+    Way,
+    best_cap,
+    measured_costs,
+    seconds_of_steps,
+    units_by_cap,
+)
+from anybatch.engine.micro_batch_size.search import TrialResult
 
 LENGTHS = SampleLengths(tokens=[10, 12, 14, 20, 40] * 4 + [500] * 8)
 BUDGET = ab.token_budget(4_096)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.engine.telemetry.notifier import software_versions
+from anybatch.engine.notifier import software_versions
 
 Data = Mapping[str, Any]
 """The data of an experiment: JSON values by name."""

@@ -22,10 +22,9 @@ from anybatch.diagnostics.repeated_draws import RepeatedDraws
 from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
-from anybatch.engine.loss_check.comparison import Verdict, judge
+from anybatch.engine.loss_check.comparison import SampleSource, Verdict, judge
 from anybatch.engine.loss_check.diagnosis import Diagnosis, diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
-from anybatch.engine.loss_check.sample_choice import SampleSource
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable

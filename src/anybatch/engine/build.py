@@ -13,34 +13,32 @@ from anybatch.core.loss import declared
 from anybatch.core.records import Observer
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
-from anybatch.engine.batch_norm.runner import BatchNormRunner, ranks_of
+from anybatch.engine.batch_norm import BatchNormRunner, ranks_of
 from anybatch.engine.checked_arguments import CheckedArguments, check_arguments, refuse_wrong_types
 from anybatch.engine.checkpoint_saver import CheckpointSaver
 from anybatch.engine.compatibility import features_of_ranks
+from anybatch.engine.decisions import Decisions, first_decisions
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_builds
 from anybatch.engine.first_steps import CutNotice, FirstSteps
-from anybatch.engine.forward_state.state_watch import StateWatch
+from anybatch.engine.forward_state import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
 from anybatch.engine.inputs import captured_parameters, collect_modules, move_modules, world_of
-from anybatch.engine.loss_check.check import LossCheck
-from anybatch.engine.loss_check.uncounted import UncountedSums
+from anybatch.engine.loss_check.check import LossCheck, UncountedSums
 from anybatch.engine.masked_parameters import MaskedParameters
 from anybatch.engine.meaning import StepMeaning
-from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.budget_trials import TrialParts
-from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
+from anybatch.engine.micro_batch_size.oom_retry import OomRetry, SizeBackoff, why_impossible
+from anybatch.engine.notifier import Notifier, start_record
 from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
-from anybatch.engine.rng.generators import advancing_generators, seed_of_state
+from anybatch.engine.rng import advancing_generators, seed_of_state
 from anybatch.engine.spec import Hardware, TrainSpec
-from anybatch.engine.spike_watch.watch import KeptState, SpikeGuard
+from anybatch.engine.spike_watch import KeptState, SpikeGuard
 from anybatch.engine.step_guard import StepGuard
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner, choose_executor
 from anybatch.engine.step_state import StepState
-from anybatch.engine.telemetry.decisions import Decisions, first_decisions
-from anybatch.engine.telemetry.notifier import Notifier, start_record
 from anybatch.engine.update.clipping import ClipByNorm, refuse_groups
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory, prepare_for_training
 from anybatch.engine.update.precision import LossScaler, Target, make_target

@@ -13,15 +13,15 @@ from anybatch.core.records import Observer
 from anybatch.core.splitting import CutConstraints
 from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.engine.accumulation.accumulate import Randomness
-from anybatch.engine.batch_norm.runner import policy_for, refuse_policy
+from anybatch.engine.batch_norm import policy_for, refuse_policy
 from anybatch.engine.compatibility import Features, features_of, refuse_features
-from anybatch.engine.forward_state.buffer_updates import BufferUpdates
+from anybatch.engine.forward_state import BufferUpdates
 from anybatch.engine.gradient_noise import GradientNoise, refuse_noise
 from anybatch.engine.inputs import captured_parameters
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.rng.generators import choose_randomness
+from anybatch.engine.rng import choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
-from anybatch.engine.spike_watch.watch import SpikeWatch, spike_watch
+from anybatch.engine.spike_watch import SpikeWatch, spike_watch
 from anybatch.engine.step_guard import refuse_accumulation_hooks
 from anybatch.engine.strategy_choice import choose, with_device_bytes
 from anybatch.engine.update.bf16_weights import refuse_bf16_weights

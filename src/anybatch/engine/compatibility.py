@@ -14,7 +14,7 @@ from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import Deal
 from anybatch.core.torch_internals import BatchNormBase
-from anybatch.engine.rng.per_sample_dropout import PerSample
+from anybatch.engine.per_sample_dropout import PerSample
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.torch_internals import DropoutBase, is_compiled
 from anybatch.engine.update.precision import OptimizerFunction

@@ -19,18 +19,18 @@ from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Deal
 from anybatch.engine.build import build
 from anybatch.engine.data_progress import RunProgress
+from anybatch.engine.decisions import Decisions
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
-from anybatch.engine.forward_state.buffer_updates import BufferUpdate
+from anybatch.engine.forward_state import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model, checked_path
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
+from anybatch.engine.notifier import ResidentTensors
 from anybatch.engine.parts import SaveForm
-from anybatch.engine.rng.generators import Rng
+from anybatch.engine.rng import Rng
 from anybatch.engine.spec import Hardware, TrainSpec
-from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
+from anybatch.engine.spike_watch import SpikeAction, SpikeWatch
 from anybatch.engine.step_runner import SummedBatch
-from anybatch.engine.telemetry.decisions import Decisions
-from anybatch.engine.telemetry.step_memory import ResidentTensors
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.optimizer_state import evaluation_weights

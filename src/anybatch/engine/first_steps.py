@@ -9,12 +9,12 @@ from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
-from anybatch.engine.forward_state.state_watch import StateWatch
+from anybatch.engine.decisions import Decisions
+from anybatch.engine.forward_state import StateWatch
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.budget_trials import TrialParts
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.telemetry.decisions import Decisions
-from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.notifier import Notifier
 from anybatch.errors import LossError
 
 

@@ -9,8 +9,8 @@ from anybatch.core.buffers import BufferValues
 from anybatch.core.tree import Batch, copied, moved_to, tensors_of
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.inputs import Model
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.side_effects import trial_run
-from anybatch.engine.telemetry.notifier import Notifier
 
 _NUM_LOOKS = 2
 _MAX_NAMES = 4

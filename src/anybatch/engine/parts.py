@@ -17,7 +17,7 @@ from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.reports import StepReport
 from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.batch_norm.runner import BatchNormRunner
+from anybatch.engine.batch_norm import BatchNormRunner
 from anybatch.engine.checkpoint_saver import CheckpointSaver, loaded_on_all_ranks
 from anybatch.engine.checkpoint_state import (
     Progress,
@@ -27,21 +27,20 @@ from anybatch.engine.checkpoint_state import (
     state_of_first_rank,
 )
 from anybatch.engine.data_progress import RunProgress
+from anybatch.engine.decisions import Decisions
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.fingerprint import refuse_other_forms
 from anybatch.engine.gradient_noise import NoiseMeter
 from anybatch.engine.loss_check.check import LossCheck
-from anybatch.engine.micro_batch_size.backoff import SizeBackoff
+from anybatch.engine.micro_batch_size.oom_retry import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.notifier import Notifier, ResidentTensors
 from anybatch.engine.replica_check import ReplicaCheck
-from anybatch.engine.rng.generators import advancing_generators
-from anybatch.engine.spike_watch.watch import SCHEDULED, SpikeGuard
+from anybatch.engine.rng import advancing_generators
+from anybatch.engine.spike_watch import SCHEDULED, SpikeGuard
 from anybatch.engine.step_guard import StepGuard
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner, SummedBatch
-from anybatch.engine.telemetry.decisions import Decisions
-from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.engine.telemetry.step_memory import ResidentTensors
 from anybatch.engine.update.schedule import Stateful, unsaved_scheduler
 from anybatch.engine.update.updater import Updated, Updater
 from anybatch.errors import CheckpointError, UserError

@@ -13,7 +13,7 @@ from torch import nn
 from anybatch.core.buffers import BufferKeeper
 from anybatch.data.random_state import preserved_random_state, seed_generators
 from anybatch.engine.inputs import held_by
-from anybatch.engine.rng.generators import UnitRandomness
+from anybatch.engine.rng import UnitRandomness
 
 _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
 

@@ -9,12 +9,12 @@ from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Deal
-from anybatch.engine.forward_state.buffer_updates import BufferUpdate
+from anybatch.engine.forward_state import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
-from anybatch.engine.rng.generators import Rng
-from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
+from anybatch.engine.rng import Rng
+from anybatch.engine.spike_watch import SpikeAction, SpikeWatch
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.precision import OptimizerFunction

@@ -14,7 +14,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.torch_internals import BatchNormBase, num_changes
 from anybatch.core.tree import Batch
 from anybatch.engine.inputs import Model
-from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.torch_internals import (
     DropoutBase,
     TrainableParts,

@@ -19,9 +19,9 @@ from anybatch.engine.accumulation.planned_batch import (
 )
 from anybatch.engine.data_progress import DataProgress
 from anybatch.engine.first_steps import FirstSteps
-from anybatch.engine.loss_check.uncounted import UncountedSums
+from anybatch.engine.loss_check.check import UncountedSums
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.notifier import Notifier
 from anybatch.errors import DataError, WorldError
 from anybatch.parallel.replicas import digest
 from anybatch.parallel.world import World

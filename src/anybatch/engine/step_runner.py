@@ -15,18 +15,18 @@ from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan
 from anybatch.engine.accumulation.accumulate import LateDivision, LoopContext, Sums, accumulate
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
-from anybatch.engine.batch_norm.runner import BatchNormRunner, Execute
+from anybatch.engine.batch_norm import BatchNormRunner, Execute
 from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.data_progress import DataProgress
 from anybatch.engine.first_steps import FirstSteps
-from anybatch.engine.forward_state.buffer_updates import BufferUpdates
+from anybatch.engine.forward_state import BufferUpdates
 from anybatch.engine.gradient_noise import NoiseMeter, NoiseOfStep
 from anybatch.engine.masked_parameters import MaskedParameters
 from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory, release_frames
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.step_guard import StepGuard
 from anybatch.engine.step_planner import StepPlanner, is_steady_step
-from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.two_pass import (
     OutputExchange,
     abort_exchange,

@@ -19,7 +19,7 @@ from anybatch.data.lengths import Lengths
 from anybatch.engine.evaluation import Metric
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
-from anybatch.engine.rng.generators import Rng
+from anybatch.engine.rng import Rng
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.engine.update.clipping import ClipArgument, clip_policy

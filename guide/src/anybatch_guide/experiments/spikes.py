@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.engine.spike_watch.watch import SpikeAction
+from anybatch.engine.spike_watch import SpikeAction
 from anybatch.errors import AnyBatchWarning, NonFiniteError
 from anybatch.records import DiagnosisRecord, Record
 from anybatch_guide.experiment import Data, Emit, Experiment

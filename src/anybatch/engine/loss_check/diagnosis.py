@@ -9,13 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core.loss import Loss
 from anybatch.core.tree import tensors_of
-from anybatch.engine.loss_check.broadcasts import BroadcastWatch
-from anybatch.engine.loss_check.comparison import Verdict
+from anybatch.engine.loss_check.comparison import Verdict, candidates, paddings
 from anybatch.engine.loss_check.runs import Gradients, LossRuns, Piece, UndecidedError, difference
-from anybatch.engine.loss_check.sample_choice import candidates, paddings
 
 Cause = Literal[
     "count", "form", "encode", "masked", "sum", "mean", "other_items", "no_count", "inputs", "module", "broadcast",
@@ -431,3 +430,45 @@ def _samples_interact(runs: LossRuns, full: Piece) -> bool:
         for hook in hooks:
             hook.remove()
     return any(float(one[1:].abs().max()) > 1e-6 * float(one.abs().max()) > 0.0 for one in curved if one is not None)
+
+
+class BroadcastWatch(TorchFunctionMode):
+    """Records the first function that broadcasts a column (n, 1) of samples against a row (n,).
+
+    Predictions of shape (n, 1) and targets of shape (n,) give a matrix (n, n) of all pairs, and its mean looks like a
+    normal loss.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self._column, self._row = (num_samples, 1), (num_samples,)
+        self.found = ""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's protocol)
+        types: Any,  # noqa: ANN401 (the same)
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (the same)
+        """Run the function, and check the shapes of its arguments."""
+        given = dict(kwargs or {})
+        # Only floating-point tensors: losses that compare integer labels with each other do so on purpose.
+        tensors = (tensor for tensor in _argument_tensors((*args, *given.values())) if tensor.is_floating_point())
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if not self.found and self._column in shapes and self._row in shapes:
+            square = (*self._row, *self._row)
+            name = getattr(func, "__name__", str(func)).strip("_")
+            self.found = (
+                f"In {name}, tensors of shapes {self._column} and {self._row} broadcast to {square}: every sample's "
+                "output is compared with every sample's target"
+            )
+        return func(*args, **given)
+
+
+def _argument_tensors(values: Sequence[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _argument_tensors(value)

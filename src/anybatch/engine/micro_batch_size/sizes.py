@@ -13,11 +13,9 @@ from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
-from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TrialParts
-from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search
-from anybatch.engine.micro_batch_size.token_costs import TokenCosts
-from anybatch.engine.micro_batch_size.trial_run import TrialRuns
-from anybatch.engine.telemetry.notifier import software_versions
+from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TokenCosts, TrialParts
+from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search, TrialRuns
+from anybatch.engine.notifier import software_versions
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
 from anybatch.memory.host_memory import HostRoom, device_name
 from anybatch.parallel.world import World

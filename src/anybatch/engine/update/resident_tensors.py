@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch.core.units import in_bytes
-from anybatch.engine.telemetry.step_memory import ResidentTensors, num_bytes_of
+from anybatch.engine.notifier import ResidentTensors, num_bytes_of
 from anybatch.engine.update.precision import Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.memory.trace import Category

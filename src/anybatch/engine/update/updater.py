@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anybatch.core.records import PhaseName
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.step_state import StepState
-from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy, clip_gradients
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
 from anybatch.engine.update.precision import LossScaler, Target

@@ -16,10 +16,9 @@ from anybatch.core.batch import picked
 from anybatch.core.loss import declared
 from anybatch.core.tree import map_tensors, read_samples
 from anybatch.engine.inputs import collect_modules
-from anybatch.engine.loss_check.comparison import judge
+from anybatch.engine.loss_check.comparison import SampleSource, judge
 from anybatch.engine.loss_check.diagnosis import diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
-from anybatch.engine.loss_check.sample_choice import SampleSource
 from anybatch.engine.side_effects import without_side_effects
 
 NUM_SAMPLES, LENGTH, WIDTH, NUM_CLASSES = 24, 7, 6, 4

@@ -2,7 +2,7 @@
 
 import itertools
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from anybatch.core.gradient_noise import NoiseEstimate, noise_interval
+from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.loss import Loss
 from anybatch.core.records import (
     CheckpointRecord,
@@ -18,6 +19,7 @@ from anybatch.core.records import (
     EndRecord,
     EvaluateRecord,
     GradientNoiseRecord,
+    MemoryRecord,
     MicroBatchRecord,
     Observer,
     OutOfMemoryRecord,
@@ -30,13 +32,84 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.core.reports import StepReport
+from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
-from anybatch.engine.telemetry.step_memory import ResidentTensors, StepMemory
 from anybatch.errors import warn_user
+from anybatch.memory.device_memory import begin_peak, memory_in_use
+from anybatch.memory.trace import Category
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
+
+ResidentTensors = Mapping[Category, Sequence[torch.Tensor]]
+
+
+def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the memory of tensors; shared memory counts once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage_key(storage)] = storage.nbytes()
+        else:
+            # A sparse tensor has no single storage.
+            sizes[id(tensor)] = sparse_bytes(tensor)
+    return sum(sizes.values())
+
+
+class StepMemory:
+    """Reads the memory of the device once per step, without waiting for the device."""
+
+    def __init__(self, device: torch.device, rank: int, resident: Callable[[], ResidentTensors]) -> None:
+        self._device = device
+        self._rank = rank
+        self._resident = resident
+        self._category_bytes: Mapping[str, int] = {}
+        self._optimizer_is_known = False
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Reset the peak."""
+        begin_peak(self._device)
+
+    def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
+        """Yield the record of a step, and possibly a warning; nothing if the system does not report memory."""
+        usage = memory_in_use(self._device)
+        if usage is None:
+            return
+        # Sizes stay the same once the optimizer state exists, so they are cached.
+        if not self._optimizer_is_known:
+            self._optimizer_is_known = updated
+            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._resident().items()}
+            self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], gradient_bytes)}
+        yield MemoryRecord(
+            rank=self._rank,
+            step=step,
+            allocated_bytes=usage.allocated_bytes,
+            reserved_bytes=usage.reserved_bytes,
+            peak_bytes=usage.peak_bytes,
+            limit_bytes=usage.limit_bytes,
+            category_bytes=self._category_bytes,
+        )
+        if usage.limit_bytes is None or self._has_warned:
+            return
+        reserve = Reserve(usage.peak_bytes, usage.limit_bytes)
+        if not reserve.kept:
+            self._has_warned = True
+            yield headroom_used_up(self._rank, step, reserve)
+
+
+def headroom_used_up(rank: int, step: int, reserve: Reserve) -> DiagnosisRecord:
+    """Return the warning that a step left too little headroom."""
+    return DiagnosisRecord(
+        rank=rank,
+        step=step,
+        code="headroom_used_up",
+        level="warning",
+        message=f"memory: {describe_reserve(reserve)}",
+        remedy="A smaller micro_batch_size gives the same result with less memory.",
+    )
 
 
 class Notifier:
@@ -235,8 +308,7 @@ class Notifier:
             warn_user(message)
 
     def warn(self, code: str, message: str, *, everywhere: bool = False) -> None:
-        """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank.
-        """
+        """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank."""
         if code in self._warned:
             return
         self._warned.add(code)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anybatch.engine.accumulation.accumulate import MicroBatch, Randomness
-from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness, device_generators
+from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness, device_generators
 from anybatch.errors import UserError
 from anybatch.parallel.local_parts import local_part
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from anybatch.core.reports import StepReport
 from anybatch.core.spikes import Spike, SpikeDetector, SpikeRule
 from anybatch.core.whole_numbers import checked_int
-from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.update.precision import Target
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage

@@ -1,1 +1,0 @@
-"""Runs effective batches under a BatchNorm policy."""

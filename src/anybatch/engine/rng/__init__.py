@@ -1,1 +1,0 @@
-"""Random numbers of micro-batches: keyed per micro-batch or per sample, or the caller's."""

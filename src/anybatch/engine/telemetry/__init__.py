@@ -1,1 +1,0 @@
-"""Reports of an engine about its run: records for observers, and decisions."""
