@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from anybatch.engine import notifier
 from torch import nn
 
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, MemoryRecord, Observer, Record, StepRecord
+from anybatch.engine import notifier
 from anybatch.engine.notifier import num_bytes_of
 from anybatch.memory.device_memory import MemoryInUse
 from tests.engine.cases import InMemory, vectors
