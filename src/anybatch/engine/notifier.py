@@ -305,16 +305,16 @@ class Notifier:
         """Report a spike: by a record on every rank, and by a Python warning on rank 0."""
         self.diagnosis(code, message, "warning", step=step)
         if self._speaks and self._rank == 0:
-            warn_user(message)
+            warn_user(message, code)
 
     def warn(self, code: str, message: str, *, everywhere: bool = False) -> None:
-        """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank."""
+        """Warn once per `code`: by a Python warning on rank 0 (or `everywhere`), and by a record on every rank."""
         if code in self._warned:
             return
         self._warned.add(code)
         self.diagnosis(code, message, "warning")
         if self._speaks and (everywhere or self._rank == 0):
-            warn_user(message)
+            warn_user(message, code)
 
     def checkpoint(
         self,
