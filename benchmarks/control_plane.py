@@ -31,8 +31,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.collective_times import Link, bruck_all_gather, doubling_all_reduce, gloo_all_reduce
 from anybatch.core.message_rounds import sum_rounds
-from anybatch.parallel.messenger import _sum
-from anybatch.parallel.process_groups import ControlGroup, PendingMessage
+from anybatch.parallel.control import ControlGroup, PendingMessage, _sum
 from anybatch.parallel.world import World
 from anybatch.planner.forecast.forecast import ControlMessages
 from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS

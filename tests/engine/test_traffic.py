@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.parallel.process_groups import ControlGroup, PendingMessage
+from anybatch.parallel.control import ControlGroup, PendingMessage
 from anybatch.parallel.roll_call import NUM_DIGESTS
 from tests.engine.cases import STRATEGIES, Batch, InMemory, sgd_engine, vectors
 from tests.faults import sees

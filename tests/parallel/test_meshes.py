@@ -2,7 +2,7 @@
 
 import pytest
 
-from anybatch.parallel.meshes import mesh_of_ranks
+from anybatch.parallel.control import mesh_of_ranks
 from tests.parallel import worlds_in_processes as ranks_do
 from tests.ranks_fixture import Ranks
 

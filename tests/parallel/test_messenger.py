@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.parallel.messenger import Messenger
+from anybatch.parallel.control import Messenger
 from anybatch.parallel.world import World
 from anybatch.testing import RankPool
 from tests.faults import sees
@@ -61,14 +61,14 @@ class InMemory:
 
 @sees(
     "messenger: what comes is not added",
-    "src/anybatch/parallel/messenger.py",
+    "src/anybatch/parallel/control.py",
     "            numbers.add_(part)",
     "            numbers.copy_(part)",
     cases=["2", "3"],
 )
 @sees(
     "messenger: rows are written over those that are there",
-    "src/anybatch/parallel/messenger.py",
+    "src/anybatch/parallel/control.py",
     "one.first_row * row_bytes : (one.first_row + one.num_rows) * row_bytes",
     "0 : one.num_rows * row_bytes",
     cases=["3"],

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from anybatch.errors import WorldError
-from anybatch.parallel.rank_grid import RankGrid, make_grid
+from anybatch.parallel.world import RankGrid, make_grid
 
 Told = Sequence[tuple[int, tuple[int, ...]]]
 
@@ -40,8 +40,6 @@ def test_processes_of_a_rank_are_a_model_group() -> None:
     assert [grid_of(process, outer).model_groups for process in range(4)] == [((0, 1), (2, 3))] * 4
     assert [grid_of(process, outer).data_group for process in range(4)] == [0, 1, 0, 1]
     assert grid_of(3, inner).model_groups == ((0, 2), (1, 3))
-    assert grid_of(3, inner).first_of_each == (0, 1)
-    assert grid_of(3, inner).num_processes == 4
     crossed = [(0, (0, 3)), (0, (1, 2)), (1, (1, 2)), (1, (0, 3))]  # the mesh [[0, 1], [3, 2]]
     assert grid_of(2, crossed).model_groups == ((0, 1), (3, 2))
     assert [grid_of(process, crossed).data_group for process in range(4)] == [0, 1, 1, 0]

@@ -3,7 +3,7 @@
 import pytest
 
 from anybatch.errors import WorldError
-from anybatch.parallel.signatures import signed, unsigned
+from anybatch.parallel.control import signed, unsigned
 
 
 def test_foreign_messages_are_refused() -> None:

@@ -63,7 +63,7 @@ def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
 
 @sees(
     "numbers that all ranks sum are not summed",
-    "src/anybatch/parallel/process_groups.py",
+    "src/anybatch/parallel/control.py",
     "self._messenger.start_sum(numbers)",
     "self._messenger.start_sum(numbers.clone())",
     cases=["2-ranks"],

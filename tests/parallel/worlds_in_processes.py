@@ -19,7 +19,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.errors import RankFailedError, WorldError
-from anybatch.parallel.process_groups import _destroy as destroy_group
+from anybatch.parallel.control import _destroy as destroy_group
 from tests.architecture.leak_police import Holdings, holdings, settled
 from tests.architecture.source_tree import PACKAGE, ROOT
 

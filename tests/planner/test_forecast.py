@@ -20,7 +20,7 @@ from anybatch.core.collective_times import Link, ring_all_gather, ring_all_reduc
 from anybatch.core.size_choice import SecondsFit
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import PlanError, UserError
-from anybatch.parallel.process_groups import ControlGroup, PendingMessage
+from anybatch.parallel.control import ControlGroup, PendingMessage
 from anybatch.planner.forecast import one_rank
 from anybatch.planner.forecast.forecast import (
     GLOO_THREADS,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.parallel.process_groups import PendingMessage
+from anybatch.parallel.control import PendingMessage
 from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.parallel.world import World
 
@@ -76,7 +76,9 @@ class StepAgreement:
         leaves = float(aborts) or (_HOOKS if roll_call is not None and roll_call.has_hooks else 0.0)
         self._own: list[float] = [*flags, leaves, False]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
-        digests, shards = ((0,) * NUM_DIGESTS, 0) if aborts or roll_call is None else roll_call.compared
+        digests, shards = ((0,) * NUM_DIGESTS, 0)
+        if not aborts and roll_call is not None:
+            digests, shards = roll_call.digests, roll_call.shards_digest
         # Shards of weights are equal only within a data group: each group has a separate entry.
         num_groups = len(world.data_groups) if world.has_model_groups else 0
         by_group = [shards if place == world.data_group else 0 for place in range(num_groups)]

@@ -27,10 +27,10 @@ from anybatch.core.tree import Batch
 from anybatch.core.units import in_bytes
 from anybatch.errors import LossError, UserError, WorldError
 from anybatch.parallel.agreement import StepAgreement
+from anybatch.parallel.control import mesh_of_ranks
 from anybatch.parallel.dtensors import SHARDED
 from anybatch.parallel.gradient_buckets import OwnedGradients
 from anybatch.parallel.local_parts import local_part
-from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.replicas import Initial, align_replicas, already_sharded
 from anybatch.parallel.sharding import (
     AllGather,

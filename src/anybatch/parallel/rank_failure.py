@@ -21,14 +21,9 @@ from anybatch.parallel.torch_internals import Store, default_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """A rank's own error, for the ranks that only see a broken connection.
+    """A rank's own error, for the ranks that only see a broken connection; the fields are those of `RankFailedError`.
 
-    Attributes:
-        rank: the rank that failed.
-        step: number of the step in which it failed, from 0 on; None between steps.
-        error_type: class name of its error; None if it ended without an error.
-        reason: the text of its error, and the engine's notes on it.
-        smaller_micro_batch_size: the size to resume with from a checkpoint, as in `CannotRedoError`; None otherwise.
+    `error_type` is None if the rank ended without an error; `reason` is the text of its error, and the engine's notes.
     """
 
     rank: int
@@ -106,6 +101,20 @@ _MIN_REPEATS = 2
 """Minimum number of times that another rank must have published the same wait during one wait of this rank."""
 
 
+def act_on_store(act: Callable[[Store], object]) -> None:
+    """Call a function with the default group's store; do nothing if the store is gone."""
+    # The rank that hosts the store may have ended: the connections will break soon.
+    with suppress(RuntimeError, ValueError):
+        act(default_store())
+
+
+def read_store(key: str) -> str:
+    """Return the text under a key of the default group's store; empty if there is none."""
+    found: list[str] = []
+    act_on_store(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
+    return found[0] if found else ""
+
+
 class DeadlockDetector:
     """Publishes that this rank waits in one world, and reads which ranks wait in other worlds.
 
@@ -131,11 +140,11 @@ class DeadlockDetector:
         """Publish that this rank still waits at `here` (a clause); return the clauses of a deadlock, if any."""
         self._num_polls += 1
         own = [self._world_name, number, self._num_waits, self._num_polls, here, self._in_control_group]
-        _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", json.dumps(own)))
+        act_on_store(lambda store: store.set(f"{_PREFIX}/{self._rank}", json.dumps(own)))
         # The first rank that sees a deadlock publishes it and stops waiting, so the others would not see it.
         if published := self.published(number):
             return published
-        texts = {other: _read(f"{_PREFIX}/{other}") for other in self._others}
+        texts = {other: read_store(f"{_PREFIX}/{other}") for other in self._others}
         waiting = {other: json.loads(text) for other, text in texts.items() if self._waits_on(other, text)}
         deadlocked, calls = [(self._rank, here)], {(self._world_name, number)}
         # All ranks wait in this call, but not all for the same kind of message.
@@ -150,12 +159,12 @@ class DeadlockDetector:
         clauses = [clause for _, clause in sorted(deadlocked)]
         for world_name, its_number in calls:
             key, text = f"{_PREFIX}/deadlocked/{world_name}/{its_number}", json.dumps(clauses)
-            _try(lambda store, key=key, text=text: store.set(key, text))  # type: ignore[misc]
+            act_on_store(lambda store, key=key, text=text: store.set(key, text))  # type: ignore[misc]
         return clauses
 
     def published(self, number: int) -> list[str]:
         """Return the clauses of a deadlock that another rank has detected; nothing otherwise."""
-        text = _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}")
+        text = read_store(f"{_PREFIX}/deadlocked/{self._world_name}/{number}")
         return list(json.loads(text)) if text else []
 
     def _waits_on(self, other: int, text: str) -> bool:
@@ -172,15 +181,3 @@ class DeadlockDetector:
         times += num_polls > last
         self._seen[other] = place, num_polls, times
         return bool(times >= _MIN_REPEATS)
-
-
-def _read(key: str) -> str:
-    found: list[str] = []
-    _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
-    return found[0] if found else ""
-
-
-def _try(act: Callable[[Store], object]) -> None:
-    # The rank that hosts the store may have ended: the connections will break soon.
-    with suppress(RuntimeError, ValueError):
-        act(default_store())

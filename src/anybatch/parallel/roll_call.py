@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, RanksDifferError, UserError, WorldError
-from anybatch.parallel.messenger import Work
-from anybatch.parallel.rank_failure import DeadlockDetector, RankFailure, has_ended, own_host
+from anybatch.parallel.rank_failure import DeadlockDetector, RankFailure, act_on_store, has_ended, own_host, read_store
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 
 _PREFIX = "anybatch/roll_call"
@@ -38,18 +37,22 @@ NUM_DIGESTS = 4
 """Digests of the call, the batch, the settings and the replicas."""
 
 
+class Work(Protocol):
+    """Pending work: a message of ours, or a collective of torch, with the same `wait`."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait; raise a RuntimeError on failure or timeout."""
+
+    def is_completed(self) -> bool:
+        """Whether it has arrived or failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """A rank's position in the sequence of calls.
+    """A rank's position in the sequence of calls, which all ranks number alike.
 
-    Attributes:
-        rank: the rank.
-        number: number of the common call, counted alike on all ranks.
-        name: name of the call, such as "engine.save".
-        step: number of the engine's step, from 0 on; None between steps.
-        barrier: the rank waits for all others before it begins.
-        phase: what the rank compares with the others, if not all calls of this name do; else empty.
-        num_waits: number of times that the rank has waited for the others in this call.
+    `step` is from 0 on, None between steps; `phase` names what the rank compares, if not all calls of this name do;
+    `num_waits` counts how often the rank has waited for the others in this call.
     """
 
     rank: int
@@ -86,19 +89,11 @@ class Whereabouts:
 class RollCall:
     """This rank's current call, and its view of the other ranks. One for each control group.
 
-    Args:
-        world_name: the same on all ranks, and unique to the control group.
-        rank: this rank.
-        size: the number of ranks.
-        timeout: how long a rank waits for the others to reach a call.
-
-    Attributes:
-        digests: digests of this rank's call, batch, settings and replica in this step; each below 2**20.
-        shards_digest: digest of its shards of weights; the same in one data group, below 2**20.
-        has_agreed: whether the last message of the step has been sent, so that other ranks wait for nothing more.
-        has_hooks: whether this rank runs user hooks on the summed gradients of this step.
-        any_hooks: whether any rank does.
-        num_told: number of errors that all ranks have received together.
+    `world_name` is the same on all ranks and unique to the group; `timeout` limits the wait for ranks to reach a call.
+    `digests` are of this rank's call, batch, settings and replica in this step, and `shards_digest` of its shards of
+    weights, the same in one data group; each is below 2**20. `has_agreed`: the last message of the step has been sent,
+    so other ranks wait for nothing more. `has_hooks`, `any_hooks`: this or any rank runs user hooks on the summed
+    gradients of this step. `num_told` counts the errors that all ranks have received together.
     """
 
     def __init__(self, world_name: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -122,7 +117,7 @@ class RollCall:
         self.shards_digest = 0
         self._num_left = 0
         self._has_timed_out = False
-        _try(lambda store: store.set(f"{_PROCESS_KEY}/{rank}", json.dumps([*own_host(), os.getpid()])))
+        act_on_store(lambda store: store.set(f"{_PROCESS_KEY}/{rank}", json.dumps([*own_host(), os.getpid()])))
 
     @property
     def is_inside(self) -> bool:
@@ -132,19 +127,13 @@ class RollCall:
     @property
     def ended_ranks(self) -> list[int]:
         """The ranks on this host whose processes have ended without closing their engines."""
-        ended = [rank for rank in range(self._size) if has_ended(_read(f"{_PROCESS_KEY}/{rank}"))]
-        return [rank for rank in ended if not self._read("closed", rank) and not _read(f"{_ENDED_KEY}/{rank}")]
-
-    @property
-    def compared(self) -> tuple[tuple[int, ...], int]:
-        """The digests, and the digest of the shards."""
-        return self.digests, self.shards_digest
+        ended = [rank for rank in range(self._size) if has_ended(read_store(f"{_PROCESS_KEY}/{rank}"))]
+        return [rank for rank in ended if not self._read("closed", rank) and not read_store(f"{_ENDED_KEY}/{rank}")]
 
     @property
     def here(self) -> Whereabouts:
         """This rank's position."""
-        where = self._name, self._step, self._barrier, self._phase, self._num_waits
-        return Whereabouts(self._rank, self.number, *where)
+        return Whereabouts(self._rank, self.number, self._name, self._step, self._barrier, self._phase, self._num_waits)
 
     def enter(self, name: str, step: int | None, *, barrier: bool) -> None:
         """Begin a call that every rank has to make. Sends nothing.
@@ -216,11 +205,11 @@ class RollCall:
         """
         self._has_failed = True
         for number in (self.number, self.number + 1)[: 1 + ahead]:
-            _try(lambda store, number=number: store.set(self._key("left", number), str(self._rank)))  # type: ignore[misc]
+            act_on_store(lambda store, number=number: store.set(self._key("left", number), str(self._rank)))  # type: ignore[misc]
 
     def close(self) -> None:
         """Inform ranks that wait for this one that it makes no more calls in this world."""
-        _try(lambda store: store.set(self._key("closed", self._rank), self.here.to_json()))
+        act_on_store(lambda store: store.set(self._key("closed", self._rank), self.here.to_json()))
 
     def wait(self, work: Work, *, in_control_group: bool = False) -> None:
         """Wait for a collective on the CPU, and check on the other ranks from time to time.
@@ -303,7 +292,7 @@ class RollCall:
                 last = Whereabouts.from_json(text)
                 if last.number < self.number:
                     gone.append(f"rank {rank} closed or dropped its engine after {last.name}{_at(last.step)}")
-            elif _read(f"{_ENDED_KEY}/{rank}"):
+            elif read_store(f"{_ENDED_KEY}/{rank}"):
                 gone.append(f"rank {rank} closed or dropped all its engines")
         return [str(self.here), *gone] if gone else []
 
@@ -386,7 +375,7 @@ class RollCall:
         self._has_timed_out = False
         self._deadlocks.begin_wait(in_control_group=in_control_group)
         if announce:
-            _try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
+            act_on_store(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
             was_left = self._peer_has_failed(was_left=was_left)
             left_seconds -= patience
@@ -411,7 +400,7 @@ class RollCall:
         if not self._inside:  # a message between calls, such as a vote
             return False
         here = self.here
-        _try(lambda store: store.set(self._key("at", self._rank), here.to_json()))
+        act_on_store(lambda store: store.set(self._key("at", self._rank), here.to_json()))
         others = [self._read("at", rank) for rank in range(self._size) if rank != self._rank]
         found = [Whereabouts.from_json(text) for text in others if text]
         left = self._read("left", self.number)
@@ -459,24 +448,12 @@ class RollCall:
         return f"{_PREFIX}/{self._world_name}/{kind}/{number}"
 
     def _read(self, kind: str, number: int) -> str:
-        return _read(self._key(kind, number))
+        return read_store(self._key(kind, number))
 
 
 def announce_end(rank: int) -> None:
     """Inform ranks that wait for this one that it ends the default group, with all its engines."""
     default_store().set(f"{_ENDED_KEY}/{rank}", "1")
-
-
-def _try(act: Callable[[Store], object]) -> None:
-    # The rank that hosts the store may have ended: the connections will break soon.
-    with suppress(RuntimeError, ValueError):
-        act(default_store())
-
-
-def _read(key: str) -> str:
-    found: list[str] = []
-    _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
-    return found[0] if found else ""
 
 
 def _at(step: int | None) -> str:

@@ -5,7 +5,6 @@ votes and errors travel in a small separate gloo group of all processes, so that
 gradient.
 """
 
-import pickle
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,24 +19,41 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import CannotRedoError, RankFailedError, RanksDifferError, WorldError
-from anybatch.parallel.launchers import Launch, find_launch
-from anybatch.parallel.process_groups import (
+from anybatch.parallel.control import (
     ControlGroup,
     PendingMessage,
     count_open_worlds,
     end_default_group,
     join_default_group,
 )
+from anybatch.parallel.launchers import Launch, find_launch
 from anybatch.parallel.rank_failure import RankFailure
-from anybatch.parallel.rank_grid import RankGrid, data_dimension, make_grid
 from anybatch.parallel.roll_call import RollCall
-from anybatch.parallel.signatures import signed, unsigned
 
 _T = TypeVar("_T")
 _NOTHING = nullcontext()
 _LEAVES_STEP = "leaves the step too: no rank has updated its parameters, and all may continue with the next batch."
-_SIZE_BYTES, _FIRST_BYTES = 8, 1016
-"""The first message of a value: its size, and its first bytes, which are enough for most values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """The assignment of processes to data-parallel ranks.
+
+    Under tensor parallelism the processes of a *model group* run one model together, on the same samples: they are one
+    data-parallel rank. The processes that hold the same part of the model, one of each model group, are a *data group*:
+    gradients are summed over it. `model_groups` are by rank, and `data_group` is the index of this process's one.
+
+    ```text
+                     model group of rank 0    of rank 1
+    data group 0     process 0                process 2
+    data group 1     process 1                process 3
+    ```
+    """
+
+    process: int
+    mesh: DeviceMesh
+    model_groups: tuple[tuple[int, ...], ...]
+    data_group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +202,7 @@ class World:
     @property
     def num_processes(self) -> int:
         """Number of processes; the number of ranks, unless a rank is several processes."""
-        return self.size if self._grid is None else self._grid.num_processes
+        return self.size if self._grid is None else sum(map(len, self._grid.model_groups))
 
     @property
     def has_model_groups(self) -> bool:
@@ -196,7 +212,7 @@ class World:
     @property
     def speaks(self) -> bool:
         """Whether this process represents its rank: the first of the rank's processes."""
-        return self._grid is None or self.process == self._grid.first_of_each[self.rank]
+        return self._grid is None or self.process == self._grid.model_groups[self.rank][0]
 
     @property
     def is_first(self) -> bool:
@@ -206,7 +222,7 @@ class World:
     @property
     def first_process(self) -> int:
         """Number of the process that `is_first` is true for."""
-        return 0 if self._grid is None else self._grid.first_of_each[0]
+        return self.model_groups[0][0]
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
@@ -253,30 +269,15 @@ class World:
 
     def gather_from_processes(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
         """Return the values of every process, in the order of the default group; a rank may be several processes."""
-        if self._silent:
+        if self._silent or self._control is None:
             return [value] * self.size
-        # torch's all_gather_object needs numpy, which torch does not install.
-        assert self._control is not None
-        written = signed(pickle.dumps(value), self._control.secret)
-        # Most values are small and fit in one message with their size; larger ones need another.
-        first, rest = written[:_FIRST_BYTES], written[_FIRST_BYTES:]
-        begun = self._gather_bytes(len(written).to_bytes(_SIZE_BYTES) + first, _SIZE_BYTES + _FIRST_BYTES)
-        sizes = [int.from_bytes(row[:_SIZE_BYTES]) for row in begun]
-        gathered = [row[_SIZE_BYTES:] for row in begun]
-        if max(sizes) > _FIRST_BYTES:
-            more = self._gather_bytes(rest, max(sizes) - _FIRST_BYTES)
-            gathered = [row + others for row, others in zip(gathered, more, strict=True)]
-        own = [unsigned(bytes(row[:size]), self._control.secret) for row, size in zip(gathered, sizes, strict=True)]
-        return [pickle.loads(row) for row in own]  # noqa: S301 (signed by our own ranks)
+        with self.collective():
+            return self._control.gather_object(value)
 
     def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
-        """Run `function` on every rank that has one, and return every rank's result; if one raises, all raise.
+        """Run `function` on every rank that has one, and return every rank's result, which is pickled.
 
-        Args:
-            function: its result is pickled, so keep it small; None for a rank that only waits for the others.
-
-        Raises:
-            RankFailedError: on the ranks whose function did not raise.
+        If one raises, all raise: a `RankFailedError` on the ranks whose function did not.
         """
         return self.of_ranks(self.run_on_all_processes(function))
 
@@ -311,9 +312,7 @@ class World:
     def gather_from(self, function: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
         """Return the `width` numbers that every rank's function returned, in rank order; if one raises, all raise.
 
-        Raises:
-            RankFailedError: on the ranks whose function did not raise.
-            RanksDifferError: processes of one rank return different numbers, so they have different samples.
+        Raise a `RanksDifferError` if processes of one rank return different numbers: they have different samples.
         """
         if self._silent:  # most worlds are one rank, and this runs in every step
             return self.gather_numbers(function())
@@ -336,11 +335,7 @@ class World:
         return [row[1:] for row in self.of_ranks(rows)]
 
     def wait(self, work: "dist.Work") -> None:
-        """Wait for a collective in the data group.
-
-        Raises:
-            RankFailedError, RanksDifferError: another rank will not join it.
-        """
+        """Wait for a collective in the data group; raise a `WorldError` if another rank will not join it."""
         # On an accelerator, this does not block the host: it only orders later work after the collective.
         if self.device.type == "cpu" and self.roll_call is not None:
             self.roll_call.wait(work)
@@ -348,12 +343,7 @@ class World:
             work.wait()
 
     def collective(self) -> AbstractContextManager[None]:
-        """Convert torch's error about a broken collective into the error of the failed rank.
-
-        Raises:
-            RankFailedError: another rank ended while this one was waiting for it.
-            WorldError: another rank was too late.
-        """
+        """Convert torch's error about a broken collective into the `WorldError` of the failed or late rank."""
         return _NOTHING if self._silent else self._named_failures()
 
     @contextmanager
@@ -369,15 +359,10 @@ class World:
             raise self.roll_call.cause_of(error) from error
 
     def publish_failure(self, error: BaseException, step: int | None, *, ahead: bool = False) -> bool:
-        """Publish this rank's error for ranks that will only see a broken connection. The first published one stays.
+        """Publish this rank's error for ranks that will only see a broken connection; return whether it is the first.
 
-        Args:
-            error: the error that ended this rank's work.
-            step: number of the step in which it failed, from 0 on; None between steps.
-            ahead: the others have completed this step, and will wait in the next one.
-
-        Returns:
-            Whether this rank should inform the user: no other rank has published an error before.
+        `step` is the number of the step in which it failed, from 0 on, None between steps. With `ahead`, the others
+        have completed this step, and will wait in the next one.
         """
         # That error repeats the published failure of the first failed rank.
         if self._silent or isinstance(error, RankFailedError):
@@ -389,10 +374,7 @@ class World:
             return True
 
     def fail_between_calls(self, error: BaseException, step: int) -> None:
-        """Publish this rank's error, unless it is published already, for ranks that wait for it in the next call.
-
-        `step` is the number of the step in or before which it failed.
-        """
+        """Publish this rank's error in or before a step, once, for ranks that wait for it in the next call."""
         if self.roll_call is not None and self.publish_failure(error, step):
             self.roll_call.fail(ahead=True)
 
@@ -407,13 +389,9 @@ class World:
         return None if found is None or found.rank == self.process else found
 
     def leave_together(self) -> None:
-        """Wait until all processes of this rank leave the effective batch, as this one does.
+        """Wait until all processes of this rank leave the effective batch; raise a `CannotRedoError` if one does not.
 
-        A process that does not leave waits for this one in the middle of a forward or backward, where nothing can reach
-        it.
-
-        Raises:
-            CannotRedoError: with a clause: not all of them have left.
+        It waits for this process in the middle of a forward or backward, where nothing can reach it.
         """
         if not self.has_model_groups or self.roll_call is None:
             return
@@ -426,14 +404,14 @@ class World:
 
     def of_ranks(self, rows: Sequence[_T]) -> list[_T]:
         """Return, from the values of all processes, the values of the processes that represent ranks."""
-        return list(rows) if self._grid is None else [rows[process] for process in self._grid.first_of_each]
+        return list(rows) if self._grid is None else [rows[group[0]] for group in self._grid.model_groups]
 
     def _gather_rows(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every process."""
-        if self._silent:
+        if self._silent or self._control is None:
             return [list(numbers) for _ in range(self.size)]
-        row = array("d", numbers).tobytes()
-        return [list(memoryview(gathered).cast("d")) for gathered in self._gather_bytes(row, len(row))]
+        with self.collective():
+            return [list(memoryview(row).cast("d")) for row in self._control.gather(array("d", numbers).tobytes())]
 
     def _refuse_differing(self, rows: Sequence[Sequence[float]]) -> None:
         """Refuse numbers that depend on samples but differ between processes of one rank."""
@@ -448,12 +426,6 @@ class World:
                     )
                     raise RanksDifferError(message)
 
-    def _gather_bytes(self, written: bytes, size: int) -> list[bytearray]:
-        """Return every process's bytes, each padded to `size` bytes."""
-        assert self._control is not None
-        with self.collective():
-            return self._control.gather(written.ljust(size, b"\0"))
-
     def error_of_failed_rank(self) -> RankFailedError:
         """Return the error to raise on a rank that another rank has informed of its failure."""
         failure = self.published_failure()
@@ -463,13 +435,9 @@ class World:
         return failure.error(f"{failure}. Rank {self.process} {_LEAVES_STEP} {where}")
 
     def enter(self, name: str, step: int | None, *, barrier: bool = False) -> None:
-        """Begin a call that every rank must make; see `RollCall.enter`, and then `RollCall.wait_at_barrier`.
-
-        Raises:
-            WorldError: the world is closed.
-        """
+        """Begin a call that every rank must make; see `RollCall.enter`, and then `RollCall.wait_at_barrier`."""
         if self._control is not None and not self._silent:
-            _ = self._control.group  # raises if the world is closed
+            self._control.refuse_if_closed()
             self._control.roll_call.enter(name, step, barrier=barrier)
 
 
@@ -488,3 +456,33 @@ def _backend(device: torch.device, local_size: int) -> str:
     if device.type == "cuda" and local_size <= torch.cuda.device_count():
         return "cuda:nccl,cpu:gloo"
     return "gloo"
+
+
+def data_dimension(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
+    """Return this process's index in the one dimension of a mesh, and the processes along it."""
+    if mesh.ndim != 1:
+        message = (
+            f"the mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}), but batches are dealt over one of them. "
+            "Pass that one: World.of_mesh(mesh['dp'])."
+        )
+        raise WorldError(message)
+    return mesh.get_local_rank(), tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def make_grid(process: int, mesh: DeviceMesh, told: Sequence[tuple[int, tuple[int, ...]]]) -> RankGrid:
+    """Return the grid of a run, from the results of `data_dimension` on each process of the default group, in order.
+
+    Raises a `WorldError` if the processes' data-parallel dimensions are not slices of one mesh over all of them.
+    """
+    # Data groups are ordered by their first process, and processes within them by rank.
+    lines = sorted({line for _, line in told})
+    stands = [told[process] == (rank, line) for line in lines for rank, process in enumerate(line)]
+    if len({len(line) for line in lines}) > 1 or len(stands) != len(told) or not all(stands):
+        listed = "; ".join(str(list(line)) for line in lines)
+        message = (
+            f"the data-parallel dimensions of the {len(told)} ranks are not slices of one mesh over all ranks: "
+            f"{listed}. Make one mesh (init_device_mesh('cuda', (num_replicas, num_parts), mesh_dim_names=('dp', "
+            "'tp'))), and pass the same dimension of it on every rank."
+        )
+        raise WorldError(message)
+    return RankGrid(process, mesh, tuple(zip(*lines, strict=True)), lines.index(told[process][1]))
