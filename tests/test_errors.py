@@ -13,7 +13,6 @@ from torch import nn
 
 import anybatch as ab
 from anybatch import errors
-from anybatch.checkpoints import load_latest
 from anybatch.engine.failure import failures_reported
 from anybatch.errors import (
     AnyBatchError,
@@ -23,7 +22,6 @@ from anybatch.errors import (
     DoesNotFitError,
     HalfUpdatedError,
     LossError,
-    MissingCheckpointError,
     NonFiniteError,
     RankFailedError,
     RanksDifferError,
@@ -92,12 +90,6 @@ def test_fields_are_optional(kind: type[AnyBatchError]) -> None:
         assert f"    {name}: " in documented
 
 
-def test_the_tree_is_drawn() -> None:
-    """The tree at the top of the module names every class."""
-    assert errors.__doc__ is not None
-    assert [kind.__name__ for kind in ALL if kind.__name__ not in errors.__doc__] == []
-
-
 def test_contradicting_sizes_are_fields() -> None:
     """Contradicting sizes are fields of the error."""
     sizes: dict[str, Any] = {"effective_batch_size": 8, "micro_batch_size": 3, "accumulation_steps": 5}
@@ -124,13 +116,6 @@ def test_a_loss_that_is_not_finite_names_its_step() -> None:
         with pytest.raises(NonFiniteError) as caught:
             engine.step(torch.full((2, 1), torch.nan))
     assert (caught.value.step, caught.value.updated) == (1, False)
-
-
-def test_a_checkpoint_that_is_missing_has_a_path(tmp_path: Path) -> None:
-    """Errors of checkpoints have the path of the folder or file."""
-    with pytest.raises(MissingCheckpointError) as caught:
-        load_latest(tmp_path / "none")
-    assert caught.value.path == tmp_path / "none"
 
 
 def test_a_loss_that_returns_too_much_names_its_term() -> None:
@@ -162,13 +147,6 @@ def test_a_loss_with_nothing_to_count_names_its_term() -> None:
         with pytest.raises(LossError, match="nothing to learn from") as caught:
             ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
         assert caught.value.term == term
-
-
-def test_a_metric_without_a_count_is_named() -> None:
-    """The error for a metric without a count has the name of the metric."""
-    with ab.Engine(nn.Linear(1, 1), sgd, squares, check_loss=False) as engine, pytest.raises(LossError) as caught:
-        engine.evaluate([torch.ones(2, 1)], lambda model, part: {"square": model(part).square().mean()})
-    assert caught.value.term == "square"
 
 
 def test_a_step_fills_in_what_the_place_could_not_know() -> None:

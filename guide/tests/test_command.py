@@ -1,18 +1,16 @@
 """`anybatch guide`: serving, exporting, recording, and error messages."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import webbrowser
 from pathlib import Path
 
 import pytest
 
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
-from anybatch_guide.command import make_parser, open_browser
+from anybatch_guide.command import make_parser
 from guide.tests.served import PAGE, Served, wait_for_end
 from tests.architecture.source_tree import ROOT
 
@@ -41,18 +39,6 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
         assert server.process.returncode == 0
         assert said.endswith("guide  stopped\n")
         assert errors == ""
-        assert wait_for_end(worker)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_everything(tmp_path: Path) -> None:
-    """SIGTERM also ends both, before the worker is warm."""
-    with Served(tmp_path, command=SERVE) as server:
-        assert server.ask("GET", "/api/state").status == 200
-        worker = server.worker()
-        server.process.terminate()
-        server.process.wait(timeout=60)
-        assert server.process.returncode == -signal.SIGTERM
         assert wait_for_end(worker)
 
 
@@ -136,13 +122,6 @@ def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path / "none") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--port", "70000"], ["--port", "http"], ["--prot", "1"], ["exprot"]])
-def test_wrong_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong option is reported in a sentence, with status 2."""
-    assert main(["guide", *words]) == Status.USAGE
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_options_are_documented() -> None:
     """docs/command_line.md has exactly the options of `guide`."""
     options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
@@ -150,26 +129,3 @@ def test_options_are_documented() -> None:
     section = text.partition("\n## `anybatch guide")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
     assert sorted(options) == sorted(["--help", *documented])
-
-
-def test_browser_of_its_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graphical browser is started; a text browser is not."""
-    started: list[str] = []
-
-    class Window(webbrowser.BackgroundBrowser):
-        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
-            del new, autoraise
-            started.append(url)
-            return True
-
-    class Terminal(webbrowser.GenericBrowser):
-        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
-            raise AssertionError(url, new, autoraise)
-
-    monkeypatch.setattr(webbrowser, "get", lambda: Window("window"))
-    open_browser("http://127.0.0.1:1/")
-    assert started == ["http://127.0.0.1:1/"]
-    terminal = webbrowser.GenericBrowser(os.devnull)
-    monkeypatch.setattr(webbrowser, "get", lambda: terminal)
-    monkeypatch.setattr(terminal, "open", Terminal(os.devnull).open)
-    open_browser("http://127.0.0.1:1/")

@@ -33,12 +33,6 @@ FORBIDDEN = {
     "something loaded from elsewhere": re.compile(r"(src|srcset|@import|url\()\s*=?\s*[\"']?(https?:)?//"),
 }
 """Constructs that the page's policy refuses, or would have to allow."""
-CONTRAST_OF_TEXT, CONTRAST_OF_MARKS = 4.5, 3.0
-TEXT_COLOURS = ("ink", "ink-soft", "ink-faint", "accent", "accent-strong", "good", "bad")
-MARK_COLOURS = (
-    *("edge", "weights", "gradients", "optimizer", "activations", "temporary"),
-    *("first", "second", "third", "fourth", "unit-1", "unit-2", "unit-3", "unit-4"),
-)
 
 
 def gzipped(content: bytes) -> int:
@@ -54,25 +48,6 @@ def forbidden(text: str) -> list[str]:
 def script_sources() -> list[Path]:
     """Return the sources of the page."""
     return [path for path in (WEB / "src").rglob("*") if path.suffix in {".svelte", ".ts", ".css"}]
-
-
-def colours(text: str) -> dict[str, tuple[str, str]]:
-    """Return the colours of tokens.css, for light and dark."""
-    pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", text)
-    return {name: (light, dark) for name, light, dark in pairs}
-
-
-def luminance(colour: str) -> float:
-    """Return the relative luminance of a colour (WCAG 2.2)."""
-    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    """Return the contrast ratio of two colours (WCAG 2.2)."""
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_the_page_is_built_from_these_sources() -> None:
@@ -91,24 +66,6 @@ def test_every_quoted_file_counts() -> None:
     }
 
     assert quoted == set(account()["quoted"])
-
-
-def test_a_changed_source_is_seen(tmp_path: Path) -> None:
-    """The digest changes with contents and names, and not with files outside of the page."""
-    (tmp_path / "guide" / "web" / "src").mkdir(parents=True)
-    source = tmp_path / "guide" / "web" / "src" / "a.ts"
-    source.write_text("1", encoding="utf-8")
-    before = digest(sources(tmp_path, []))
-
-    (tmp_path / "guide" / "web" / "tests").mkdir()
-    (tmp_path / "guide" / "web" / "tests" / "a.test.ts").write_text("2", encoding="utf-8")
-    (tmp_path / "guide" / "web" / "README.md").write_text("3", encoding="utf-8")
-    assert digest(sources(tmp_path, [])) == before
-    source.write_text("2", encoding="utf-8")
-    assert digest(sources(tmp_path, [])) != before
-    source.write_text("1", encoding="utf-8")
-    source.rename(source.with_name("b.ts"))
-    assert digest(sources(tmp_path, [])) != before
 
 
 def test_nothing_built_was_changed_by_hand() -> None:
@@ -161,44 +118,3 @@ def test_the_built_page_keeps_to_the_policy(folder: Path) -> None:
     assert re.findall(r"<script[^>]*>", body) == ['<script defer src="app.js">']
     assert re.findall(r'<link rel="stylesheet" href="([^"]+)">', body) == ["app.css"]
     assert 'name="anybatch-guide" content="live"' in body
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{@html text}",
-        "element.innerHTML = text",
-        "eval(text)",
-        "new Function(text)",
-        'setTimeout("run()", 1)',
-        '<p style="color: red">',
-        "<p style:color={red}>",
-        "element.setAttribute('style', text)",
-        '<p onclick="run()">',
-        '<img src="https://example.org/a.png">',
-        "@import url(//example.org/a.css)",
-    ],
-)
-def test_forbidden_constructs_are_seen(text: str) -> None:
-    """Each of them is found."""
-    assert forbidden(text)
-
-
-def test_colours_are_distinguishable() -> None:
-    """In light and dark mode, text and marks have enough contrast with the page and with figures."""
-    tokens = colours((WEB / "src" / "tokens.css").read_text(encoding="utf-8"))
-
-    for light in (0, 1):
-        for ground in ("page", "raised", "sunken", "accent-wash"):
-            for name in TEXT_COLOURS:
-                assert contrast(tokens[name][light], tokens[ground][light]) >= CONTRAST_OF_TEXT, (name, ground, light)
-        for name in MARK_COLOURS:
-            for ground in ("page", "raised", "sunken"):
-                assert contrast(tokens[name][light], tokens[ground][light]) >= CONTRAST_OF_MARKS, (name, ground, light)
-        assert contrast(tokens["on-accent"][light], tokens["accent"][light]) >= CONTRAST_OF_TEXT
-
-
-def test_contrast_is_that_of_the_standard() -> None:
-    """Black on white is 21, and a known grey pair is 4.54, as in WCAG's examples."""
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)

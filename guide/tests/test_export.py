@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from anybatch.errors import UserError
-from anybatch_guide.built import MAX_BYTES, Asset, read_page, recordings, with_transport
+from anybatch_guide.built import MAX_BYTES, Asset, read_page, recordings
 from anybatch_guide.export import export_file, export_folder, single_file
 from guide.tests.browser.chromium import Watched, opened
 from guide.tests.served import PAGE, Served
@@ -75,16 +75,6 @@ def test_single_file_from_a_disk(tmp_path: Path, browser: Browser) -> None:
         assert complaints(watched) == []
 
 
-def test_single_file_cannot_ask(tmp_path: Path, browser: Browser) -> None:
-    """The policy blocks the page's requests, and the observation in the previous test would detect one."""
-    shutil.copytree(PAGE, tmp_path / "page")
-    script = tmp_path / "page" / "app.js"
-    script.write_text('fetch("http://127.0.0.1:1/").catch(() => { document.body.dataset.refused = ""; });')
-    file = export_file(tmp_path / "page", tmp_path / "guide.html")
-    with opened(browser, file.as_uri(), "body[data-refused]") as watched:
-        assert any("Content Security Policy" in text for text in complaints(watched))
-
-
 def test_served_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     """A browser that opens the printed address gets the page and its stream, all from the server, without errors."""
     with Served(tmp_path) as server, opened(browser, server.address, "#said[data-status]") as watched:
@@ -92,27 +82,6 @@ def test_served_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
         assert watched.page.inner_text("#said").startswith("live rec-small")
         assert {urlsplit(url).netloc for url in watched.requests} == {server.host}
         assert complaints(watched) == []
-
-
-def test_folder(tmp_path: Path) -> None:
-    """The exported folder is the page with its recordings, in static mode and with a policy."""
-    folder = export_folder(PAGE, tmp_path / "a" / "guide")
-    paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-    assert paths == {
-        "index.html",
-        "app.js",
-        "app.css",
-        "icon.svg",
-        "math.woff2",
-        "parts/far.js",
-        "rec/small.json",
-        "rec/later.json",
-    }
-    html = (folder / "index.html").read_text()
-    assert 'content="static"' in html
-    assert "script-src 'self'; style-src 'self'" in html
-    assert (folder / "app.js").read_bytes() == (PAGE / "app.js").read_bytes()
 
 
 def test_folder_that_is_not_empty(tmp_path: Path) -> None:
@@ -144,12 +113,6 @@ def test_page_that_cannot_be_exported(old: str, new: str, said: str) -> None:
         single_file(broken)
 
 
-def test_no_page(tmp_path: Path) -> None:
-    """The error for a missing page says how to build one."""
-    with pytest.raises(UserError, match="make web"):
-        read_page(tmp_path)
-
-
 def test_only_the_page_is_the_page(tmp_path: Path) -> None:
     """Links, other kinds of files and unusual names are not part of a page, in any folder."""
     shutil.copytree(PAGE, tmp_path / "page")
@@ -175,10 +138,3 @@ def test_page_that_is_too_large(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="more than"):
         read_page(tmp_path / "page")
-
-
-def test_word_of_the_page() -> None:
-    """The mode can be changed in both directions, for all forms of the element."""
-    for html in ('<meta name="anybatch-guide" content="live">', '<meta name="anybatch-guide" content="static" />'):
-        assert 'content="static"' in with_transport(html, "static")
-        assert 'content="live"' in with_transport(html, "live")

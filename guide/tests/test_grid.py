@@ -1,6 +1,5 @@
 """The recorded grid for pages without an engine: small and reproducible."""
 
-import gzip
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from anybatch_guide import grid
 from anybatch_guide.exercises.exercise import EXERCISES, described
 from anybatch_guide.experiments import exercises_eight
-from anybatch_guide.playground import PlaygroundSetting, as_command, as_python, parse_setting
+from anybatch_guide.playground import as_command, as_python, parse_setting
 from anybatch_guide.programs import templates
 from anybatch_guide.recording import differences, plain, read_recording
 from tests.extras import skip_without
@@ -18,22 +17,12 @@ skip_without("sklearn", "anybatch[guide]")
 
 RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
 TASKS = ("opening", "digits", "spirals", "shapes", "text")
-MAX_ZIPPED = 250_000
 
 
 def runs(name: str) -> list[dict[str, Any]]:
     """Return the recorded runs of a task."""
     found: list[dict[str, Any]] = read_recording(RECORDINGS / f"playground_{name}.json").data["runs"]
     return found
-
-
-def test_the_page_opens_on_sixty_four_digits() -> None:
-    """The first run is 16 x 4 = 64 digits without a mistake; its first loss is at chance, 2.30."""
-    first = runs("opening")[0]
-
-    assert parse_setting(first["setting"]) == PlaygroundSetting() == grid.opening_settings()[0]
-    assert f"{first['losses'][0]:.2f}" == "2.30"
-    assert max(first["relative_differences"]) < 1e-5
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -47,14 +36,8 @@ def test_the_grid_is_what_the_code_asks_for(name: str) -> None:
         assert len(run["losses"]) == setting.steps or run["status"] == "failed"
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_recordings_are_small(name: str) -> None:
-    """No file takes more than 250 kB to send."""
-    assert len(gzip.compress((RECORDINGS / f"playground_{name}.json").read_bytes())) <= MAX_ZIPPED
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "at"), [("opening", 0), ("spirals", 1), ("shapes", 4)])
+@pytest.mark.parametrize(("name", "at"), [("spirals", 1), ("shapes", 4)])
 def test_a_run_comes_out_again(name: str, at: int) -> None:
     """A new run of a recorded setting has the recorded numbers."""
     recorded = runs(name)[at]
@@ -74,6 +57,7 @@ def test_programs_of_the_page_are_ours() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_bugs_are_where_the_answers_say() -> None:
     """The checker finds the expected bug in each of the six loops, and the wrong lines exist."""
     recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 import anybatch as ab
-from anybatch.memory.trace import MemoryEnvelope
-from anybatch.planner.proposals import changes, fit
 from anybatch.planner.report import Plan
 from anybatch_guide.experiments.memory_planner import properties_of
 from anybatch_guide.memory.planning import PlanRequest, Variant, planned
-from anybatch_guide.memory.tables import DEVICE_NAMES, micro_batch_size, peak_pieces, rank_shares, tables
+from anybatch_guide.memory.tables import DEVICE_NAMES, micro_batch_size, rank_shares, tables
 from guide.tests.planner_cases import GOLDEN, NUM_CASES, VARIANTS, lines_of, recorded, requests, row_of, traced
 
 GPT2 = Variant(
@@ -33,24 +31,6 @@ def data() -> dict[str, Any]:
 def row(data: dict[str, Any], variant: Variant) -> dict[str, Any]:
     """Return the recorded tables of a variant."""
     return dict(data["variants"][VARIANTS.index(variant)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
-@pytest.mark.parametrize("which", ["steady", "first"])
-@pytest.mark.published
-def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Variant, which: str) -> None:
-    """At each size, the valid piece has the bytes by category, the phase and the operation of the peak."""
-    envelope: MemoryEnvelope = getattr(traced(variant).envelopes, which)
-    pieces = list(peak_pieces(envelope))
-    corners = [size for piece in pieces for size in (piece[0] - 1, piece[0], piece[0] + 1) if size > 0]
-    for size in sorted({*range(1, 130), 1000, 4097, *corners}):
-        _, phase, operation, constants, slopes = [piece for piece in pieces if piece[0] <= size][-1]
-        peak = envelope.at_peak(size)
-        held = [constant + slope * size for constant, slope in zip(constants, slopes, strict=True)]
-        assert dict(zip(data["categories"], held, strict=True)) == peak.by_category
-        assert sum(held) == envelope.peak_bytes(size)
-        assert (data["phases"][phase], operation) == (peak.phase, peak.operation)
 
 
 @pytest.mark.slow
@@ -93,33 +73,6 @@ def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
 def without_time(plan: Plan) -> list[str]:
     """Return the lines of a plan without times, which the page does not show."""
     return [line for line in lines_of(plan) if not line.startswith(("time", "      "))]
-
-
-@pytest.mark.published
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("checkpointing", {"checkpointing": True}), ("fused optimizer", {"optimizer": "fused AdamW"})],
-)
-def test_a_variant_is_a_row_of_the_table_of_changes(
-    monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, Any]
-) -> None:
-    """A plan of the page with a change equals the row of `anybatch plan`."""
-    variant = dataclasses.replace(GPT2, **change)
-    every = changes.possible_changes
-    monkeypatch.setattr(fit, "possible_changes", lambda *task: [one for one in every(*task) if one.name == name])
-    (change_row,) = ab.plan(
-        "gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256
-    ).changes
-    found = planned(traced(variant), PlanRequest(device="12GiB", effective_batch_size=300)).baseline
-    assert (found.largest, found.micro_batch_size, found.accumulation_steps) == (
-        change_row.largest,
-        change_row.micro_batch_size,
-        change_row.accumulation_steps,
-    )
-    assert (found.peak, found.reserved_bytes) == (
-        dataclasses.replace(change_row.peak, mark=found.peak.mark),
-        change_row.reserved_bytes,
-    )
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """A playground run equals a run of the library: the same losses, emitted as log lines."""
 
-import base64
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +23,6 @@ skip_without("sklearn", "anybatch[guide]")
 
 SCHEMA = json.loads((Path(anybatch.events.__file__).parent / "schema.json").read_text())
 SHORT: dict[str, Any] = {"micro_batch_size": 4, "accumulation_steps": 4, "steps": 6}
-HARDLY, PLAINLY = 0.01, 0.1
 Line = Mapping[str, Any]
 
 
@@ -87,17 +84,6 @@ def test_every_program_is_python(mistake: MistakeName) -> None:
     assert set(templates()) == {*MistakeName.__args__, "limit", "ghost", "ghost limit"}  # type: ignore[attr-defined]
 
 
-def test_a_program_has_what_its_setting_needs() -> None:
-    """A limit, groups and ranks are in the program only if requested."""
-    words = ("memory_budget(512 * 2**10", "norms=Ghost(4)", "torchrun --nproc-per-node 2")
-    changed: dict[str, Any] = {"norm_policy": "ghost", "memory_limit_kib": 512, "ranks": 2}
-    full, usual = (as_python(PlaygroundSetting(task="shapes", norm="batch", **more)) for more in (changed, {}))
-
-    compile(full, "program", "exec")
-    assert all(word in full for word in words)
-    assert not any(word.split("(")[0].split("=")[-1] in usual for word in words)
-
-
 def test_a_command_writes_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     """The command line prints the losses of the run; an unknown argument exits with status 2."""
     words = ["task=spirals", "steps=3"]
@@ -137,7 +123,7 @@ def test_the_engine_matches_the_native_batch() -> None:
     assert played(task="spirals", accumulation_steps=1)[0]["relative_differences"] == [0.0] * 6
 
 
-@pytest.mark.parametrize("mistake", ["no_division", "zero_each", "clip_each", "schedule_each", "mean_of_means"])
+@pytest.mark.parametrize("mistake", ["no_division", "clip_each"])
 @pytest.mark.slow
 def test_a_mistake_leaves_the_native_batch(mistake: MistakeName) -> None:
     """With a mistake, the parameters diverge from the native batch as soon as it has an effect."""
@@ -158,25 +144,6 @@ def test_memory_is_reported_by_category() -> None:
     assert data["peak_bytes"] == sum(data["peak"].values())
     assert (data["peak"]["weights"], data["peak"]["gradients"]) == (weights, weights)
     assert {line["position"] for line in parts} == {None, 0, 1, 2, 3}
-
-
-@pytest.mark.slow
-def test_memory_of_a_loop_is_that_of_the_engine() -> None:
-    """A plain loop has the memory of the engine, except for the inputs of its window and scalars."""
-    by_engine, by_hand = (played(mistake=mistake)[0]["peak"] for mistake in ("", "schedule_each"))
-
-    assert by_hand.keys() == by_engine.keys()
-    for name in by_engine.keys() - {"inputs"}:
-        assert by_hand[name] == pytest.approx(by_engine[name], rel=0.01, abs=8)
-
-
-def test_surfaces_are_bytes() -> None:
-    """Spirals emit a surface of 40 x 40 bytes at intervals, the last one at the end."""
-    _, lines = played(task="spirals", steps=6)
-    surfaces = of_kind(lines, "guide.surface")
-
-    assert [line["step"] for line in surfaces] == list(range(6))
-    assert {len(base64.b64decode(line["values"])) for line in surfaces} == {40 * 40}
 
 
 @pytest.mark.parametrize("mistake", ["", "no_division"])
@@ -218,22 +185,6 @@ def test_telling_ends_a_run(mistake: MistakeName) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_run_leaves_no_trace() -> None:
-    """Threads and random state of the process are restored, and the clock is the given one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)  # a number that runs do not use
-    try:
-        random = torch.get_rng_state()
-        ticks = iter(range(1_000_000))
-        data = run(PlaygroundSetting(**SHORT, task="spirals"), lambda _: None, clock=lambda: float(next(ticks)))
-
-        assert torch.get_num_threads() == 3
-        assert torch.equal(torch.get_rng_state(), random)
-        assert math.isfinite(data["samples_per_second"])
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     ("changes", "least", "most"),
     [
@@ -251,18 +202,3 @@ def test_a_run_is_judged_by_its_first_gradient(changes: Mapping[str, Any], least
 
     assert least <= data["first_gradient_difference"] <= most
     assert told["relative_difference"] == data["first_gradient_difference"]
-
-
-@pytest.mark.slow
-def test_adam_hides_what_sgd_shows() -> None:
-    """Without the division, SGD diverges within four steps, and the losses of AdamW barely change."""
-
-    def apart(optimizer: str, rate: float) -> float:
-        right, wrong = (
-            played(optimizer=optimizer, learning_rate=rate, mistake=mistake, steps=4)[0]["losses"][-1]
-            for mistake in ("", "no_division")
-        )
-        return float(abs(wrong - right) / right)
-
-    assert apart("adamw", 0.003) < HARDLY
-    assert apart("sgd", 0.1) > PLAINLY

@@ -1,15 +1,13 @@
 """The playground's memory limit, its BatchNorm policies, and the details of single micro-batches."""
 
-import base64
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from anybatch_guide.mistakes.windows import share
 from anybatch_guide.playground import PlaygroundSetting, run
-from anybatch_guide.setting import MistakeName, NormPolicy
+from anybatch_guide.setting import NormPolicy
 from anybatch_guide.tasks.task import MicroBatches, cross_entropy, load
 from anybatch_guide.training import make
 from guide.tests.test_playground import SHORT, Line, of_kind, played
@@ -50,18 +48,9 @@ def test_a_limit_that_nothing_fits_into_ends_the_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_that_is_not_reached_changes_nothing() -> None:
-    """With a sufficient limit, a run is bitwise equal to one without a limit."""
-    limited, free = (played(**SHORT, memory_limit_kib=limit)[0] for limit in (2**20, 0))
-
-    assert (limited["losses"], limited["digest"]) == (free["losses"], free["digest"])
-    assert limited["peak"] == free["peak"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "least", "most"),
-    [("keep", 0.02, 1.0), ("exact", 0.0, 1e-5), ("ghost", 0.02, 1.0), ("freeze", 0.02, 2.0), ("sync", 0.02, 1.0)],
+    [("keep", 0.02, 1.0), ("exact", 0.0, 1e-5), ("freeze", 0.02, 2.0)],
 )
 def test_policies_differ_from_the_native_batch(policy: NormPolicy, least: float, most: float) -> None:
     """On one rank, only the exact BatchNorm policy has the gradient of the native batch."""
@@ -114,31 +103,3 @@ def test_a_micro_batch_is_seen_as_autograd_has_it(task: Any) -> None:
         torch.testing.assert_close(torch.tensor(line["gradient"]), own.flatten()[places], rtol=1e-3, atol=1e-7)
         torch.testing.assert_close(torch.tensor(line["sum"]), total, rtol=1e-3, atol=1e-6)
         assert line["num_samples"] == 4
-
-
-def test_samples_are_those_of_the_micro_batch() -> None:
-    """Images are bytes from the darkest to the brightest pixel, in the order of the engine."""
-    setting = PlaygroundSetting(**{**SHORT, "steps": 1})
-    first, _ = next(iter(MicroBatches(load("digits").rows, 4, setting.seed)))
-    samples = seen(setting)[0]["samples"]
-    pixels = np.frombuffer(base64.b64decode(samples["values"]), dtype=np.uint8)
-    flat = first.flatten().numpy()
-    expected = (flat - flat.min()) * 255 / (flat.max() - flat.min())
-
-    assert samples["side"] == 8
-    assert np.abs(pixels - expected).max() <= 0.5 + 1e-3
-
-
-@pytest.mark.parametrize(("mistake", "keeps"), [("zero_each", False), ("no_division", True)])
-def test_a_loop_that_zeroes_is_seen_to(mistake: MistakeName, keeps: bool) -> None:
-    """If a loop zeroes in every micro-batch, the sum is that micro-batch's gradient; otherwise it grows."""
-    lines = seen(PlaygroundSetting(**{**SHORT, "steps": 1}, task="text", mistake=mistake))
-
-    assert len(lines) == 4
-    assert {line["samples"]["kind"] for line in lines} == {"texts"}
-    assert (lines[-1]["sum"] != lines[-1]["gradient"]) == keeps
-
-
-def test_nobody_sees_what_is_not_stepped() -> None:
-    """A normal run streams only the begin and end of micro-batches."""
-    assert of_kind(played(**{**SHORT, "steps": 1})[1], "guide.micro_batch") == []

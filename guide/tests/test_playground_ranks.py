@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.rank_processes import RankError
-from anybatch_guide.worker import Gate
 from guide.tests.test_playground import Line, Stopped, of_kind, stop_after_twenty
 
 pytestmark = pytest.mark.slow
@@ -96,28 +94,6 @@ def test_ranks_listen_at_loopback_only(started: Callable[[], list[BaseProcess]])
     assert found == [{LOOPBACK}] * 2
 
 
-def test_one_micro_batch_is_seen_to_its_end() -> None:
-    """A single-step shows that micro-batch while the other rank waits to start."""
-    gate, shown = Gate(paused=True), threading.Event()
-    lines: list[Line] = []
-
-    def emit(line: Line) -> None:
-        gate.wait_before(line)
-        lines.append(line)
-        if line["kind"] == "guide.micro_batch":
-            shown.set()
-
-    runs = threading.Thread(target=run, args=(TWO, emit), kwargs={"is_stepped": gate.is_stepped})
-    runs.start()
-    gate.set("micro")
-    is_shown = shown.wait(timeout=120)
-    gate.set("resume")
-    runs.join()
-
-    assert is_shown
-    assert len(of_kind(lines, "step")) == TWO.steps
-
-
 def test_a_run_that_is_cancelled_leaves_no_rank(started: Callable[[], list[BaseProcess]]) -> None:
     """An exception of `emit` within a step propagates, and both ranks end."""
     with pytest.raises(Stopped):
@@ -137,25 +113,6 @@ def test_a_dead_rank_is_reported(started: Callable[[], list[BaseProcess]]) -> No
     with pytest.raises(RankError, match="ended in the middle"):
         run(TWO, emit)
     assert started() == []
-
-
-@pytest.mark.parametrize(
-    ("policy", "accumulation", "least", "most"),
-    [("sync", 1, 0.0, 1e-5), ("sync", 2, 0.01, 1.0), ("exact", 2, 0.0, 1e-5), ("keep", 1, 0.01, 1.0)],
-)
-def test_policies_join_ranks(policy: Any, accumulation: int, least: float, most: float) -> None:
-    """On two ranks, exact equals the native batch; sync does with one micro-batch per rank, and keep does not."""
-    setting = PlaygroundSetting(
-        task="shapes",
-        norm="batch",
-        micro_batch_size=8,
-        steps=1,
-        ranks=2,
-        accumulation_steps=accumulation,
-        norm_policy=policy,
-    )
-
-    assert least <= played(setting)[0]["first_gradient_difference"] <= most
 
 
 def test_both_ranks_go_on_smaller() -> None:

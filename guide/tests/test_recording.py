@@ -22,7 +22,6 @@ from anybatch_guide.recording import (
     plain,
     read_recording,
     record,
-    recorded,
     write_recording,
 )
 from guide.tests.recorded_again import RECORDINGS
@@ -100,15 +99,6 @@ def test_foreign_files(tmp_path: Path, name: str, text: str) -> None:
         read_recording(file)
 
 
-def test_large_files(tmp_path: Path) -> None:
-    """A file that is too large to be a recording is not even read."""
-    with (tmp_path / "small.json").open("wb") as file:
-        file.truncate(2**33)
-
-    with pytest.raises(UserError, match="limit"):
-        read_recording(tmp_path / "small.json")
-
-
 @pytest.mark.parametrize(
     ("one", "other", "found"),
     [
@@ -127,12 +117,6 @@ def test_differences(one: dict[str, Any], other: dict[str, Any], found: int) -> 
     assert len(differences(one, other, tolerance=1e-6, noisy=("seconds",))) == found
 
 
-def test_tolerance_is_relative() -> None:
-    """A difference is relative to the larger of the two numbers."""
-    assert differences({"a": 1000.0}, {"a": 1000.9}, tolerance=1e-3) == []
-    assert differences({"a": 1e-9}, {"a": 2e-9}, tolerance=1e-3) != []
-
-
 def test_record(tmp_path: Path) -> None:
     """`record` writes the result of the experiment, with its command; an unknown name is refused."""
     recording = read_recording(record("mathematics", tmp_path))
@@ -143,13 +127,6 @@ def test_record(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mathematics"):
         record("nothing", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["mathematics.json"]
-
-
-def test_commit_says_what_ran() -> None:
-    """In a clone, a recording has the commit, marked if the sources differ from it."""
-    commit = commit_here()
-
-    assert commit is None or len(commit.removesuffix("+")) == 12
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +150,3 @@ def test_recording_is_made_again(name: str, again: Path) -> None:
         experiment = experiments()[name]
         found = differences(committed.data, made.data, tolerance=experiment.tolerance, noisy=experiment.noisy)
         assert found == [], f"record it again: {committed.made.command}"
-
-
-def test_experiment_leaves_no_trace() -> None:
-    """Recording an experiment restores torch's random state and the number of threads."""
-    before = torch.get_rng_state().tolist(), torch.get_num_threads()
-    recorded(experiments()["mathematics"])
-
-    assert (torch.get_rng_state().tolist(), torch.get_num_threads()) == before

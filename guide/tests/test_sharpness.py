@@ -10,7 +10,6 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.engine.spec import Hardware, TrainSpec
-from anybatch.errors import CompositionError, LossError
 from anybatch_guide.sharpness import Sharpness, measure_sharpness
 from tests.ranks_fixture import Ranks
 
@@ -104,38 +103,6 @@ def test_the_eigenvalue_is_that_of_the_dense_hessian(name: str, micro_batch_size
     found = measured(name, micro_batch_size)
     assert found.eigenvalue == pytest.approx(truth, rel=1e-12)
     assert "largest eigenvalue" in str(found)
-
-
-def test_few_products_give_a_lower_bound_with_its_residual() -> None:
-    """Stopped early, the estimate is at most the largest eigenvalue, and an eigenvalue is within the residual."""
-    values = dense("tokens")
-    spec = TrainSpec(model=network(), optimizer=lambda named: torch.optim.SGD(named, lr=1.0), loss=LOSSES["tokens"])
-    for number in (1, 3, 6):
-        found = measure_sharpness(spec, batch_of(), Hardware(micro_batch_size=4), most_products=number, tolerance=1e-13)
-        assert found.num_products == number
-        assert found.eigenvalue <= float(values[-1]) + 1e-12
-        assert float((values - found.eigenvalue).abs().min()) <= found.residual + 1e-12
-
-
-def test_the_model_stays_as_it_is() -> None:
-    """Weights, gradients and random state are unchanged."""
-    model = network()
-    spec = TrainSpec(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), loss=LOSSES["tokens"])
-    before, drawn = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
-    measure_sharpness(spec, batch_of(), most_products=2)
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_what_cannot_be_differentiated_twice_is_refused() -> None:
-    """A loss across samples, or a strategy that wraps the model, raises with the reason."""
-    spec = TrainSpec(model=network(), optimizer=lambda named: torch.optim.SGD(named, lr=1.0), loss=LOSSES["tokens"])
-    with pytest.raises(CompositionError, match="second derivatives do not pass"):
-        measure_sharpness(spec, batch_of(), Hardware(strategy="ddp"))
-    across = ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.std())
-    with pytest.raises(LossError, match="in two passes"):
-        measure_sharpness(TrainSpec(model=network(), optimizer=spec.optimizer, loss=across), batch_of())
 
 
 def measured_on_a_rank(name: str, micro_batch_size: int) -> Sharpness:

@@ -3,15 +3,12 @@
 import contextlib
 import select
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anybatch_guide.limits import Limits
-from anybatch_guide.stalled_connections import StalledConnections
 from guide.tests.served import PATIENCE_SECONDS, Served, head
 
 NUM_CONNECTIONS = 16
@@ -74,12 +71,6 @@ def test_idle_connections_make_room(tmp_path: Path) -> None:
         assert server.ask("GET", "/api/state").status == 200
 
 
-def test_kept_alive_connections_time_out(server: Served) -> None:
-    """Half a second request does not keep a connection open, although uvicorn's own timer is off."""
-    with connected(server, 1, request(server, "/api/state") + b"GET / HTTP/1.1\r\n") as (connection,):
-        assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
-
-
 def test_unread_responses_time_out(server: Served) -> None:
     """A client that sends requests and reads nothing loses its connection."""
 
@@ -89,77 +80,3 @@ def test_unread_responses_time_out(server: Served) -> None:
 
     with connected(server) as (connection,), pytest.raises(ConnectionError):
         ask_without_reading(connection)
-
-
-@dataclass(eq=False)
-class FakeConnection:
-    """A fake connection, which is also its transport and exchange."""
-
-    response_complete: bool = False
-    unread_bytes: int = 0
-    is_aborted: bool = False
-    exchange: "FakeConnection | None" = None
-    transport: "FakeConnection" = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.transport = self
-
-    @property
-    def cycle(self) -> "FakeConnection | None":
-        """The latest request."""
-        return self.exchange
-
-    def get_write_buffer_size(self) -> int:
-        """Return the configured value."""
-        return self.unread_bytes
-
-    def abort(self) -> None:
-        """Record that the connection was closed."""
-        self.is_aborted = True
-
-
-def computing(connection: FakeConnection) -> None:
-    """The server is still computing the answer."""
-    connection.exchange = connection
-
-
-def reading(connection: FakeConnection) -> None:
-    """The client reads one byte at a time."""
-    connection.exchange = connection
-    connection.unread_bytes += 1
-
-
-def not_reading(connection: FakeConnection) -> None:
-    """The client does not read the response."""
-    connection.exchange = connection
-    connection.unread_bytes = 100
-
-
-def finished_and_unread(connection: FakeConnection) -> None:
-    """The application has sent its response, and the client does not read it."""
-    not_reading(connection)
-    connection.response_complete = True
-
-
-def silent(connection: FakeConnection) -> None:
-    """The client sends no request."""
-    connection.exchange = None
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "closed_after"),
-    [(computing, None), (reading, None), (not_reading, 30), (finished_and_unread, 30), (silent, 5)],
-)
-def test_time_limits(behaviour: Callable[[FakeConnection], None], closed_after: int | None) -> None:
-    """Only connections without progress are closed: idle ones after `head_seconds`, unread ones after longer."""
-    clock = iter(range(100))
-    stalled = StalledConnections(Limits(head_seconds=5, unread_seconds=30), lambda: float(next(clock)))
-    connection = FakeConnection()
-    aborted = None
-    for second in range(60):
-        behaviour(connection)
-        stalled.close([connection])
-        if connection.is_aborted:
-            aborted = second
-            break
-    assert aborted == closed_after

@@ -9,7 +9,7 @@ import pytest
 
 from anybatch_guide.guard import Message
 from anybatch_guide.limits import Limits
-from anybatch_guide.stream import FIRM_KINDS, Ring, RingFullError, Stream
+from anybatch_guide.stream import Ring, RingFullError, Stream
 from guide.tests.served import parsed
 
 FAST = Limits(messages_per_second=1e9)
@@ -126,49 +126,6 @@ def test_page_comes_back() -> None:
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(
-    "last", ["", "x", "aaaaaaaa-1", "-", "-1", "{name}-x", "{name}-99999999999999999999", "{name}-²"]
-)
-def test_page_that_names_nonsense(last: str) -> None:
-    """A page without an event id of this server gets everything."""
-
-    async def scene() -> None:
-        stream = Stream(FAST, zero)
-        stream.publish_line("run", micro_batch(0))
-        first = Page(stream)
-        await first.until(lambda page: bool(page.lines()))
-        name = str(first.events()[-1][2]).partition("-")[0]
-        page = Page(stream, last.format(name=name))
-        await page.until(lambda page: len(page.lines()) == 1)
-        await first.leave()
-        await page.leave()
-
-    asyncio.run(scene())
-
-
-@pytest.mark.slow
-def test_messages_are_few() -> None:
-    """Lines between two messages are sent together, within the message rate, without loss."""
-
-    async def scene() -> None:
-        # On a fast machine, a page lags far within a second, and must not lose lines here.
-        stream = Stream(Limits(messages_per_second=20.0, behind_lines=10**9), zero)
-        page = Page(stream)
-        loop = asyncio.get_running_loop()
-        begun, number = loop.time(), 0
-        while loop.time() - begun < 1.0:
-            stream.publish_line("run", micro_batch(number))
-            number += 1
-            await asyncio.sleep(0)
-        seconds = loop.time() - begun
-        told = [data for event, data, _ in page.events() if event == "lines"]
-        assert 2 <= len(told) <= 20.0 * seconds + 1
-        await page.until(lambda page: len(page.lines()) == number)
-        await page.leave()
-
-    asyncio.run(scene())
-
-
 def test_slow_page_loses_progress_first() -> None:
     """A page with a large backlog misses micro-batches, gets their number, and every step, diagnosis and end."""
 
@@ -212,18 +169,6 @@ def test_ring_drops_progress_first() -> None:
         ring.add("lines", "run", "one too many")
 
 
-def test_ring_counts_bytes() -> None:
-    """A ring is full by its bytes, too, and is empty after it was cleared."""
-    ring = Ring(Limits(ring_bytes=1000))
-    for _ in range(100):
-        ring.add("lines", "run", "x" * 100, light=True)
-    assert sum(len(entry.text) for entry in ring.behind(0)) == 1000
-    ring.clear()
-    assert list(ring.behind(0)) == []
-    ring.add("lines", "run", "x" * 1000)
-    assert len(list(ring.behind(0))) == 1
-
-
 def test_eight_streams() -> None:
     """The ninth page is refused; after another one disconnects, there is room again."""
 
@@ -244,19 +189,6 @@ def test_eight_streams() -> None:
     asyncio.run(scene())
 
 
-def test_silence_has_a_pulse() -> None:
-    """A silent stream gets comments at intervals, which are not events."""
-
-    async def scene() -> None:
-        stream = Stream(Limits(heartbeat_seconds=0.01), zero)
-        page = Page(stream)
-        await page.until(lambda page: page.text.count(b": beat\n\n") >= 2)
-        assert [event for event, _, _ in page.events()] == ["status"]
-        await page.leave()
-
-    asyncio.run(scene())
-
-
 def test_good_bye() -> None:
     """A stopping server sends the remaining lines, then a close event, so that pages do not reconnect."""
 
@@ -270,38 +202,3 @@ def test_good_bye() -> None:
         assert [event for event, _, _ in page.events()] == ["status", "lines", "close"]
 
     asyncio.run(scene())
-
-
-def test_alone() -> None:
-    """The time without pages starts when the last page disconnects."""
-
-    async def scene() -> None:
-        now = [0.0]
-        stream = Stream(FAST, lambda: now[0])
-        now[0] = 5.0
-        assert stream.alone_seconds == 5.0
-        page = Page(stream)
-        await page.until(lambda page: page.status == 200)
-        now[0] = 50.0
-        assert stream.alone_seconds == 0.0
-        await page.leave()
-        now[0] = 57.0
-        assert stream.alone_seconds == 7.0
-        stream.begin()
-        assert stream.alone_seconds == 0.0
-
-    asyncio.run(scene())
-
-
-def test_lines_that_are_too_long() -> None:
-    """A line that is too long is dropped, and the sender is informed."""
-    stream = Stream(Limits(line_bytes=100), zero)
-
-    assert stream.publish_line("run", {"kind": "start"})
-    assert not stream.publish_line("run", {"kind": "start", "text": "x" * 100})
-
-
-def test_firm_kinds_are_kinds() -> None:
-    """The kinds in the design are never dropped."""
-    assert {"start", "step", "diagnosis", "end"} <= FIRM_KINDS
-    assert "micro_batch" not in FIRM_KINDS

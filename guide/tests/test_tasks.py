@@ -9,11 +9,9 @@ from torch import Tensor
 
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import timeline
-from anybatch_guide.mistakes.windows import items, share, windows
+from anybatch_guide.mistakes.windows import windows
 from anybatch_guide.setting import SAMPLE_BYTES
-from anybatch_guide.tasks.spirals import surface
-from anybatch_guide.tasks.task import IGNORED, MicroBatches, PlaygroundTask, TaskName, cross_entropy, load
-from anybatch_guide.tasks.text import encoded, in_words, sentences
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, TaskName, cross_entropy, load
 from tests.extras import skip_without
 
 skip_without("sklearn", "anybatch[guide]")
@@ -34,11 +32,6 @@ def test_the_first_loss_is_that_of_chance(name: str) -> None:
     task = load(name)
 
     assert first_loss(task, 64).item() == pytest.approx(task.chance, rel=0.1)
-
-
-def test_digits_begin_at_ln_10() -> None:
-    """The opening state shows 2.30, which is ln 10, chance for ten classes."""
-    assert f"{first_loss(load('digits'), 64).item():.2f}" == "2.30"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,23 +68,6 @@ def test_what_a_sample_takes_is_known(name: TaskName) -> None:
     assert SAMPLE_BYTES[name] / 2 <= taken <= SAMPLE_BYTES[name]
 
 
-def test_sentences_are_sums() -> None:
-    """Numbers are written in English, and bytes decode to the same sentence."""
-    assert [in_words(number) for number in (0, 19, 20, 42, 57)] == [
-        "zero",
-        "nineteen",
-        "twenty",
-        "forty-two",
-        "fifty-seven",
-    ]
-    (text,) = sentences(1, seed=5)
-    inputs, targets = encoded([text])
-    codes = targets[targets != IGNORED]
-
-    assert bytes(codes.tolist()).decode() == f"{text}\n"
-    assert inputs[0, 1 : len(codes)].tolist() == codes[:-1].tolist()
-
-
 def test_micro_batches_are_every_sample_once() -> None:
     """An epoch has each sample once, in a new order; windows do not cross its end."""
     rows = load("spirals").rows
@@ -103,26 +79,3 @@ def test_micro_batches_are_every_sample_once() -> None:
     assert not torch.equal(*epochs)
     assert sizes == [[64, 64, 64], [64, 64, 64], [64, 52]]
     assert len(loader) == sum(map(len, sizes))
-
-
-def test_shares_of_a_window_add_up_to_one() -> None:
-    """The weight of a micro-batch in its window is its items, without ignored targets, not its samples."""
-    pairs = [
-        (torch.zeros(2, 3), torch.tensor([[1, 2, IGNORED], [1, IGNORED, IGNORED]])),
-        (torch.zeros(1), torch.ones(1)),
-    ]
-
-    assert [items(targets) for _, targets in pairs] == [3, 1]
-    assert [share(targets, pairs) for _, targets in pairs] == [0.75, 0.25]
-
-
-def test_a_surface_is_seen_from_above() -> None:
-    """The first row is the top of the square, the first column its left side; no hook of the model runs."""
-    task = load("spirals")
-    model = task.model()
-    model.register_forward_pre_hook(lambda *_: pytest.fail("the surface went through the hook"))
-    top, bottom = (torch.tensor([[-1.17, y]]) for y in (1.17, -1.17))
-    found = surface(model, 40)
-    expected = [model.forward(point).softmax(1)[0, 1].item() for point in (top, bottom)]
-
-    assert [found[0, 0].item(), found[-1, 0].item()] == pytest.approx(expected)

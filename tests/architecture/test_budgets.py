@@ -1,7 +1,5 @@
 """Limits on the length of code, and required annotations."""
 
-import ast
-import inspect
 import math
 import operator
 
@@ -39,21 +37,6 @@ def num_lines(function: FunctionNode) -> int:
     return function.end_lineno - function.lineno + 1
 
 
-def missing_annotations(function: FunctionNode) -> list[str]:
-    """Return the names of a function's parameters without annotation, and "return" where that is missing."""
-    given = function.args
-    parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-    parameters += [extra for extra in (given.vararg, given.kwarg) if extra is not None]
-    bare = [one.arg for one in parameters if one.annotation is None and one.arg not in ("self", "cls")]
-    return [*bare, "return"] if function.returns is None else bare
-
-
-def only_function(source: str) -> FunctionNode:
-    """Return the only function of a source text."""
-    (function,) = functions(ast.parse(inspect.cleandoc(source)))
-    return function
-
-
 @pytest.mark.slow
 def test_functions_are_short() -> None:
     """95% of the functions have at most 45 lines."""
@@ -87,42 +70,3 @@ def test_the_library_does_not_grow() -> None:
     too_large = {name: size for name, size in sizes.items() if any(map(operator.gt, size, MAX_SIZES[name]))}
 
     assert not too_large, f"limits: {MAX_SIZES}"
-
-
-@pytest.mark.slow
-def test_functions_are_annotated() -> None:
-    """Every parameter and result is annotated."""
-    found = [
-        Found(path, function.lineno, f"{function.name} lacks {', '.join(bare)}")
-        for path in python_files(*PACKAGES)
-        for function in functions(parse(path))
-        if (bare := missing_annotations(function))
-    ]
-
-    assert not found, "\n".join(map(str, found))
-
-
-def test_missing_annotations_are_seen() -> None:
-    """Every kind of parameter and the result need annotations; self and cls do not."""
-    assert missing_annotations(only_function("def f(a, /, b, *c, d, **e): ...")) == ["a", "b", "d", "c", "e", "return"]
-    assert missing_annotations(only_function("def f(self, a: int, *c: int, **e: int) -> None: ...")) == []
-
-
-def test_lines_are_counted() -> None:
-    """The length of a function counts its signature, docstring and body, but no decorator."""
-    function = only_function('''
-        @decorated
-        def f(
-            a: int,
-        ) -> int:
-            """Doc."""
-            return a
-    ''')
-    expected = 5
-
-    assert num_lines(function) == expected
-
-
-def test_tree_is_there() -> None:
-    """The limits are applied to real files."""
-    assert {"errors.py", "command.py"} <= {path.name for path in python_files(*PACKAGES)}

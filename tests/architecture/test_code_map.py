@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.architecture.source_tree import GUIDE, PACKAGE, ROOT, parse, python_files
+from tests.architecture.source_tree import GUIDE, PACKAGE, PACKAGES, ROOT, TESTS, parse, python_files
 
 
 def first_line(path: Path) -> str:
@@ -51,34 +51,9 @@ def test_map_shows_the_tree() -> None:
     )
 
 
-def test_every_folder_says_what_it_is() -> None:
-    """Each folder is a package whose docstring starts with a sentence."""
-    silent = [path for path, line in (real_map(PACKAGE, ROOT) | folders_of(GUIDE, ROOT)).items() if not line]
+def test_every_module_is_named_after_an_idea() -> None:
+    """No folder or file is called utils, helpers, common, misc or manager, alone or as part of a name."""
+    empty = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
+    paths = [path.relative_to(ROOT) for path in python_files(*PACKAGES, *TESTS)]
 
-    assert not silent
-
-
-def test_core_is_in_chapters() -> None:
-    """Each module of `core` names its chapter, and chapter numbers are unique."""
-    modules = [path for path in python_files(PACKAGE / "core") if path.stem != "__init__"]
-    chapters = {path.name: re.match(r"Chapter (\d+): ", first_line(path)) for path in modules}
-    numbers = [chapter.group(1) for chapter in chapters.values() if chapter]
-
-    assert [name for name, chapter in chapters.items() if not chapter] == []
-    assert sorted(numbers) == sorted(set(numbers))
-
-
-def test_other_tree_is_seen(tmp_path: Path) -> None:
-    """A new folder and a changed docstring differ from the map."""
-    for folder in (tmp_path, tmp_path / "core"):
-        folder.mkdir(exist_ok=True)
-        (folder / "__init__.py").write_text('"""Facts.\n\nMore."""\n')
-    name = tmp_path.name
-    drawn = drawn_map(f"## Code map\n\n```text\n{name}/  Facts.\n{name}/core/  Facts.\n```\n")
-    assert real_map(tmp_path, tmp_path.parent) == drawn
-
-    (tmp_path / "core" / "__init__.py").write_text('"""Other facts."""\n')
-    assert real_map(tmp_path, tmp_path.parent) != drawn
-    (tmp_path / "core" / "__init__.py").write_text('"""Facts."""\n')
-    (tmp_path / "errors.py").write_text("")
-    assert real_map(tmp_path, tmp_path.parent) != drawn
+    assert [path for path in paths if any(empty & set(Path(part).stem.split("_")) for part in path.parts)] == []

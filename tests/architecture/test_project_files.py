@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 import anybatch
-import make
 from tests.architecture.source_tree import ROOT
-
-MAX_PAGE_LINES = 60
 
 
 def project(folder: str = "") -> dict[str, Any]:
@@ -27,14 +24,6 @@ def top_version(changelog: str) -> str:
     heading = re.search(r"^## \[?(\d+\.\d+\.\d+\w*)", changelog, flags=re.MULTILINE)
     assert heading is not None, "CHANGELOG.md has no entry: a line such as '## 0.1.0'."
     return heading.group(1)
-
-
-def rules_without_reason(text: str) -> list[str]:
-    """Return the lines of ruff's tables that disable a rule without a reason."""
-    section = text[text.index("[tool.ruff.lint]") :]
-    rules = re.findall(r'^ {4}"[A-Z]+[0-9]*",.*$', section, flags=re.MULTILINE)
-    assert rules, "pyproject.toml no longer lists one rule per line."
-    return [line.strip() for line in rules if not re.search(r"#\s*\w+", line)]
 
 
 def test_changelog_is_up_to_date() -> None:
@@ -52,42 +41,6 @@ def test_the_guide_is_of_the_same_release() -> None:
     assert guide["version"] == anybatch.__version__
     assert f"anybatch[recipes] == {anybatch.__version__}" in guide["dependencies"]
     assert (ROOT / "guide" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-
-
-def test_sources_hold_all_that_the_set_up_works_on() -> None:
-    """Every folder that make.py installs, tests or checks is in the source distribution."""
-    included = project()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-
-    assert {f"/{Path(folder).parts[0]}" for folder in make.SOURCES} - set(included) == set()
-
-
-def test_every_lint_exception_has_its_reason() -> None:
-    """Each disabled rule has a reason on its line."""
-    assert rules_without_reason((ROOT / "pyproject.toml").read_text(encoding="utf-8")) == []
-
-
-def test_missing_reasons_are_seen() -> None:
-    """A rule without a reason is detected."""
-    text = '[tool.ruff.lint]\nignore = [\n    "S101",  # why\n    "COM812",\n]\n'
-
-    assert rules_without_reason(text) == ['"COM812",']
-
-
-def test_decisions_are_pages_of_one_form() -> None:
-    """A decision has a unique number, the three required sections, and fits on a page."""
-    pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "decisions").glob("*.md")}
-
-    assert len({name[:4] for name in pages}) == len(pages)
-    for name, text in pages.items():
-        assert text.startswith(f"# {name[:4]}: "), name
-        assert re.findall(r"^## (\w+)$", text, flags=re.MULTILINE)[:3] == ["Context", "Decision", "Consequences"], name
-        assert len(text.splitlines()) <= MAX_PAGE_LINES, name
-
-
-@pytest.mark.parametrize("heading", ["## 1.2.3", "## 1.2.3 - unreleased", "## [1.2.3] - 2030-01-31"])
-def test_top_version_is_the_first(heading: str) -> None:
-    """The first entry counts, in any date format."""
-    assert top_version(f"# Changes\n\n{heading}\n\n## 0.9.0\n") == "1.2.3"
 
 
 def test_files_that_begin_first_are_there() -> None:

@@ -2,8 +2,7 @@
 
 import inspect
 import re
-from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import get_args
 
 import pytest
@@ -81,24 +80,3 @@ def test_pages_import_from_one_level() -> None:
     found = [f"{page.name}: {match[0]}" for page in pages for match in deep.finditer(page.read_text(encoding="utf-8"))]
 
     assert found == []
-
-
-def test_the_version_is_there() -> None:
-    """`anybatch.__version__` is the installed version."""
-    assert anybatch.__version__ == version("anybatch")
-
-
-def test_gaps_are_seen() -> None:
-    """A name without a docstring is found; an imported module is not a public name."""
-
-    def silent() -> None: ...
-
-    module = SimpleNamespace(silent=silent, inspect=inspect, listed=test_gaps_are_seen, _private=1)
-    assert public_names(module) == ["listed", "silent"]
-    assert undocumented(module, ["listed", "silent"]) == ["silent"]
-
-
-def test_other_names_are_an_error() -> None:
-    """An unknown name raises an AttributeError that names it."""
-    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
-        _ = anybatch.Trainer

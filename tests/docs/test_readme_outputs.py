@@ -39,12 +39,3 @@ def test_outputs_are_printed(tmp_path: Path) -> None:
     assert shown
     for (command, old), (same, new) in zip(shown, printed, strict=True):
         assert (command, shape(old)) == (same, shape(new))
-
-
-def test_numbers_do_not_matter_and_words_do() -> None:
-    """Outputs that differ only in times, speeds and versions have the same shape; a different word is detected."""
-    one = "torch 2.13.0+cpu\nstep 1 of 9   loss 2.5\ncompleted after 4.8 s, 46 steps made\nlr 1e-08, 259 KiB"
-    two = "torch 2.14.1+cu130\ncompleted after 1 min 5 s, 2,046 steps made\nlr 2.5e-07, 1.2 GiB"
-
-    assert shape(one) == shape(two)
-    assert shape(one) != shape(two.replace("completed", "stopped"))

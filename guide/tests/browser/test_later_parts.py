@@ -1,14 +1,12 @@
 """Parts hydrated near the screen fetch their data on demand and work."""
 
-import json
 import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, expect
 
 from guide.tests.browser.chromium import DESKTOP, PHONE, Watched, bring_to_life, opened
-from guide.tests.recorded_again import RECORDINGS
 
 PARTS = {
     "devices": "ddp_timeline",
@@ -31,11 +29,6 @@ def alive(browser: Browser, address: str) -> Iterator[Watched]:
 def fetched(watched: Watched) -> set[str]:
     """Return the names of recordings that the page has requested."""
     return {re.sub(r".*/rec/|\.json.*", "", url) for url in watched.requests if "/rec/" in url}
-
-
-def summary(page: Page, title: str) -> Locator:
-    """Return the sentence below a figure."""
-    return page.get_by_role("figure", name=title).locator("figcaption > p").first
 
 
 def said(part: Locator) -> list[str]:
@@ -108,46 +101,3 @@ def test_a_part_that_cannot_come_stays_readable(browser: Browser, address: str) 
         place.scroll_into_view_if_needed()
         expect(place.locator("[data-later]").first).to_have_attribute("data-later", "failed")
         expect(place).to_contain_text("The gradient of a sum is the sum of the gradients")
-
-
-def test_lanes_follow_keys(alive: Watched) -> None:
-    """With the arrow keys the lanes show another strategy, and the sentence below shows its bytes."""
-    page = alive.page
-    said = summary(page, "One step, rank by rank")
-    expect(said).to_contain_text("3.38 MiB")
-    page.get_by_role("radio", name="no_sync, correct").focus()
-    page.keyboard.press("ArrowRight")
-    expect(said).to_contain_text("no_sync, backward only")
-    expect(said).to_contain_text("13.5 MiB")
-    page.get_by_role("figure", name="One step, rank by rank").locator("label", has_text="4").click()
-    expect(said).to_contain_text("4 ranks")
-
-
-def test_a_cap_makes_the_recorded_cut(alive: Watched) -> None:
-    """Keys move the cap to the recorded micro-batches, in words and in the drawing."""
-    page = alive.page
-    figure = page.get_by_role("figure", name="One batch of sentences, split")
-    figure.locator("label", has_text="ab.token_budget").click()
-    figure.get_by_role("slider").focus()
-    page.keyboard.press("Home")
-    data = json.loads((RECORDINGS / "length_cuts.json").read_text(encoding="utf-8"))["data"]
-    (way,) = [one for one in data["ways"] if one["cap"] == data["caps"][0] and one["way"] == "token_budget"]
-    expect(summary(page, "One batch of sentences, split")).to_contain_text(f"{len(way['cuts'])} micro-batches")
-    expect(figure.locator(".wide svg text")).to_have_count(len(way["cuts"]))
-
-
-def test_what_is_ticked_is_shown_with_its_number(alive: Watched) -> None:
-    """The space key adds a cause with its recorded error, line and command, and removes it."""
-    page = alive.page
-    box = page.locator("#why-wrong").get_by_label("BatchNorm", exact=True)
-    within = page.locator("#why-wrong")
-    card = within.get_by_role("article", name="BatchNorm", exact=True)
-    expect(card).to_have_count(0)
-    box.focus()
-    page.keyboard.press("Space")
-    errors = json.loads((RECORDINGS / "wrong_losses.json").read_text(encoding="utf-8"))["data"]["errors"]
-    assert float(card.locator("data").first.get_attribute("value") or "nan") == errors["batch_norm"]
-    expect(card).to_contain_text("nn.BatchNorm2d")
-    expect(card).to_contain_text("anybatch check")
-    page.keyboard.press("Space")
-    expect(card).to_have_count(0)

@@ -10,10 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from anybatch_guide.playground import PlaygroundSetting, run
-from anybatch_guide.setting import NormPolicy
 from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, come_to, opened
 from guide.tests.served import Served
 from tests.extras import skip_without
@@ -154,38 +153,6 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
     expect(part.locator(".judged")).to_contain_text(judged)
 
 
-@pytest.mark.parametrize(("policy", "judged"), [("exact", "the same, up to"), ("keep", "over each micro-batch")])
-def test_a_policy_is_measured(guide: Watched, policy: NormPolicy, judged: str) -> None:
-    """The selected BatchNorm policy runs, and is compared with the native batch."""
-    setting = PlaygroundSetting(
-        task="shapes", norm="batch", micro_batch_size=8, accumulation_steps=2, steps=3, seed=13, norm_policy=policy
-    )
-    part = playground(guide.page, setting)
-    expect(part.get_by_label("BatchNorm policy")).to_have_value(policy)
-    button(part, "Train").click()
-    expect(steps(part)).to_have_text("3")
-    expect(button(part, "Train")).to_be_enabled()
-    expect(part.locator(".judged")).to_contain_text(judged)
-
-
-def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
-    """A pinned run stays in the chart with the next one, which has a mistake."""
-    page = guide.page
-    part = playground(page, PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=15, seed=7))
-    button(part, "Train").click()
-    expect(steps(part)).to_have_text("15")
-    button(part, "Pin this run").click()
-    expect(button(part, "Train")).to_be_enabled()
-    part.get_by_label("Mistake").select_option("zero_each")
-    button(part, "Train").click()
-    expect(part.locator(".judged.other")).to_contain_text("only the last micro-batch contributes")
-    expect(steps(part)).to_have_text("15")
-
-    expect(part.get_by_text("pin 1: digits").first).to_be_visible()
-    part.get_by_text("Copy as link or code").click()
-    expect(part.locator("pre[aria-label='command line']")).to_contain_text("mistake=zero_each")
-
-
 def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
     """While a slider moves, and in a second tab, the page shows the current run, with its batch and name."""
     page = guide.page
@@ -207,39 +174,6 @@ def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
     button(part, "Stop").click()
     expect(button(part, "Train")).to_be_enabled()
     expect(part.locator(".batch strong")).to_have_text("16")
-
-
-def test_a_run_that_is_not_made_says_why(guide: Watched) -> None:
-    """The reason for ending or refusing a run, such as the time limit, is visible everywhere on the page."""
-    page = guide.page
-    message = "It took more than 120 seconds."
-    page.route("**/api/runs", lambda route: route.fulfill(status=409, json={"code": "time", "message": message}))
-    figure = page.locator("#top figure")
-    expect(figure.get_by_role("button", name="Run it here")).to_be_enabled()
-    figure.get_by_role("button", name="Run it here").click()
-    bar = page.get_by_role("status", name="Why it ended")
-    expect(bar).to_contain_text(message)
-    bar.get_by_role("button", name="Close").click()
-    expect(bar).to_have_count(0)
-    guide.faults.clear()  # the browser logs every 409 response
-
-
-def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
-    """A run that starts and ends before the response to its request stays on the page."""
-    page = guide.page
-    part = playground(page, PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=11, seed=8))
-    held: list[tuple[Route, APIResponse]] = []
-    page.route("**/api/runs", lambda route: held.append((route, route.fetch())))
-    button(part, "Train").click()
-    expect(steps(part)).to_have_text("11")
-    expect(button(part, "Train")).to_be_enabled()
-    ((route, answer),) = held
-    with page.expect_response("**/api/runs"):
-        route.fulfill(response=answer)
-    page.evaluate("new Promise(requestAnimationFrame)")
-
-    expect(steps(part)).to_have_text("11")
-    expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
 
 
 def test_a_figure_is_run_here(guide: Watched) -> None:

@@ -1,6 +1,5 @@
 """The page of `anybatch watch` in a browser: it follows growing logs, and never interprets them as markup."""
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from playwright.sync_api import Browser, expect
 
 from anybatch.cli.status import Status
 from anybatch_guide.watch import command
-from guide.tests.browser.chromium import AXE, CLIPPED, DESKTOP, PHONE, Watched, absent, opened, scroll_through
+from guide.tests.browser.chromium import CLIPPED, DESKTOP, PHONE, Watched, opened
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
 from guide.tests.served import Served
 
@@ -119,25 +118,3 @@ def test_hostile_logs_stay_text(page: Watched) -> None:
     assert page.page.evaluate("window.hurt") is None
     assert page.faults == []
     assert page.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no text widens a phone's page"
-
-
-def test_an_exported_page_says_when(browser: Browser, tmp_path: Path) -> None:
-    """An exported page works from a disk, shows its date and that it is static, and has no errors."""
-    (tmp_path / "run").mkdir()
-    grown(tmp_path / "run" / "events.jsonl", start(), *(step(n, 1 / (n + 1), 2.0 + n) for n in range(50)))
-    assert command.run([str(tmp_path / "run"), "--export", str(tmp_path / "page.html")]) == Status.DONE
-    with opened(browser, (tmp_path / "page.html").as_uri(), **DESKTOP) as watched:
-        scroll_through(watched.page)
-
-        expect(watched.page.get_by_role("status", name="The server")).to_contain_text(
-            re.compile(r"written \d{4}-.*nothing here is live")
-        )
-        assert watched.page.locator("path.curve[d^=M]").count() > 1
-        assert watched.faults == []
-        if not AXE.exists():
-            absent("ACCESSIBILITY IS NOT TESTED: axe-core is missing; `make browser` installs it")
-        watched.page.evaluate(AXE.read_text(encoding="utf-8"))
-        found = watched.page.evaluate(
-            "axe.run().then(result => result.violations.map(one => one.id + one.nodes[0].html))"
-        )
-        assert found == []

@@ -3,7 +3,6 @@
 Read-only tests share two hydrated pages, one on a desktop and one on a phone.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from guide.tests.browser.chromium import (
     Watched,
     absent,
     bring_to_life,
-    come_to,
     opened,
     scroll_through,
     unfolded,
@@ -102,8 +100,6 @@ REACHED = """() => {
     window.reached = new Set();
     document.addEventListener('focusin', event => window.reached.add(event.target));
 }"""
-SHOWN = """() => [...document.querySelectorAll('main *:not(svg[aria-hidden] *)')]  // without ticks, as above
-    .map(one => +one.checkVisibility()).join('')"""
 CUT_WORDS = """() => [...document.querySelectorAll('main svg text')].filter(text => {
     if (!text.checkVisibility() || !text.textContent.trim()) return false;
     const own = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
@@ -186,20 +182,6 @@ def test_nothing_goes_wrong(pages: dict[str, Watched], look: str, address: str) 
         assert width <= room
 
 
-def test_faults_are_seen(browser: Browser, address: str) -> None:
-    """An inline style, a foreign image and a script error are each detected."""
-    with opened(browser, address, **DESKTOP) as watched:
-        page = watched.page
-        page.evaluate("document.body.setAttribute('style', 'color: red')")
-        page.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://192.0.2.1/a.png'}))")
-        page.evaluate("setTimeout(() => { throw new Error('planted'); })")
-        expect(page.locator("img")).to_have_count(1)
-        page.evaluate("new Promise(done => setTimeout(done, 100))")
-        told = " ".join(watched.faults)
-
-        assert [word for word in ("style-src", "img-src", "planted") if word not in told] == []
-
-
 def axe(page: Page, rules: Sequence[str] | None, within: str | None = None) -> list[str]:
     """Return axe's violations."""
     return list(page.evaluate(AXE_RUN, [rules, within]))
@@ -218,19 +200,6 @@ def test_it_is_accessible(judged: dict[str, Watched], look: str) -> None:
             assert {one.split(":")[0] for one in found} == set(LOOKS[look].planted)
         finally:
             page.evaluate("document.querySelector('#planted').remove()")
-
-
-def test_a_small_phone_shows_what_a_phone_does(pages: dict[str, Watched]) -> None:
-    """At 320 and 390 pixels the same elements are visible with every fold open."""
-    with looked_at(pages, "phone") as watched, unfolded(watched.page):
-        shown = watched.page.evaluate(SHOWN)
-    with looked_at(pages, "small") as watched, unfolded(watched.page):
-        small = watched.page.evaluate(SHOWN)
-    with unfolded(pages["desktop"].page):
-        wide = pages["desktop"].page.evaluate(SHOWN)
-
-    assert small == shown
-    assert wide != shown
 
 
 def test_every_number_says_where_it_is_from(desktop: Watched) -> None:
@@ -263,15 +232,6 @@ def test_every_control_has_a_name_and_can_be_reached(desktop: Watched) -> None:
     assert main.evaluate(MISSED) == []
 
 
-def test_the_skip_link_comes_first(browser: Browser, address: str) -> None:
-    """The first tab stop leads to the text."""
-    with opened(browser, address, **DESKTOP) as watched:
-        watched.page.keyboard.press("Tab")
-        expect(watched.page.locator(".skip")).to_be_focused()
-        watched.page.keyboard.press("Enter")
-        expect(watched.page.locator("main")).to_be_focused()
-
-
 def test_scripts_add_no_words(browser: Browser, address: str) -> None:
     """Without scripts the text, equations, code and drawings are already complete."""
     with opened(browser, address, **DESKTOP, java_script_enabled=False) as still:
@@ -287,18 +247,6 @@ def test_scripts_add_no_words(browser: Browser, address: str) -> None:
         assert main.evaluate(WORDS).split() == words.split()
 
 
-def test_a_number_that_is_touched_tells_its_origin(phone: Watched) -> None:
-    """A tap on a number opens its origin, and Escape closes it."""
-    page = phone.page
-    number = page.locator("main data[title]").first
-    title = number.get_attribute("title")
-    assert title
-    number.click()
-    expect(page.locator("[popover]:popover-open")).to_have_text(title)
-    page.keyboard.press("Escape")
-    expect(page.locator("[popover]:popover-open")).to_have_count(0)
-
-
 @pytest.mark.parametrize("part", ["playground", "planner", "walk"])
 def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
     """A link with settings scrolls to its part and opens the folds around it."""
@@ -309,15 +257,6 @@ def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
 
         assert -2 <= place.evaluate("part => part.getBoundingClientRect().top") <= 60
         assert place.evaluate("part => part.tagName !== 'DETAILS' || part.open")
-
-
-def test_formulas_fit_on_a_phone(phone: Watched) -> None:
-    """No equation is wider than its container on a phone."""
-    with unfolded(phone.page):
-        wide = phone.page.evaluate("""() => [...document.querySelectorAll('main .equation')]
-            .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)""")
-
-        assert wide == []
 
 
 @pytest.mark.parametrize("look", ["phone", "small"])
@@ -345,35 +284,6 @@ def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
         caption.evaluate("one => Object.assign(one.style, {maxWidth: 'none', whiteSpace: 'pre', paddingLeft: '80rem'})")
         assert page.evaluate(CLIPPED) == [caption.inner_text()]
         caption.evaluate("one => one.removeAttribute('style')")
-
-
-def test_a_figure_names_every_recording_that_it_shows(desktop: Watched) -> None:
-    """The button of a figure with data from three recordings has the commands to record each of them."""
-    figure = desktop.page.locator("#why-wrong figure")
-    said = figure.locator("[popover]").text_content() or ""
-
-    assert re.findall(r"record (\w+)", said) == ["wrong_losses", "trainer_losses", "claims_one_rule"]
-
-
-def test_no_chapter_is_marked_above_the_first(desktop: Watched) -> None:
-    """The list of chapters marks the current one, and none at the top of the page."""
-    page = desktop.page
-    marked = page.locator("nav.wide [aria-current]")
-    page.evaluate("document.querySelector('#mathematics').scrollIntoView({behavior: 'instant'})")
-    expect(marked).to_have_text(re.compile("Why the sum is exact"))
-    page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
-    expect(marked).to_have_count(0)
-
-
-def test_what_is_not_on_the_screen_is_not_drawn(browser: Browser, address: str) -> None:
-    """At the top of the page, chapters further down are skipped, and folds are closed."""
-    with opened(browser, address, **DESKTOP) as watched:
-        page = watched.page
-        drawn = page.evaluate("""() => [...document.querySelectorAll('main section')]
-            .filter(part => part.querySelector('h2').checkVisibility({contentVisibilityAuto: true})).length""")
-
-        assert drawn < page.locator("main section").count() / 2
-        assert page.locator("main details[open]").count() == 0
 
 
 def test_the_first_screen_is_the_machine(browser: Browser, address: str) -> None:
@@ -410,22 +320,3 @@ def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, addres
         expect(part.get_by_text("pin 1: digits 64 \u00d7 4").first).to_be_visible()
         part.get_by_role("button", name="Unpin").click()
         expect(part.get_by_text("pin 1")).to_have_count(0)
-
-
-def test_an_exported_playground_has_ranks_limits_and_micro_batches(browser: Browser, address: str) -> None:
-    """Without an engine, two ranks and a limit show recordings, and the first step runs by single micro-batches."""
-    with opened(browser, address, **DESKTOP) as watched:
-        part = come_to(watched.page, "playground")
-        expect(part.get_by_role("slider", name="Micro-batch")).to_have_attribute("max", "3")
-        one = part.get_by_role("button", name="Run one micro-batch")
-        for position in (1, 2, 3, 4, 1):
-            one.click()
-            expect(part.locator(".seen p").first).to_have_text(f"micro-batch {position} of 4: 16 samples")
-        part.get_by_role("radio", name="two").check(force=True)
-        expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4 \u00d7 2 ranks, SGD (recorded)")
-        expect(part.get_by_text("Each rank sends")).to_be_visible()
-        expect(part.locator(".judged.same")).to_be_visible()
-        expect(one).to_be_disabled()
-        part.get_by_role("slider", name="Memory limit").press("Home")
-        expect(part.locator(".readouts")).to_contain_text("cannot be smaller than one sample")
-        assert watched.page.locator("main").evaluate(ORPHANS) == []
