@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from anybatch.checkpoints import save
-from anybatch.checkpoints.files import LOCAL_DISK
+from anybatch.checkpoints.files import LOCAL_DISK, Disk
 
 
 class Crash(BaseException):
@@ -42,7 +42,7 @@ def failing(error_number: int) -> Callable[[], NoReturn]:
     return fail
 
 
-class FaultyDisk:
+class FaultyDisk(Disk):
     """The local file system with one faulty operation: a write fails half-way, others before they begin.
 
     After a crash no operation works, as for a dead process. Syncing is only recorded, which saves time.

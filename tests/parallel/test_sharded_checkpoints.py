@@ -12,7 +12,7 @@ import torch
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load, load_latest
-from anybatch.checkpoints.files import LocalDisk
+from anybatch.checkpoints.files import Disk
 from anybatch.errors import AnyBatchWarning, CheckpointError, RankFailedError
 from anybatch.testing import relative_error, run_ranks
 from tests.engine.cases import InMemory, vectors
@@ -175,7 +175,7 @@ def failing_in_the_background(folder: str) -> tuple[list[str], list[str], int]:
         steps(engine, 1)
         with pytest.MonkeyPatch.context() as patch:
             if engine.world.rank == 1:
-                patch.setattr(LocalDisk, "sync", _no_room)
+                patch.setattr(Disk, "sync", _no_room)
             engine.save(folder, sharded=True, wait=False)
             for thread in threading.enumerate():
                 # The thread of rank 0 waits for the files of rank 1, so do not join it.

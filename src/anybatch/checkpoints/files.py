@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final
 
 from anybatch.errors import (
     CheckpointAccessError,
@@ -47,64 +47,33 @@ _UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})
 _CURE = "Load an older checkpoint (load_latest does so automatically), and remove this one."
 
 
-class Disk(Protocol):
-    """The operations of a file system that saving needs. Each may raise OSError."""
+class Disk:
+    """Everything that saving a checkpoint does to the file system, one operation per method; each may raise OSError.
+
+    Saving is correct if the process may die between any two of these operations, and in the middle of a `write`.
+    """
 
     def make_folder(self, path: Path, /) -> None:
         """Make a folder that does not exist yet; its parent does."""
-
-    def create(self, path: Path, /) -> FileIO:
-        """Open a file that does not exist yet, to be written without a buffer."""
-
-    def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
-        """Append all of `block`."""
-
-    def sync(self, file: FileIO, /) -> None:
-        """Return once the bytes of `file` would survive a power failure."""
-
-    def sync_folder(self, path: Path, /) -> None:
-        """Return once the names in a folder would survive a power failure."""
-
-    def rename(self, path: Path, new: Path, /) -> None:
-        """Rename within a folder, in one indivisible operation; `new` does not exist."""
-
-    def remove_file(self, path: Path, /) -> None:
-        """Remove a file, or a link."""
-
-    def remove_folder(self, path: Path, /) -> None:
-        """Remove an empty folder."""
-
-    def free_bytes(self, path: Path, /) -> int:
-        """Return how many bytes can be written where the folder `path` is, or will be."""
-
-
-@final
-class LocalDisk:
-    """The file system as the operating system gives it."""
-
-    __slots__ = ()
-
-    def make_folder(self, path: Path, /) -> None:
-        """Make a folder."""
         path.mkdir()
 
     def create(self, path: Path, /) -> FileIO:
-        """Open a new file."""
+        """Open a new file, to be written without a buffer."""
         # Unbuffered, so that an error comes from the write that it belongs to, and a sync leaves nothing unwritten.
         return path.open("xb", buffering=0)
 
     def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
-        """Append a block, repeating partial writes."""
+        """Append all of `block`, repeating partial writes."""
         unwritten = memoryview(block)
         while unwritten:
             unwritten = unwritten[file.write(unwritten) :]
 
     def sync(self, file: FileIO, /) -> None:
-        """Bring a file's bytes to the disk itself."""
+        """Return once the bytes of `file` would survive a power failure."""
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path, /) -> None:
-        """Bring a folder's names to the disk itself."""
+        """Return once the names in a folder would survive a power failure."""
         if os.name == "nt":  # Windows cannot open a folder, and syncs its names automatically
             return
         descriptor = os.open(path, os.O_RDONLY)
@@ -114,11 +83,11 @@ class LocalDisk:
             os.close(descriptor)
 
     def rename(self, path: Path, new: Path, /) -> None:
-        """Rename a file or folder."""
+        """Rename within a folder, in one indivisible operation; `new` does not exist."""
         path.rename(new)
 
     def remove_file(self, path: Path, /) -> None:
-        """Remove a file or link."""
+        """Remove a file, or a link."""
         path.unlink()
 
     def remove_folder(self, path: Path, /) -> None:
@@ -126,13 +95,12 @@ class LocalDisk:
         path.rmdir()
 
     def free_bytes(self, path: Path, /) -> int:
-        """Return the room that an ordinary user has on the file system of `path`."""
-        # The folder itself may not have been made yet.
+        """Return how many bytes an ordinary user can write where the folder `path` is, or will be."""
         existing = next(place for place in (path, *path.absolute().parents) if place.exists())
         return shutil.disk_usage(existing).free
 
 
-LOCAL_DISK: Final = LocalDisk()
+LOCAL_DISK: Final = Disk()
 
 
 @dataclass(frozen=True, slots=True)

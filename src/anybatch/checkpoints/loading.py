@@ -153,12 +153,10 @@ def candidates(path: Path) -> tuple[Path, ...]:
 def newest_intact(
     folder: Path, paths: Sequence[Path], read: Callable[[Path], dict[Any, Any] | None]
 ) -> LoadedCheckpoint:
-    """Return the newest checkpoint that can be read, and the damaged ones that were skipped.
+    """Return the newest checkpoint of `paths`, newest last, that can be read, and the damaged ones that were skipped.
 
-    Args:
-        folder: of the checkpoints, or one checkpoint, whose damage is raised.
-        paths: the candidates, newest last.
-        read: verifies a checkpoint; may return its state.
+    `folder` is the folder of the checkpoints, or the only checkpoint, whose damage is raised. `read` verifies a
+    checkpoint, and may return its state.
     """
     if paths == (folder,):
         return LoadedCheckpoint(folder, read(folder) or {}, ())

@@ -39,18 +39,11 @@ Keys = tuple[Any, ...]
 """The keys and positions on the way from a state to a value in it."""
 
 
-class TensorPart:
-    """One process's part of a tensor, or all of it; `shape` is the shape of the whole tensor.
-
-    Not a dataclass, which tree functions would treat as a container.
-    """
-
-    __slots__ = ("offset", "part", "shape")
+class TensorPart:  # not a dataclass, which tree functions would treat as a container
+    """One process's part of a tensor, or all of it; `shape` is the shape of the whole tensor."""
 
     def __init__(self, part: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
-        self.part = part
-        self.shape = shape
-        self.offset = offset
+        self.part, self.shape, self.offset = part, shape, offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +55,9 @@ class PackedState:
 
 
 def pack(state: Mapping[Any, Any], *, has_others: bool) -> PackedState:
-    """Pack a state of whole tensors and `TensorPart`s without copying them.
+    """Pack a state of whole tensors and `TensorPart`s without copying them; refuse what cannot be restored unchanged.
 
-    Args:
-        state: nested dicts, lists and values.
-        has_others: a tensor without data (on device "meta") is one of other processes.
-
-    Raises:
-        UserError: a value cannot be restored unchanged.
+    With `has_others`, a tensor without data (on device "meta") is one of other processes.
     """
     packer = _Packer(has_others=has_others)
     structure = packer.pack(state, ())
@@ -112,8 +100,6 @@ def unpack(structure: Any, tensors: Mapping[str, StoredTensor]) -> Any:  # noqa:
 
 class _Packer:
     """Names the tensors of a state while packing it."""
-
-    __slots__ = ("_has_others", "_names", "parts")
 
     def __init__(self, *, has_others: bool) -> None:
         self.parts: dict[str, TensorPart] = {}

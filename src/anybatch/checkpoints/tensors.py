@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any, Final
@@ -47,10 +47,10 @@ _WINDOW_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorFile:
-    """A planned tensor file: its header, functions that return its tensors in order, and its length."""
+    """A planned tensor file: its header, its tensors in order, and its length."""
 
     head: bytes
-    tensors: tuple[Callable[[], torch.Tensor], ...]
+    tensors: "tuple[torch.Tensor | StoredTensor, ...]"
     num_bytes: int
 
     def blocks(self) -> Iterator[bytes | memoryview]:
@@ -59,7 +59,7 @@ class TensorFile:
         # One window for all tensors, so that the host needs no copy of a model on an accelerator.
         window = bytearray(_WINDOW_BYTES)
         for tensor in self.tensors:
-            yield from _through(window, tensor())
+            yield from _through(window, tensor.read() if isinstance(tensor, StoredTensor) else tensor)
 
 
 def _through(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -92,11 +92,7 @@ def file_layout(
     # Padded, so that the first tensor begins at a multiple of eight bytes, as readers that map the file expect.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return TensorFile(head, tuple(_reader_of(tensor) for _, tensor in ordered), len(head) + end)
-
-
-def _reader_of(tensor: "torch.Tensor | StoredTensor") -> Callable[[], torch.Tensor]:
-    return tensor.read if isinstance(tensor, StoredTensor) else lambda: tensor
+    return TensorFile(head, tuple(tensor for _, tensor in ordered), len(head) + end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,13 +105,8 @@ class _StoredPart:
     shape: tuple[int, ...]
 
 
-class StoredTensor:
-    """A tensor on the disk, in one part or several, readable while its files are open.
-
-    Not a dataclass, which tree functions would treat as a container.
-    """
-
-    __slots__ = ("_kept_as", "_parts", "dtype", "shape")
+class StoredTensor:  # not a dataclass, which tree functions would treat as a container
+    """A tensor on the disk, in one part or several, readable while its files are open."""
 
     def __init__(self, dtype: torch.dtype, parts: Sequence[_StoredPart], kept_as: torch.dtype | None = None) -> None:
         self.dtype = dtype
@@ -145,7 +136,7 @@ class StoredTensor:
         found = torch.empty(size, dtype=self._kept_as)
         for part in self._parts:
             _read_overlap(part, begin, found)
-        return found if self._kept_as == self.dtype else from_standard(found, self.dtype)
+        return found if self._kept_as == self.dtype else found.view(self.dtype).reshape(found.shape[:-1])
 
 
 def _extent(parts: Sequence[_StoredPart]) -> tuple[int, ...]:
@@ -229,11 +220,6 @@ def as_standard(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in STANDARD_DTYPES:
         return tensor
     return _resolved(tensor).contiguous().unsqueeze(-1).view(torch.uint8)
-
-
-def from_standard(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undo `as_standard` for a tensor that was of `dtype`."""
-    return tensor.view(dtype).reshape(tensor.shape[:-1])
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

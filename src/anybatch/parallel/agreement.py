@@ -40,10 +40,7 @@ class StepFailedError(Exception):
 class StepsDifferError(Exception):
     """Ranks disagree about the step: the gradients are invalid, and no collective is pending.
 
-    Raised on all ranks.
-
-    Attributes:
-        differing: indices of the digests of `RollCall.digests` that differ.
+    Raised on all ranks; `differing` are the indices of the digests of `RollCall.digests` that differ.
     """
 
     def __init__(self, differing: tuple[int, ...]) -> None:
@@ -57,13 +54,8 @@ class StepAgreement:
     It carries flags: the parameters that this rank has used, whether it has hooks on parameters to run, and whether it
     leaves the effective batch; and digests of its step (`RollCall.digests`). On a CPU the numbers of the report are
     included. On an accelerator the numbers are sent separately, in the data group: otherwise the host would have to
-    wait for the device before it could read the flags.
-
-    Args:
-        numbers: on the rank's device, shape (numbers,); summed over ranks.
-        flags: summed over ranks too.
-        world: the ranks.
-        aborts: it will be the message of a rank that leaves, see `reset_to_abort`.
+    wait for the device before it could read the flags. With `aborts`, it will be the message of a rank that leaves, see
+    `reset_to_abort`.
     """
 
     def __init__(
@@ -165,12 +157,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class GatherBuffers:
-    """The send and receive memory of a gather, as bytes.
-
-    Attributes:
-        sent: rows of this rank, padded to the bytes of the rank with the most rows.
-        received: rows of all ranks, rank by rank.
-    """
+    """The memory of a gather, as bytes: rows of this rank, padded to those of the largest, and of all ranks."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -200,15 +187,9 @@ def gather_rows(
     """Return each tensor with the rows of all ranks, rank by rank.
 
     Everything travels as bytes in one buffer, so that tensors of several types and ranks with different numbers of
-    rows, or none, take one all-gather.
-
-    Args:
-        pieces: this rank's pieces, in row order; each has one tensor (rows, *shape) per layout.
-        layouts: layout of each tensor's rows, the same on all ranks.
-        sizes: number of rows of each rank.
-        world: the ranks.
-        notify: function (number of bytes that this rank sends) -> context around the collective.
-        buffers: result of `make_gather_buffers`.
+    rows, or none, take one all-gather. `pieces` are this rank's, in row order, each with one tensor (rows, *shape) per
+    layout; `sizes` are the numbers of rows of all ranks; `notify` maps the number of bytes that this rank sends to a
+    context around the collective.
     """
     if buffers is None:
         return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
@@ -216,8 +197,12 @@ def gather_rows(
     start = 0
     for number, layout in enumerate(layouts):
         own = sent[start : start + sizes[world.rank] * layout.num_bytes]
-        if len(own):
-            _fill(own, [_as_bytes(piece[number]) for piece in pieces])
+        filled = 0
+        for piece in pieces if len(own) else ():
+            # As bytes, so that tensors of different dtypes can travel in one message.
+            row_bytes = piece[number].detach().contiguous().flatten().view(torch.uint8)
+            own[filled : filled + len(row_bytes)].copy_(row_bytes)
+            filled += len(row_bytes)
         start += most * layout.num_bytes
     with notify(len(sent)), world.collective():
         # The chunks are views, so every rank's bytes arrive in place, without a copy.
@@ -229,17 +214,3 @@ def gather_rows(
         found.append(torch.cat(parts).view(layout.dtype).reshape(sum(sizes), *layout.shape))
         start += most * layout.num_bytes
     return found
-
-
-def _fill(buffers: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Copy pieces into a flat tensor, one after another, without an intermediate tensor."""
-    start = 0
-    for piece in pieces:
-        buffers[start : start + len(piece)].copy_(piece)
-        start += len(piece)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements, row by row, as a flat tensor of bytes."""
-    # As bytes, so that tensors of different dtypes can travel in one message.
-    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -26,33 +26,12 @@ from anybatch.parallel.world import World
 _NOTHING = nullcontext()
 
 
-class AllReduce:
-    """Replicas whose gradients are summed by bucketed all-reduces, started during the last backward.
+class BucketSums:
+    """Base of the strategies whose replicas sum gradients in buckets; arguments as for `AllReduce`."""
 
-    Args:
-        bucket_bytes: gradient bytes per all-reduce.
-        overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
-            the last backward.
-        initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
-        compression: refused, because only `DDP` supports it.
+    capabilities: Capabilities
 
-    Raises:
-        UserError: `compression` is set.
-    """
-
-    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True, tensor_parallel=True)
-
-    def __init__(
-        self,
-        *,
-        bucket_bytes: int = 25 * 2**20,
-        overlap: bool = True,
-        initial: Initial = "broadcast",
-        compression: object = None,
-    ) -> None:
-        if compression is not None:
-            message = f"{compression=} is not an option of AllReduce: pass strategies.DDP(compression='bf16')."
-            raise UserError(message)
+    def __init__(self, bucket_bytes: int, initial: Initial, *, overlap: bool) -> None:
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
         self._initial = initial
@@ -165,3 +144,33 @@ class AllReduce:
             work = dist.all_reduce(flat, group=self._world.group, async_op=True)
         assert work is not None
         self._started.append(work)
+
+
+class AllReduce(BucketSums):
+    """Replicas whose gradients are summed by bucketed all-reduces, started during the last backward.
+
+    Args:
+        bucket_bytes: gradient bytes per all-reduce.
+        overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
+            the last backward.
+        initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
+        compression: refused, because only `DDP` supports it.
+
+    Raises:
+        UserError: `compression` is set.
+    """
+
+    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True, tensor_parallel=True)
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
+        initial: Initial = "broadcast",
+        compression: object = None,
+    ) -> None:
+        if compression is not None:
+            message = f"{compression=} is not an option of AllReduce: pass strategies.DDP(compression='bf16')."
+            raise UserError(message)
+        super().__init__(bucket_bytes, initial, overlap=overlap)

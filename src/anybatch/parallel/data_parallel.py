@@ -8,7 +8,6 @@ process for each device, are faster.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -28,8 +27,8 @@ from anybatch.core.torch_internals import BatchNormBase, dense_values
 from anybatch.core.tree import Batch, count_samples, has_rows, map_leaves, merge_trees, slice_samples, tensors_of
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import CompositionError, DataError, ParameterError, UserError, warn_user
-from anybatch.parallel.single import Single
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
+from anybatch.parallel.single import LocalSums
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver
 from anybatch.parallel.torch_internals import user_hooks_only, without_hooks
 from anybatch.parallel.world import World
 
@@ -44,7 +43,7 @@ _ODD = 0x9E3779B97F4A7C15
 """Spreads consecutive seeds: 2**64 divided by the golden ratio."""
 
 
-class DataParallel:
+class DataParallel(LocalSums):
     """Replicas in one process, for comparison: the scheme of torch's `nn.DataParallel`, one after another on a CPU.
 
     The loss function is called once for each micro-batch, with a copy of the model that differs only in its call:
@@ -65,8 +64,7 @@ class DataParallel:
 
     def __init__(self, *, replicas: int | None = None) -> None:
         self._replicas = None if replicas is None else checked_int("replicas", replicas)
-        self._single = Single()
-        self._parameters: list[nn.Parameter] = []
+        super().__init__()
         self._models: Mapping[str, _ReplicatedModule] = {}
         self._is_one_module = True
         self._num_small_calls = 0
@@ -74,16 +72,10 @@ class DataParallel:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Register the parameters, and prepare calls of the model in replicas.
-
-        Raises:
-            UserError: more replicas than devices, or devices of another kind.
-            ParameterError: a module cannot be replicated.
-        """
+        """Register the parameters, and prepare calls of the model in replicas; refuse modules without copies."""
         num_replicas, on_cpu = self._num_replicas(world.device), world.device.type == "cpu"
         _refuse_scripts(modules)
-        prepared = self._single.prepare(modules, model, world, on_reduction)
-        self._parameters = list(prepared.parameters.values())
+        prepared = super().prepare(modules, model, world, on_reduction)
         place = "one after another on the CPU" if on_cpu else "by the functions of nn.DataParallel"
         decisions = {
             "replicas": f"{num_replicas}, {place}: for comparison. New ones are made in each call, and outputs, loss "
@@ -106,15 +98,11 @@ class DataParallel:
         }
         return replace(prepared, call=self._call, decisions=decisions)
 
-    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Like `Single`: the backward has summed over replicas already."""
-        return self._single.micro_batch(turn)
-
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return the gradients accumulated in this process."""
-        gradients, numbers = self._single.finish_gradients(numbers)
+        gradients, numbers = super().finish_gradients(numbers)
         used = set[int]().union(*(model.used for model in self._models.values() if model.devices))
         if not used:
             return gradients, numbers
@@ -125,22 +113,14 @@ class DataParallel:
         ], numbers
 
     def place_gradients(self) -> None:
-        """Like `Single`; no parameter has been used."""
+        """Start without gradients; no parameter has been used."""
         for model in self._models.values():
             model.used.clear()
-        self._single.place_gradients()
-
-    def clear_gradients(self) -> None:
-        """Like `Single`."""
-        self._single.clear_gradients()
-
-    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers unchanged: there are no other processes."""
-        return numbers
+        super().place_gradients()
 
     def close(self) -> None:
         """Drop the models."""
-        self._single.close()
+        super().close()
         self._models = {}
 
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
@@ -194,12 +174,8 @@ class _ReplicatedModule:
     """Runs calls of a module in replicas: on `devices`, or one after another on the CPU if there are none.
 
     The first replica is the module itself, or its copy on the same device: changes that its forward makes to buffers
-    persist, and only its statistics are read.
-
-    Attributes:
-        used: ids of the parameters that replicas on `devices` have used.
-        is_cut: whether a call was cut since the last `stand_in`.
-        why_uncut: the reason why a call was not cut, as a clause.
+    persist, and only its statistics are read. `used` are the ids of the parameters used by replicas on `devices`;
+    `is_cut` is whether a call was cut since the last `stand_in`, and `why_uncut` a clause with the reason why not.
     """
 
     def __init__(self, module: nn.Module, num_replicas: int, devices: Sequence[int]) -> None:
@@ -272,10 +248,8 @@ class _ReplicatedModule:
 class CutCall:
     """A call of a model in parts.
 
-    Attributes:
-        arguments: arguments of the call.
-        num_samples: length of the first axis of the arguments that are cut; every part gets the others whole.
-        ranges: (first sample, exclusive end) of each part, in order.
+    Arguments whose first axis has `num_samples` are cut into `ranges` (first sample, exclusive end); every part gets
+    the others whole.
     """
 
     arguments: Arguments

@@ -143,13 +143,7 @@ class FSDP:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Shard the model, unless it is sharded already, and set all of it to sum.
-
-        Raises:
-            ParameterError: the model has a form that cannot be sharded.
-            ReplicaError: ranks hold different models, see `align_replicas`.
-            WorldError: the number of ranks does not fit the replicas, or GPUs communicate over gloo.
-        """
+        """Shard the model, unless it is sharded already, and set all of it to sum; refuse what cannot be sharded."""
         _refuse_gloo_on_gpus(world)
         gc.collect()  # torch keeps a dropped sharded model in reference cycles, with its memory
         self._world, self._model, self._reduces = world, model, None

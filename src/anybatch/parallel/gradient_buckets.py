@@ -39,14 +39,8 @@ class GradientBuffers:
     A `DTensor`'s gradient is a `DTensor` with its layout, whose local part is the view: gradients with another layout,
     such as partial sums of sequence-parallel layers, are converted as they are added.
 
-    Args:
-        parameters: trainable, distinct.
-        bucket_bytes: a bucket is closed once it reaches this size; a parameter is never split. None: one bucket per
-            device and dtype.
-
-    Attributes:
-        buckets: roughly in the order in which a backward completes them.
-        used: by parameter, whether a backward has computed a gradient for it since the last `clear`.
+    A bucket is closed once it reaches `bucket_bytes`, and a parameter is never split; None: one bucket per device and
+    dtype. `used` is by parameter: whether a backward has computed a gradient for it since the last `clear`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:

@@ -32,14 +32,9 @@ _MPI = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A launcher's description of this process.
+    """A launcher's description of this process, among all processes and among those of its host.
 
-    Attributes:
-        rank: its number.
-        size: number of processes.
-        local_rank: its number among the processes of its host.
-        local_size: number of processes on its host that share the accelerators it sees.
-        init_method: rendezvous, for torch's `init_process_group`.
+    `local_size` counts those that share the accelerators it sees; `init_method` is for torch's `init_process_group`.
     """
 
     rank: int
@@ -54,10 +49,7 @@ def find_launch(*, joined: bool = False) -> Launch | None:
 
     RANK and WORLD_SIZE, which torchrun and Kubernetes operators set, take precedence over the variables of srun and
     mpirun, which are used only if they have started several processes. If the processes have `joined` already, only
-    their local ranks are needed.
-
-    Raises:
-        WorldError: variables that contradict each other, or that lack a rendezvous.
+    their local ranks are needed. Variables that contradict each other, or lack a rendezvous, raise a `WorldError`.
     """
     found = os.environ
     if "RANK" in found or "WORLD_SIZE" in found:
@@ -197,12 +189,9 @@ _LONGEST_FOLDER = 70  # multiprocessing adds 32 bytes for a Unix socket, whose p
 
 
 def rank_context(*preload: str) -> ForkServerContext | SpawnContext:
-    """Return the context that starts ranks, if safe as forks of a server without threads that has only imported.
+    """Return the context that starts ranks, if safe as forks of a server that has only imported the modules `preload`.
 
     On systems other than Linux, forking a process that has imported torch is not safe, so each rank imports torch.
-
-    Args:
-        preload: names of the modules that the server imports.
     """
     _choose_temporary_folder()
     if sys.platform != "linux":
@@ -216,9 +205,6 @@ def start_fork_server(*preload: str) -> ForkServerContext | SpawnContext:
     """Start the fork server now if it is not running, and return the context that starts ranks.
 
     The server ends after this process and all ranks. Ctrl-C only reaches the launcher.
-
-    Args:
-        preload: names of the modules that the server imports.
     """
     if sys.platform == "linux":
         resource_tracker.ensure_running()  # first: a launcher killed before its server exists leaves the folder

@@ -22,10 +22,8 @@ _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049
 def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[str, ...]:
     """Make parameters and buffers equal on all ranks, or refuse; return the names of the overwritten tensors.
 
-    "broadcast" overwrites differing tensors with rank 0's values; "verify" raises instead.
-
-    Raises:
-        ReplicaError: values differ under "verify". Names, shapes and types have been compared before.
+    "broadcast" overwrites differing tensors with rank 0's values; "verify" raises a `ReplicaError` instead. Names,
+    shapes and types have been compared before.
     """
     if world.roll_call is None:  # no other rank
         return ()
@@ -113,12 +111,7 @@ def layout_of(modules: nn.Module) -> ParameterLayout:
 
 
 def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, precision: str) -> None:
-    """Refuse parameters that are split over ranks which the engine would treat as replicas.
-
-    Raises:
-        ParameterError: a parameter is split over data-parallel ranks, other than by `fully_shard` under "fsdp".
-        CompositionError: the strategy or the precision does not support split parameters.
-    """
+    """Refuse parameters split over data-parallel ranks, and split ones that strategy or precision do not support."""
     parts = {name: parameter for name, parameter in modules.named_parameters() if is_dtensor(parameter)}
     if not parts or (already_sharded(modules) and needs.replaces_parameters):
         return

@@ -54,10 +54,7 @@ class Sharding:
 class ShardingGroup:
     """A module whose parameters, except those in inner groups, are gathered in one collective.
 
-    Attributes:
-        name: name of the module; empty for the model itself.
-        module: the module.
-        outermost: no other group contains it.
+    Its `name` is empty for the model itself; `outermost`: no other group contains it.
     """
 
     name: str

@@ -15,10 +15,13 @@ from anybatch.parallel.world import World
 _NOTHING = nullcontext()
 
 
-class Single:
-    """One rank. Gradients accumulate in `.grad`, and for bf16 and fp16 parameters in separate float32 buffers."""
+class LocalSums:
+    """Base of the strategies in one process.
 
-    capabilities = Capabilities(name="single", feature=Feature.SINGLE, sparse_gradients=True)
+    Gradients accumulate in `.grad`, and for bf16 and fp16 parameters in separate float32 buffers.
+    """
+
+    capabilities: Capabilities
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
@@ -85,6 +88,12 @@ class Single:
         """Remove the hooks of the float32 buffers."""
         if self._buffers is not None:
             self._buffers.close()
+
+
+class Single(LocalSums):
+    """One rank."""
+
+    capabilities = Capabilities(name="single", feature=Feature.SINGLE, sparse_gradients=True)
 
 
 def _no_collective(*, failed: bool) -> None:

@@ -44,10 +44,7 @@ class Abort(Protocol):
 class Turn:
     """The position of a micro-batch in its rank share.
 
-    Attributes:
-        first: it is the first one.
-        last: it is the last one.
-        backward_only: its forward ran before, and another backward may have run since.
+    `backward_only`: its forward ran before, and another backward may have run since.
     """
 
     first: bool
@@ -199,14 +196,8 @@ class Strategy(Protocol):
     ) -> Prepared:
         """Register the trainable parameters, and ensure that they are equal on all ranks.
 
-        Args:
-            modules: everything that trains, on this rank's device.
-            model: the user's object, the argument of loss functions.
-            world: the ranks.
-            on_reduction: called whenever a gradient reduction starts; may be None.
-
-        Raises:
-            ReplicaError: ranks hold different parameters, and the strategy's `initial` is "verify".
+        `modules` is everything that trains, on this rank's device; `model` is the user's object, the argument of loss
+        functions. Raise a `ReplicaError` if parameters differ between ranks and the strategy's `initial` is "verify".
         """
         ...
 
@@ -219,12 +210,8 @@ class Strategy(Protocol):
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Wait, once, for all sums over ranks at the end of an effective batch.
 
-        Args:
-            numbers: a small tensor on the device to be summed along with the gradients.
-
-        Returns:
-            The gradient of each parameter summed over all ranks, None for one that no rank used; and the summed
-            numbers.
+        `numbers` is a small tensor on the device. Return the gradient of each parameter summed over all ranks, None for
+        one that no rank used, and the summed numbers.
 
         Raises:
             StepAbortedError, StepFailedError: a rank has left the effective batch, see `Prepared.abort`.
@@ -293,11 +280,8 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
 def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded: bool = False) -> Strategy:
     """Return the strategy of that name, or a given strategy; "auto" is "single" on one process, else "all_reduce".
 
-    For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. `engine/strategy_choice.py`
-    resolves "auto" if replicas do not fit on a device.
-
-    Raises:
-        UserError: an unknown name.
+    For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. The engine resolves "auto" if
+    replicas do not fit on a device.
     """
     if not isinstance(strategy, str):
         return strategy
@@ -318,10 +302,6 @@ class LossCaller(nn.Module):
 
     All calls in the function, `model(x)` or `model.encode(x)`, take part in the wrapper's forward and backward. Passing
     the wrapper instead would let `wrapper.module.encode` train with unreduced gradients.
-
-    Args:
-        modules: everything that trains.
-        model: the user's object, the argument of functions.
     """
 
     def __init__(self, modules: nn.Module, model: object) -> None:

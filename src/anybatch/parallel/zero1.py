@@ -1,23 +1,22 @@
 """Replicas as under `all_reduce`, with optimizer states sharded over the ranks (ZeRO stage 1)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.tree import map_tensors, tensors_of
-from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.all_reduce import BucketSums
 from anybatch.parallel.local_parts import is_dtensor, local_part, with_local_part
 from anybatch.parallel.replicas import Initial
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver
 from anybatch.parallel.world import World
 
 _SMALL_BYTES = 1 << 16
@@ -31,12 +30,7 @@ class ShardedUpdate:
     contain only this rank's parameters. So any optimizer works that updates each parameter independently.
 
     The plain loop: `optimizer.step()` over the parameters that `owners` gives this rank, then a broadcast of each
-    parameter from its owner.
-
-    Args:
-        optimizer: the optimizer of all parameters.
-        parameters: its parameters, in the same order on all ranks.
-        world: the ranks.
+    parameter from its owner. `parameters` are the optimizer's, in the same order on all ranks.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], world: World) -> None:
@@ -178,8 +172,8 @@ def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return [by_load.index(rank) for rank in found]
 
 
-class Zero1:
-    """Gradients are summed by `AllReduce`; each rank updates the parameters it owns, and broadcasts them.
+class Zero1(BucketSums):
+    """Gradients are summed as by `AllReduce`; each rank updates the parameters it owns, and broadcasts them.
 
     Each rank then holds 1 / ranks of the optimizer's state. The optimizer must update each parameter independently, as
     all of `torch.optim` do. torch's `ZeroRedundancyOptimizer` is not used: it constructs a new optimizer from a class
@@ -194,37 +188,11 @@ class Zero1:
     capabilities = Capabilities(name="zero1", feature=Feature.ZERO1, replicas=True, tensor_parallel=True)
 
     def __init__(self, *, bucket_bytes: int = 25 * 2**20, initial: Initial = "broadcast") -> None:
-        self._sums = AllReduce(bucket_bytes=bucket_bytes, initial=initial)
+        super().__init__(bucket_bytes, initial, overlap=True)
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
         """Make the replicas equal and put every gradient into a bucket."""
-        prepared = self._sums.prepare(modules, model, world, on_reduction)
+        prepared = super().prepare(modules, model, world, on_reduction)
         return replace(prepared, shard_update=partial(ShardedUpdate, world=world))
-
-    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Like `AllReduce`."""
-        return self._sums.micro_batch(turn)
-
-    def finish_gradients(
-        self, numbers: Float[Tensor, " numbers"]
-    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Like `AllReduce`: every rank has all gradients, which clipping and hooks need."""
-        return self._sums.finish_gradients(numbers)
-
-    def place_gradients(self) -> None:
-        """Make every `.grad` a view of the buckets."""
-        self._sums.place_gradients()
-
-    def clear_gradients(self) -> None:
-        """Set the buckets to zero."""
-        self._sums.clear_gradients()
-
-    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """All-reduce a small tensor in the data group."""
-        return self._sums.sum(numbers)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._sums.close()
