@@ -34,7 +34,7 @@ IMPORTED_ON_RANKS = (
     "torch.distributed.optim",  # by zero1
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "anybatch.recipes.run.session",
+    "anybatch.recipes.session",
     "hypothesis",  # by test files whose functions run on ranks
     "pytest",
 )

@@ -15,7 +15,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.run_config import RunConfig
 from anybatch.recipes.contrastive import contrastive, encode, loss
-from anybatch.recipes.run.start import start
+from anybatch.recipes.start import start
 
 NUM_EPOCHS = 15
 SEEDS = (0, 1, 2)

@@ -28,7 +28,7 @@ import torch
 from anybatch.core.run_config import RunConfig
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
-from anybatch.recipes.run.session import train
+from anybatch.recipes.session import train
 from anybatch.testing import relative_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts and the job come from the tests

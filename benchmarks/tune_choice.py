@@ -25,7 +25,7 @@ from anybatch.diagnostics.tune import LOADED_STEPS, tune
 from anybatch.diagnostics.tune_report import TuneReport
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.digits import digits
-from anybatch.recipes.measured_job import MeasuredJob
+from anybatch.recipes.load import MeasuredJob
 
 NUM_TUNINGS = 3
 TURN_SECONDS = 0.2

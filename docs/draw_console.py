@@ -9,12 +9,11 @@ from pathlib import Path
 from rich.console import Console as Terminal
 from rich.terminal_theme import TerminalTheme
 
-from anybatch.cli.screen import ConsoleFilter, place_of, summary
+from anybatch.cli.launch import ConsoleFilter, place_of, summary
 from anybatch.core.run_config import RunConfig
-from anybatch.events.console import Console
-from anybatch.events.screen import Screen, ScreenContents
+from anybatch.events.console import Console, Screen, ScreenContents
 from anybatch.recipes.digits import digits
-from anybatch.recipes.run.session import SessionStart, train
+from anybatch.recipes.session import SessionStart, train
 
 OUT = Path(__file__).with_name("console.svg")
 WIDTH = 104

@@ -95,7 +95,7 @@ def test_environment_is_read_in_one_file() -> None:
     """
     known = [
         PACKAGE / "parallel" / "launchers.py",
-        PACKAGE / "cli" / "torch_import.py",
+        PACKAGE / "cli" / "command.py",
         GUIDE / "worker_process.py",
     ]
     found = findings(reads_environment, [path for path in python_files(*PACKAGES) if path not in known])
@@ -181,6 +181,7 @@ for batch in ab.batches(data, effective_batch_size=4):
     engine.step(batch)
 print(*sys.modules)
 """
+RUNS = r"recipes\.(run_folder|prepare|session)"
 LAUNCH = "import sys, anybatch.cli.launch; print(*sys.modules)"
 OTHER_WINGS = (
     r"anybatch\.(diagnostics|testing|recipes\.planning|planner\.(trace|cost|proposals))|matplotlib|tensorboard"
@@ -190,8 +191,12 @@ OTHER_WINGS = (
 @pytest.mark.parametrize(
     ("program", "needs", "does_without"),
     [
-        (FIRST_STEP, "anybatch.engine.step_runner", rf"{OTHER_WINGS}|anybatch\.(cli|events|planner|recipes\.run)|rich"),
-        (LAUNCH, "anybatch.recipes.run.start", OTHER_WINGS),
+        (
+            FIRST_STEP,
+            "anybatch.engine.step_runner",
+            rf"{OTHER_WINGS}|anybatch\.(cli|events|planner|{RUNS})|rich",
+        ),
+        (LAUNCH, "anybatch.recipes.start", OTHER_WINGS),
     ],
     ids=["step", "train"],
 )

@@ -23,8 +23,8 @@ from anybatch.core.run_config import RunConfig
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
-from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import SessionResult, train
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import SessionResult, train
 
 NUM_SAMPLES = 50
 BATCH_SIZE = 8

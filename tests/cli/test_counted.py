@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
+from anybatch.cli.launch import summary
 from anybatch.cli.main import main
 from anybatch.cli.memory import record
-from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics.tune_report import SizeResult, TuneReport

@@ -11,7 +11,7 @@ import torch
 from anybatch.cli.launch import number_of_ranks, warn_of_unused
 from anybatch.cli.local_ranks import exit_status_of, threads_per_rank
 from anybatch.cli.status import Status, explain, status_of
-from anybatch.cli.train_request import TrainRequest
+from anybatch.cli.train import TrainRequest
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import (
     AnyBatchError,
@@ -24,7 +24,7 @@ from anybatch.errors import (
     TruncatedCheckpointError,
 )
 from anybatch.parallel.world import World
-from anybatch.recipes.run.session import train
+from anybatch.recipes.session import train
 from tests.cli import small
 
 KILLED = -signal.SIGKILL

@@ -12,14 +12,12 @@ from types import ModuleType
 import pytest
 
 import anybatch as ab
-from anybatch.cli import init, option_hints, plan, train
+from anybatch.cli import init, plan, train
 from anybatch.cli import launch as launching
+from anybatch.cli.command import frozen_imports
 from anybatch.cli.main import VERBS, function_of, main
-from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import frozen_imports
-from anybatch.cli.train import read
-from anybatch.cli.train_request import TrainRequest, short_name
+from anybatch.cli.train import HINTS, OWN_OPTIONS, TrainRequest, explain_unknown, read, short_name
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
 from tests.architecture.source_tree import ROOT
@@ -31,7 +29,7 @@ from anybatch.cli.main import main
 for words in ([], ["--help"], ["nonsense"], ["train", "--help"], ["train", "--lr", "1"], ["init"]):
     main(words)
 assert "torch" not in sys.modules
-from anybatch.cli.torch_import import let_threads_sleep
+from anybatch.cli.command import let_threads_sleep
 os.environ.pop("OMP_WAIT_POLICY", None)
 let_threads_sleep()
 assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -211,7 +209,7 @@ def test_table_of_foreign_words_is_sound() -> None:
     names = [name for _, theirs, _ in HINTS for name in theirs.split()]
     assert len(names) == len(set(names))
     assert not set(names) & set(OWN_OPTIONS)
-    assert all(name == option_hints.plain(name) for name in names)
+    assert all(name == train.plain(name) for name in names)
     pointed = {word for ours, _, _ in HINTS for word in re.findall(r"--([a-z-]+)", ours)}
     assert pointed <= set(OWN_OPTIONS)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybatch.cli.command import memory_size
+from anybatch.cli.launch import summary
 from anybatch.cli.main import main
 from anybatch.cli.memory import make_parser, record
-from anybatch.cli.parser import memory_size
-from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import AnyBatchWarning
-from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import PeakMemory, SessionResult
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import PeakMemory, SessionResult
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, step_bytes
 from tests.events.recorded_run import memory, step

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 from anybatch.parallel.world import World
-from anybatch.recipes.run import session
+from anybatch.recipes import session
 from tests.architecture.source_tree import PACKAGE, ROOT
 from tests.cli.small import (
     CROWDED,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from anybatch.cli.report import progress_line
+from anybatch.cli.command import progress_line
 from anybatch.errors import UserError
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from anybatch.cli.launch import ConsoleFilter, RunDisplay
 from anybatch.cli.main import main
-from anybatch.cli.screen import ConsoleFilter, RunDisplay
 from anybatch.cli.status import Status
 from anybatch.core.records import PhaseRecord
 from anybatch.errors import UserError
 from anybatch.events.console import Console
-from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import SessionStart
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import SessionStart
 from tests.cli.small import SPEC
 
 PLOT = "pip install 'anybatch[plot]'"
@@ -66,7 +66,7 @@ def test_missing_extras_do_not_end_a_run(
         message = f"there is no tensorboard. Install it: {TENSORBOARD}"
         raise UserError(message)
 
-    monkeypatch.setattr("anybatch.cli.screen.TensorBoardLog", no_charts)
+    monkeypatch.setattr("anybatch.cli.launch.TensorBoardLog", no_charts)
     monkeypatch.setitem(__import__("sys").modules, "anybatch.events.drawing", None)
     summary, _ = shown(tmp_path / "run", capsys)
 
@@ -84,7 +84,7 @@ def test_picture_that_fails_does_not_end_a_run(
         message = "no\nfonts"
         raise RuntimeError(message)
 
-    monkeypatch.setattr("anybatch.cli.screen.plot_losses", fail)
+    monkeypatch.setattr("anybatch.cli.launch.plot_losses", fail)
     summary, _ = shown(tmp_path / "run", capsys)
 
     assert summary["plot"] == "not drawn, because of RuntimeError: no fonts"
@@ -121,7 +121,7 @@ def test_first_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             message = "second"
             raise OSError(message)
 
-    monkeypatch.setattr("anybatch.cli.screen.TensorBoardLog", lambda _: Broken())
+    monkeypatch.setattr("anybatch.cli.launch.TensorBoardLog", lambda _: Broken())
     display = RunDisplay(None)
     display.begin(SessionStart(folder=RunFolder(tmp_path), first_step=0, num_steps=1))
     error = ValueError("first")

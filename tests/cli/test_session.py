@@ -21,8 +21,8 @@ from anybatch.core.records import MicroBatchRecord, Record, StepRecord
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import CheckpointError, DataError, MissingCheckpointError, UserError
 from anybatch.parallel.world import World
-from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import SessionStart, train
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import SessionStart, train
 from anybatch.testing import relative_error
 from tests.cli import small
 from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, logged, parameters, run

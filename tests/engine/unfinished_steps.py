@@ -15,7 +15,7 @@ from anybatch.errors import AnyBatchError, DoesNotFitError, NonFiniteError, Rank
 from anybatch.norms import Exact, Ghost
 from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.strategy import choose_strategy
-from anybatch.recipes.run.session import StoppedOnRequest
+from anybatch.recipes.session import StoppedOnRequest
 from tests.engine.cases import Batch, InMemory
 
 State = dict[str, Any]

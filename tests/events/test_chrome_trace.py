@@ -13,7 +13,7 @@ from anybatch.core.records import EndRecord, PhaseRecord, ReductionRecord, Start
 from anybatch.errors import UserError
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 from anybatch.events.jsonl import JsonlLog
-from anybatch.events.log_spans import clock_shifts
+from anybatch.events.log_lines import clock_shifts
 
 
 def log(path: Path, rank: int, *, zero: float = 100.0, steps: int = 3) -> None:

@@ -11,9 +11,8 @@ import torch
 from rich.console import Console as Terminal
 
 from anybatch.core.records import DiagnosisRecord, PhaseRecord, Record, StepRecord
-from anybatch.events.console import Console
-from anybatch.events.messages import Level
-from anybatch.events.screen import SafeStream, Screen, ScreenContents, screen_for
+from anybatch.events.console import Console, SafeStream, Screen, ScreenContents, screen_for
+from anybatch.events.observer import Level
 from tests.events.recorded_run import (
     Clock,
     checkpoint,

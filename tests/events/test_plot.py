@@ -19,10 +19,9 @@ from matplotlib.figure import Figure
 
 from anybatch.core.records import Record, Scalar
 from anybatch.errors import UserError
-from anybatch.events.curves import Curves, read_curves, smoothed
 from anybatch.events.drawing import make_figure
 from anybatch.events.jsonl import JsonlLog
-from anybatch.events.plot import plot_losses
+from anybatch.events.plot import Curves, plot_losses, read_curves, smoothed
 from tests.events.recorded_run import GEOMETRY, end, evaluation, out_of_memory, start, step, whole_run
 
 NAN = math.nan

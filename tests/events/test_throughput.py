@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.events.throughput import Throughput
+from anybatch.events.observer import Throughput
 
 SPANS = st.lists(st.floats(0.01, 20.0), min_size=3, max_size=40)
 

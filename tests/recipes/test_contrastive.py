@@ -14,7 +14,7 @@ from anybatch.core.run_config import RunConfig
 from anybatch.core.splitting import Cut
 from anybatch.errors import LossError
 from anybatch.recipes.contrastive import Encoders, contrastive, encode, loss, retrieval
-from anybatch.recipes.run.start import start
+from anybatch.recipes.start import start
 from anybatch.testing.gradients import assert_same_gradients
 from tests.extras import skip_without
 

@@ -19,7 +19,7 @@ from anybatch.core.batch import Placement
 from anybatch.core.run_config import RunConfig
 from anybatch.core.splitting import Cut
 from anybatch.recipes.digits import Digits, Network, accuracy, digits, loss
-from anybatch.recipes.run.start import start
+from anybatch.recipes.start import start
 from anybatch.testing.gradients import assert_same_gradients
 from tests.extras import skip_without
 

@@ -11,9 +11,9 @@ import anybatch as ab
 from anybatch.core.run_config import RunConfig
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.finetune import finetune
-from anybatch.recipes.passages import Layout
 from anybatch.recipes.planning.subjects import subject_of_job
-from anybatch.recipes.run.start import start
+from anybatch.recipes.start import start
+from anybatch.recipes.text import Layout
 from anybatch.testing import relative_error
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import pytest
 import anybatch as ab
 from anybatch.errors import DataError, LossError, UserError
 from anybatch.recipes.load import SMALLEST_RECIPE, load_recipe
-from anybatch.recipes.run.start import start
+from anybatch.recipes.start import start
 
 HEAD, JOB = SMALLEST_RECIPE.split("def job():\n")
 

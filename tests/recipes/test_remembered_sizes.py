@@ -12,7 +12,7 @@ import anybatch as ab
 from anybatch.core.run_config import RunConfig
 from anybatch.events.jsonl import read_jsonl
 from anybatch.planner.measurements import KnownSizes
-from anybatch.recipes.run.session import train
+from anybatch.recipes.session import train
 
 
 def job() -> ab.Job:

@@ -14,9 +14,9 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import CannotPlanError, PlanError
+from anybatch.recipes import prepare
 from anybatch.recipes.planning.size_limit import Largest, planned_largest
-from anybatch.recipes.run import prepare
-from anybatch.recipes.run.session import train
+from anybatch.recipes.session import train
 from anybatch.testing import memory_budget
 
 CPU = torch.device("cpu")

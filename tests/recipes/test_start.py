@@ -14,8 +14,7 @@ from anybatch.core.run_config import RunConfig
 from anybatch.engine.update.bf16_weights import Bf16Weights
 from anybatch.errors import AnyBatchWarning, BatchSizeError, CompositionError, DataError, UserError
 from anybatch.recipes.job import make_model
-from anybatch.recipes.run.settings import LEARNED, resolve_settings
-from anybatch.recipes.run.start import JobRun, start
+from anybatch.recipes.start import LEARNED, JobRun, resolve_settings, start
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ import anybatch as ab
 from anybatch.core.run_config import RunConfig
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import DataError, UserError
-from anybatch.recipes.passages import Layout
-from anybatch.recipes.run.start import start
+from anybatch.recipes.start import start
 from anybatch.recipes.text import (
     Block,
+    Layout,
     Transformer,
     Windows,
     adamw,

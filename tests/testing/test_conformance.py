@@ -6,7 +6,7 @@ import pytest
 
 from anybatch.testing import conformance
 from anybatch.testing.conformance import CASES, EngineAdapter, HandWrittenLoop, SplitCase, TrainerStep
-from anybatch.testing.conformance.adapters import LoopFault
+from anybatch.testing.conformance.table import LoopFault
 
 # (case, micro-batch sizes) at which the loop with this fault is wrong, by arithmetic
 WRONG: dict[LoopFault, dict[str, set[int]]] = {

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from anybatch.cli.parser import Parser, integer, output_file
+from anybatch.cli.command import Parser, integer, let_threads_sleep, output_file
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import let_threads_sleep
 from anybatch.errors import UserError
 from anybatch_guide.built import DIST
 from anybatch_guide.export import export_file, export_folder

@@ -6,11 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, link
-from anybatch.cli.report import add_report_files, print_report
+from anybatch.cli.command import (
+    DEFAULT_RECIPE,
+    Parser,
+    add_recipe,
+    add_report_files,
+    add_settings,
+    count,
+    let_threads_sleep,
+    link,
+    print_report,
+)
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE
 from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -30,9 +37,8 @@ def run(words: Sequence[str]) -> int:
     if given.ranks and given.link is None:
         parser.error("--ranks needs --link RATE,LATENCY, such as --link 25Gbit,20us")
     let_threads_sleep()
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.advising.advise import advise  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.advising.figure import draw_advice  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.advising.advise import advise
+    from anybatch.diagnostics.advising.figure import draw_advice
 
     ranks = tuple(given.ranks or ())
     if given.log is not None:
@@ -65,10 +71,10 @@ def make_parser() -> Parser:
 
 
 def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Advice":
-    from anybatch.diagnostics.advising.advise import advise  # noqa: PLC0415 (imports torch)
-    from anybatch.engine.gradient_noise import GradientNoise  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.run.start import start  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.advising.advise import advise
+    from anybatch.engine.gradient_noise import GradientNoise
+    from anybatch.recipes.load import load_recipe
+    from anybatch.recipes.start import start
 
     job = load_recipe(given.recipe)
     asked = RunConfig(effective_batch_size=given.effective_batch_size)

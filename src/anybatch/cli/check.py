@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from anybatch.cli.parser import Parser, add_recipe, count, integer
-from anybatch.cli.report import add_report_files, print_report
+from anybatch.cli.command import DEFAULT_RECIPE, Parser, add_recipe, add_report_files, count, integer, print_report
 from anybatch.cli.status import Status
-from anybatch.cli.train_request import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from anybatch.core.tree import Batch
@@ -63,10 +61,9 @@ def make_parser() -> Parser:
 
 def check_recipe(given: argparse.Namespace) -> int:
     """Check one batch of a recipe, print the report, and return the exit status."""
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.check import check  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.figure import draw_errors  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.check import check
+    from anybatch.diagnostics.figure import draw_errors
+    from anybatch.recipes.load import load_recipe
 
     recipe = given.recipe or DEFAULT_RECIPE
     job = load_recipe(recipe)
@@ -87,8 +84,8 @@ def check_recipe(given: argparse.Namespace) -> int:
 
 def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
     """Return the first `num_samples` samples of a job's first epoch, collated as one micro-batch."""
-    from anybatch.core.batch import Placement  # noqa: PLC0415 (imports torch)
-    from anybatch.core.splitting import Cut  # noqa: PLC0415 (imports torch)
+    from anybatch.core.batch import Placement
+    from anybatch.core.splitting import Cut
 
     data = job.train_batches(effective_batch_size=num_samples, steps=1, seed=seed)
     # One rank and one micro-batch: the share is the whole batch.
@@ -99,8 +96,8 @@ def check_loop_function(
     name: str, *, data: Literal["classes", "tokens", "values"] | None, ranks: Literal[1, 2] | None
 ) -> int:
     """Check an unchanged training loop, print the report, and return the exit status."""
-    from anybatch.diagnostics.loop_check.check_loop import check_named_loop  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes import load_function  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.loop_check.check_loop import check_named_loop
+    from anybatch.recipes import load_function
 
     # Imported in the subprocess, because importing a file runs its code.
     find = partial(load_function, name, "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)")

@@ -5,15 +5,26 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, link, number, settings_of
-from anybatch.cli.report import add_report_files, print_report, progress_line
+from anybatch.cli.command import (
+    DEFAULT_RECIPE,
+    Parser,
+    add_recipe,
+    add_report_files,
+    add_settings,
+    count,
+    hide_logs_of_torch,
+    let_threads_sleep,
+    link,
+    number,
+    print_report,
+    progress_line,
+    settings_of,
+)
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import hide_logs_of_torch, let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from anybatch.core.batch import EffectiveBatch
-    from anybatch.recipes.measured_job import MeasuredJob
+    from anybatch.recipes.load import MeasuredJob
 
 _DESCRIPTION = (
     "Run steps of a recipe with every way of using devices, interleaved: a small batch, the effective batch unsplit, "
@@ -28,11 +39,12 @@ def run(words: Sequence[str]) -> int:
     given = make_parser().parse(words)
     let_threads_sleep()
     hide_logs_of_torch()
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.comparison.compare import compare  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.comparison.figure import draw_comparison  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.comparison.compare import compare
+    from anybatch.diagnostics.comparison.figure import draw_comparison
+    from anybatch.recipes.load import (
+        MeasuredJob,
+        load_recipe,
+    )
 
     config = dataclasses.replace(settings_of(given), micro_batch_size=None)
     job = MeasuredJob(recipe=given.recipe, config=config)
@@ -51,8 +63,8 @@ def run(words: Sequence[str]) -> int:
             tell=tell,
         )
     if given.link is not None:
-        from anybatch.planner.forecast.forecast import largest_worlds  # noqa: PLC0415 (imports torch)
-        from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
+        from anybatch.planner.forecast.forecast import largest_worlds
+        from anybatch.planner.forecast.workload import Cluster
 
         report = dataclasses.replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
     print_report("", report, draw_comparison, given)
@@ -91,6 +103,6 @@ def make_parser() -> Parser:
 
 def first_batches(job: "MeasuredJob") -> "Iterable[EffectiveBatch]":
     """Return the effective batches of the comparison; ranks call it."""
-    from anybatch.diagnostics.comparison.measure import NUM_BATCHES  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.comparison.measure import NUM_BATCHES
 
     return job.data(steps=NUM_BATCHES)(0)

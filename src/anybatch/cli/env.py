@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import anybatch
-from anybatch.cli.parser import Parser
+from anybatch.cli.command import Parser
 from anybatch.cli.status import Status
 
 _PACKAGES = ("torch", "numpy", "jaxtyping")
@@ -36,8 +36,8 @@ def software() -> dict[str, str]:
 
 def hardware() -> dict[str, str]:
     """Return the devices of this machine and the communication backends."""
-    import torch  # noqa: PLC0415 (slow to import)
-    import torch.distributed as dist  # noqa: PLC0415 (slow to import)
+    import torch
+    import torch.distributed as dist
 
     num_devices = torch.accelerator.device_count()
     # A container may use fewer cores than the machine has.
@@ -52,14 +52,14 @@ def hardware() -> dict[str, str]:
         "nccl": "no",
     }
     if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
-        from torch.cuda import nccl  # noqa: PLC0415 (only where there is one)
+        from torch.cuda import nccl
 
         facts["nccl"] = ".".join(map(str, nccl.version()))
     return facts
 
 
 def _device(number: int) -> str:
-    import torch  # noqa: PLC0415 (slow to import)
+    import torch
 
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.parser import Parser
+from anybatch.cli.command import Parser
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
 

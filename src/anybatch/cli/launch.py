@@ -1,22 +1,312 @@
 """Run the ranks of a request: in this process alone, as one rank of a launcher, or in new processes."""
 
 import dataclasses
+import os
+import shlex
 import shutil
+import signal
 import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TextIO
 
 import torch
 import torch.distributed as dist
 
 from anybatch.checkpoints import list_checkpoints
-from anybatch.cli.rank import join, new_folder, print_stopping, run_rank
-from anybatch.cli.screen import resume_command
-from anybatch.cli.status import Status
-from anybatch.cli.train_request import TrainRequest
-from anybatch.errors import CheckpointError
-from anybatch.parallel.launchers import find_launch
-from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.stop import StopRequest
+from anybatch.cli.command import DEFAULT_RECIPE, RUNS
+from anybatch.cli.status import Status, explain, status_of
+from anybatch.cli.train import TrainRequest, short_name
+from anybatch.core.headroom import Reserve, describe_reserve
+from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Observers, Record, StartRecord
+from anybatch.core.units import duration, in_bytes, per_second, three_digits
+from anybatch.errors import CheckpointError, RankFailedError, UserError, WorldError
+from anybatch.events.console import Console
+from anybatch.events.plot import plot_losses
+from anybatch.events.tensorboard import TensorBoardLog
+from anybatch.memory.counted import MEANINGS
+from anybatch.parallel.launchers import find_launch, is_restarted, launch_id, max_restarts
+from anybatch.parallel.world import World
+from anybatch.planner.measurements import KnownDevices, KnownSizes
+from anybatch.recipes.load import load_recipe
+from anybatch.recipes.prepare import on_first_rank
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import CHECKPOINT_SECONDS, SessionResult, SessionStart, StopRequest, train
+
+_NAME_WIDTH: Final = 13
+
+
+_STOPPING = DiagnosisRecord(
+    rank=0,
+    step=None,
+    code="stopping",
+    level="warning",
+    message="stopping after this step and saving a checkpoint; press Ctrl-C again to quit without saving",
+    remedy=None,
+)
+
+
+class ConsoleFilter:
+    """An observer that passes on only the records to show on the console.
+
+    Saved checkpoints are in the log and the summary; the reason of a failure is printed once for all ranks.
+    """
+
+    def __init__(self, console: Console, stop_requested: Callable[[], bool] | None = None) -> None:
+        self._console = console
+        self._stop_requested = stop_requested
+
+    def observe(self, record: Record, /) -> None:
+        """Pass on a record, unless it is shown elsewhere."""
+        stop_requested = self._stop_requested
+        if stop_requested is not None and not isinstance(record, StartRecord | EndRecord) and stop_requested():
+            self._stop_requested = None  # reported once
+            self._console.observe(_STOPPING)
+        if isinstance(record, EndRecord) and record.status == "failed":
+            self._console.close()
+        elif not isinstance(record, CheckpointRecord) or record.event != "saved":
+            self._console.observe(record)
+
+
+class RunDisplay:
+    """Shows a run on rank 0: on the console, and in TensorBoard if installed. Use it in a `with`."""
+
+    def __init__(self, stop_requested: Callable[[], bool] | None) -> None:
+        # A line of the signal handler would be overwritten by the bar of a terminal.
+        self._stop_requested = stop_requested if sys.stderr.isatty() else None
+        self._console: Console | None = None
+        self._charts: TensorBoardLog | None = None
+        self.missing = ""
+        """Why TensorBoard is not available, and how to install it; empty if it is."""
+
+    def begin(self, session: SessionStart) -> Observer:
+        """Print the run's folder, and return the observer that shows the run.
+
+        Progress goes to standard error; standard output is for the result.
+        """
+        # Before the first step, so that the folder is known even if the run is killed within it.
+        sys.stderr.write(f"{place_of(session)}\n")
+        sys.stderr.flush()
+        self._console = Console(session.num_steps)
+        observers: list[Observer] = [ConsoleFilter(self._console, self._stop_requested)]
+        try:
+            self._charts = TensorBoardLog(session.folder.tensorboard)
+            observers.append(self._charts)
+        except UserError as error:
+            self.missing = str(error)
+        return Observers(*observers)
+
+    def __enter__(self) -> Self:
+        """Return the display itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the terminal and close TensorBoard's file."""
+        if self._console is not None:
+            self._console.close()
+        if self._charts is not None:
+            # A full disk, for example, also fails here; the first error is the one to show.
+            with nullcontext() if error is None else suppress(Exception):
+                self._charts.close()
+
+
+def place_of(session: SessionStart) -> str:
+    """Return the files of a run, in one line."""
+    folder = session.folder
+    return f"run in {folder.path}: log {folder.log(0).name}, checkpoints in {folder.checkpoints.name}/"
+
+
+def summary(result: SessionResult, *, tensorboard: str) -> str:
+    """Return the result of a session: time, loss, metrics, files, and the command to continue."""
+    lines = {"stopped" if result.stopped else "finished": _effort(result)}
+    if result.loss is not None:
+        lines["loss"] = f"{three_digits(result.loss)} in the last step"
+    if result.metrics:
+        lines["metrics"] = _listed(result.metrics)
+    if result.peak_bytes is not None:
+        lines["memory"] = _memory(result.peak_bytes, result.limit_bytes)
+    lines["settings"] = str(result.folder.header)
+    lines["log"] = _logs(result.folder)
+    if result.loss is not None:
+        lines["plot"] = _picture(result.folder)
+        lines["tensorboard"] = tensorboard or f"tensorboard --logdir {shlex.quote(str(result.folder.tensorboard))}"
+    if result.checkpoint is not None:
+        lines["checkpoint"] = str(result.checkpoint)
+    command = resume_command(result.folder.path)
+    lines["resume" if result.stopped else "train on"] = command if result.stopped else f"{command} --epochs N"
+    return "".join(f"{name:<{_NAME_WIDTH}}{text}\n" for name, text in lines.items())
+
+
+def _logs(folder: RunFolder) -> str:
+    num_others = len(list(folder.path.glob("events-rank-*.jsonl")))
+    return f"{folder.log(0)}{f' (and {num_others} of other ranks)' * bool(num_others)}"
+
+
+def _picture(folder: RunFolder) -> str:
+    """Draw the losses and return their files, or the reason why it failed: a failed picture must not fail the run."""
+    try:
+        return ", ".join(map(str, plot_losses(folder.log(0), folder.plots)))
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 (the run is complete and saved)
+        return f"not drawn, because of {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes a run."""
+    return f"anybatch train --resume --out {shlex.quote(str(folder))}"
+
+
+def _effort(result: SessionResult) -> str:
+    if result.num_session_steps == 0:
+        return f"nothing left to do: all {result.num_steps:,} steps were already made"
+    steps = f"{result.num_session_steps:,} step{'s' * (result.num_session_steps != 1)}"
+    in_all = f" ({result.num_steps:,} in total)" if result.num_steps != result.num_session_steps else ""
+    speed = result.num_session_samples / result.stepping_seconds if result.stepping_seconds > 0 else None
+    return (
+        f"{steps}{in_all}, {result.num_session_samples:,} samples in "
+        f"{duration(result.session_seconds)}, {per_second(speed)} samples/s while training"
+    )
+
+
+def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
+    if limit_bytes is None:
+        return f"peak {in_bytes(peak_bytes)} (resident memory of the rank 0 process)"
+    return f"{describe_reserve(Reserve(peak_bytes, limit_bytes))}; allocated on rank 0: {MEANINGS['allocated']}"
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def join() -> World:
+    """Return the world of ranks.
+
+    Raises:
+        WorldError: the ranks could not connect.
+    """
+    try:
+        return World.from_environment()
+    except dist.DistError as error:
+        message = (
+            f"the ranks could not connect: {str(error).splitlines()[0].rstrip('.')}. If an earlier run still uses the "
+            "port, wait for it, or give the launcher another port (torchrun's --master-port)."
+        )
+        raise WorldError(message) from error
+
+
+def run_rank(
+    request: TrainRequest, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False
+) -> tuple[Status, str]:
+    """Train as one rank; return its status and the error message.
+
+    The first rank that fails prints the error.
+
+    Args:
+        request: the requested run.
+        world: the ranks.
+        stop: returns whether to stop after this step; None: stop on signals.
+        is_watched: our launcher reports ranks that die without an error message.
+    """
+    try:
+        with warnings.catch_warnings():
+            _quiet_warnings(world)
+            return _train(request, world, stop), ""
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (every error becomes a status)
+        # When a rank fails, all ranks raise; only the first to publish its error prints it.
+        is_first = world.publish_failure(error, 0)
+        words = explain(error)
+        status = status_of(error)
+        is_silent = status is Status.CLOSED_PIPE or (isinstance(error, RankFailedError) and is_watched)
+        if is_first and not is_silent:
+            _write(sys.stderr, f"{words}\n")
+        return status, words
+
+
+def print_stopping(number: signal.Signals) -> None:
+    """Confirm a stop request. Called from a signal handler, where a buffered print may fail.
+
+    On a terminal the console shows it above its bar instead.
+    """
+    if sys.stderr.isatty():
+        return
+    again = " Press Ctrl-C again to quit immediately without saving." if number == signal.SIGINT else ""
+    os.write(sys.stderr.fileno(), f"\n{number.name}: finishing this step, then saving.{again}\n".encode())
+
+
+def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None) -> Status:
+    if request.ranks not in (None, "auto", world.size):
+        message = f"--ranks {request.ranks} differs from the {world.size} ranks of the launcher. Omit --ranks."
+        raise UserError(message)
+    if request.folder is None and (max_restarts() or is_restarted()):
+        message = (
+            f"the launcher {'has restarted' if is_restarted() else 'may restart'} these ranks, and without --out each "
+            "restart would begin a new run. Set the folder: --out FOLDER."
+        )
+        raise UserError(message)
+    recipe = request.recipe or DEFAULT_RECIPE
+    # The name contains the time, which differs between ranks.
+    folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
+    resume = on_first_rank(world, partial(_resumes, request, RunFolder(folder)))
+    origin: dict[str, str | int] = {"recipe": recipe, "ranks": request.ranks or "auto"}
+    if (launch := launch_id()) is not None:
+        origin["launch"] = launch
+    seconds = request.checkpoint_seconds
+    with RunDisplay(stop) as display:
+        result = train(
+            load_recipe(recipe),
+            folder,
+            request.config,
+            resume=resume,
+            origin=origin,
+            world=world,
+            known=KnownSizes(),
+            devices=KnownDevices(),
+            observer=display.begin if world.rank == 0 else None,
+            stop=stop,
+            checkpoint_seconds=CHECKPOINT_SECONDS if seconds is None else seconds,
+        )
+    if world.rank == 0:
+        _write(sys.stdout, summary(result, tensorboard=display.missing))
+    return Status.STOPPED if result.stopped else Status.DONE
+
+
+def _resumes(request: TrainRequest, place: RunFolder) -> bool:
+    """Return whether to resume the run in a folder instead of starting a new one."""
+    if request.resume in ("always", "never") or not place.header.exists():
+        return request.resume == "always"
+    return request.resume == "auto" or is_restarted() or place.read().origin.get("launch", "") == launch_id()
+
+
+def new_folder(recipe: str | None) -> Path:
+    """Return the default folder of a new run."""
+    return RUNS / f"{short_name(recipe or DEFAULT_RECIPE)}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _quiet_warnings(world: World) -> None:
+    """Print warnings as one sentence, on the first rank only, since all ranks warn about the same."""
+    if world.rank:
+        warnings.simplefilter("ignore")
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        _write(sys.stderr, f"warning: {message}\n")
+
+    # Under `python -X dev` a warning keeps its file and line.
+    if not sys.flags.dev_mode:
+        warnings.showwarning = show
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()
+
 
 _RESUMABLE = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Status.OUT_OF_MEMORY, Status.INTERRUPTED})
 
@@ -61,7 +351,7 @@ def start(request: TrainRequest, num_ranks: int) -> Status:
     if num_ranks == 1:
         with StopRequest(print_stopping) as asked:
             return run_rank(request, join(), asked)[0]
-    from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (one rank does not need it)
+    from anybatch.cli.local_ranks import run_local_ranks
 
     return run_local_ranks(request, num_ranks)
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anybatch.cli.rank import join, print_stopping, run_rank
+from anybatch.cli.launch import join, print_stopping, run_rank
 from anybatch.cli.status import Status, explain
-from anybatch.cli.train_request import PRELOADED, TrainRequest
+from anybatch.cli.train import PRELOADED, TrainRequest
 from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables, start_fork_server
-from anybatch.recipes.run.stop import SIGNALS
+from anybatch.recipes.session import SIGNALS
 
 _UNKNOWN = -1
 _MOST_BYTES = 2000

@@ -5,10 +5,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, memory_size, settings_of
-from anybatch.cli.report import add_report_files
+from anybatch.cli.command import (
+    DEFAULT_RECIPE,
+    Parser,
+    add_recipe,
+    add_report_files,
+    add_settings,
+    memory_size,
+    settings_of,
+)
 from anybatch.cli.status import Status
-from anybatch.cli.train_request import DEFAULT_RECIPE
 from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ def run(words: Sequence[str]) -> int:
     """Run `anybatch memory` and return the exit status."""
     given = make_parser().parse(words)
     report = record(given.recipe, settings_of(given), limit=given.limit, allocator=given.allocator)
-    from rich.console import Console  # noqa: PLC0415 (slow to import, and not needed to report a wrong option)
+    from rich.console import Console
 
     if sys.stdout.isatty():
         Console(highlight=False, markup=False, emoji=False).print(report)
@@ -59,10 +65,9 @@ def make_parser() -> Parser:
 
 def record(recipe: str, config: RunConfig, *, limit: int | None, allocator: bool) -> "MemoryReport":
     """Return the report of a recipe's second step, or of its third if the second is smaller (end of an epoch)."""
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.memory.memory_report import record_memory  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.run.start import start  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.memory.memory_report import record_memory
+    from anybatch.recipes.load import load_recipe
+    from anybatch.recipes.start import start
 
     # The loss check may run again in the second step, and needs more memory than a step.
     run = start(load_recipe(recipe), dataclasses.replace(config, steps=_MOST_STEPS), check_loss=False)

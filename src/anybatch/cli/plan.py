@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybatch.cli.parser import Parser, count
-from anybatch.cli.report import add_report_files
+from anybatch.cli.command import Parser, add_report_files, count, frozen_imports
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import frozen_imports
 from anybatch.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,11 +40,10 @@ def run(words: Sequence[str]) -> int:
     parser = make_parser()
     given = vars(parser.parse(words))
     asked = changes_of(given, parser)
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
     with frozen_imports():
-        import anybatch.planner.report  # noqa: PLC0415 (imports torch)
-        import anybatch.planner.verification  # noqa: PLC0415 (imports torch)
-        import anybatch.recipes.planning.plan  # noqa: F401, PLC0415 (imports torch)
+        import anybatch.planner.report
+        import anybatch.planner.verification
+        import anybatch.recipes.planning.plan  # noqa: F401 (imported here, with its garbage collection frozen)
     return plan_subject(given.pop("what"), **given, **asked)
 
 
@@ -184,12 +181,12 @@ def plan_subject(
     **choices: Any,  # noqa: ANN401 (passed on)
 ) -> int:
     """Print the plan of a recipe or model; return the exit status (out of memory if nothing fits)."""
-    from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.measurements import KnownDevices  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.report import as_json, draw_plan  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.verification import keep  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.verification import verify as run_step  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.cost.calibration import measure_rates
+    from anybatch.planner.measurements import KnownDevices
+    from anybatch.planner.report import as_json, draw_plan
+    from anybatch.planner.verification import keep
+    from anybatch.planner.verification import verify as run_step
+    from anybatch.recipes.planning.plan import plan
 
     known, wants_json = KnownDevices(), choices.pop("json")
     found = plan(
@@ -217,7 +214,7 @@ def plan_subject(
 
 def _own_device(name: str, file: Path | None) -> "str | Device":
     """Return the device of that name in the user's file, else the name."""
-    from anybatch.planner.cost.devices import devices_of  # noqa: PLC0415 (keeps `--help` light)
+    from anybatch.planner.cost.devices import devices_of
 
     own = () if file is None else devices_of(file)
     return next((one for one in own if one.name == name), name)
@@ -225,7 +222,7 @@ def _own_device(name: str, file: Path | None) -> "str | Device":
 
 def _device_of(budget: str) -> "torch.device":
     """Return the device on which to verify a plan."""
-    import torch  # noqa: PLC0415 (slow to import)
+    import torch
 
     if budget.startswith("cpu:"):
         return torch.device("cpu")

@@ -6,11 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, integer, link, memory_size, number, size
-from anybatch.cli.report import add_report_files, print_report, progress_line
+from anybatch.cli.command import (
+    DEFAULT_RECIPE,
+    Parser,
+    add_recipe,
+    add_report_files,
+    add_settings,
+    count,
+    integer,
+    let_threads_sleep,
+    link,
+    memory_size,
+    number,
+    print_report,
+    progress_line,
+    size,
+)
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE
 from anybatch.core.batch_ramp import sizes_of
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import UserError
@@ -136,12 +148,13 @@ def scale_recipe(given: argparse.Namespace) -> int:
     if given.strategy not in MEASURED:
         message = f"--strategy {given.strategy} can only be forecast: add --forecast N --link RATE,LATENCY, or use ddp."
         raise UserError(message)
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.scaling.figure import draw_scaling  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.scaling.measure import RunSettings  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.scaling.scale import measure_scaling  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.scaling.figure import draw_scaling
+    from anybatch.diagnostics.scaling.measure import RunSettings
+    from anybatch.diagnostics.scaling.scale import measure_scaling
+    from anybatch.recipes.load import (
+        MeasuredJob,
+        load_recipe,
+    )
 
     load_recipe(given.recipe)  # a mistake is reported here, not by a rank
     config = RunConfig(effective_batch_size=given.effective_batch_size, seed=given.seed)
@@ -169,7 +182,7 @@ def scale_recipe(given: argparse.Namespace) -> int:
 
 def read_a_log(path: Path) -> int:
     """Print the parts of a step by the log of a run, and return the exit status."""
-    from anybatch.diagnostics.scaling.from_log import read_steps  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.scaling.from_log import read_steps
 
     sys.stdout.write(f"{path}: parts of a step\n{read_steps(path)}\n")
     return Status.DONE
@@ -180,9 +193,9 @@ def run_forecast(given: argparse.Namespace) -> int:
     if given.link is None:
         message = "a forecast needs the network between hosts: --link 400Gbit,5us."
         raise UserError(message)
-    from anybatch.planner.forecast.forecast import forecast  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.forecast.forecast_report import draw_forecast  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.forecast import forecast
+    from anybatch.planner.forecast.forecast_report import draw_forecast
+    from anybatch.planner.forecast.workload import Cluster
 
     cluster = Cluster(
         link=given.link,
@@ -199,8 +212,8 @@ def run_forecast(given: argparse.Namespace) -> int:
 
 def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
     """Return the workload given by options, and the title of the forecast."""
-    from anybatch.core.size_choice import SecondsFit  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (imports torch)
+    from anybatch.core.size_choice import SecondsFit
+    from anybatch.planner.forecast.workload import Workload
 
     if given.gradient_bytes is None:
         message = "--micro-batch-seconds also needs the size of the gradients: add --gradient-bytes 102MB."
@@ -221,10 +234,12 @@ def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
 
 def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
     """Time the recipe on this machine; return its workload and the title of the forecast."""
-    from anybatch.planner.forecast.one_rank import time_one_rank  # noqa: PLC0415 (imports torch)
-    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
+    from anybatch.planner.forecast.one_rank import time_one_rank
+    from anybatch.planner.forecast.workload import Workload
+    from anybatch.recipes.load import (
+        MeasuredJob,
+        load_recipe,
+    )
 
     asked = RunConfig(effective_batch_size=given.effective_batch_size)
     effective = asked.over(load_recipe(given.recipe).defaults).largest_batch_size

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.parser import Parser
+from anybatch.cli.command import Parser
 from anybatch.cli.status import Status
 
 _DESCRIPTION = (
@@ -16,9 +16,8 @@ _DESCRIPTION = (
 def run(words: Sequence[str]) -> int:
     """Run `anybatch spikes` and return the exit status."""
     given = make_parser().parse(words)
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.core.spikes import SpikeRule  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.spike_log import read_spikes  # noqa: PLC0415 (imports torch)
+    from anybatch.core.spikes import SpikeRule
+    from anybatch.diagnostics.spike_log import read_spikes
 
     report = read_spikes(given.log, SpikeRule(strictness=given.strictness))
     sys.stdout.write(f"Loss spikes in {given.log}\n{report}\n")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.parser import Parser, integer, output_file
+from anybatch.cli.command import Parser, integer, output_file
 from anybatch.cli.status import Status
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 

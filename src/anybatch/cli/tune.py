@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 
-from anybatch.cli.parser import Parser, add_recipe, add_settings, count, integer, settings_of
-from anybatch.cli.report import add_report_files, print_report
+from anybatch.cli.command import (
+    DEFAULT_RECIPE,
+    Parser,
+    add_recipe,
+    add_report_files,
+    add_settings,
+    count,
+    integer,
+    let_threads_sleep,
+    print_report,
+    settings_of,
+)
 from anybatch.cli.status import Status
-from anybatch.cli.torch_import import let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE
 
 _DESCRIPTION = (
     "Run steps of a recipe with many micro-batch sizes, interleaved, and print the speed and memory of each. Load its "
@@ -20,10 +28,9 @@ def run(words: Sequence[str]) -> int:
     """Run `anybatch tune` and return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
-    # Imported late: importing torch takes seconds, and a wrong option is reported without it.
-    from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (imports torch)
-    from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (imports torch)
-    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (imports torch)
+    from anybatch.diagnostics.figure import draw_tuning
+    from anybatch.diagnostics.tune import LOADED_STEPS, tune
+    from anybatch.recipes.load import MeasuredJob
 
     job = MeasuredJob(recipe=given.recipe, config=settings_of(given))
     report = tune(

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from anybatch.errors import UserError
-from anybatch.events.log_lines import MOST_LINE_BYTES, JsonLine, LogTail, decoded_line
-from anybatch.events.log_spans import Span, clock_shifts, spans_of
+from anybatch.events.log_lines import MOST_LINE_BYTES, JsonLine, LogTail, Span, clock_shifts, decoded_line, spans_of
 
 Event = dict[str, Any]
 _PHASES, _MICRO_BATCHES, _REDUCTIONS = 1, 2, 3

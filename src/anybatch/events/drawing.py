@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from anybatch.core.units import three_digits
-from anybatch.events.curves import Curves, smoothed
+from anybatch.events.plot import Curves, smoothed
 
 # Shades of Okabe and Ito's blue and vermilion: colour-blind readers can distinguish them; in grey they are light, dark
 # and between.

@@ -22,9 +22,7 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.errors import UserError
-from anybatch.events.messages import lines_of_start, message_of
-from anybatch.events.observer import ClosingObserver, read_number
-from anybatch.events.throughput import Throughput
+from anybatch.events.observer import ClosingObserver, Throughput, lines_of_start, message_of, read_number
 
 Point = tuple[str, Scalar | Flag]
 Happening = CheckpointRecord | DiagnosisRecord | OutOfMemoryRecord | EndRecord

@@ -17,8 +17,17 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.data import Padded
 from anybatch.errors import DataError
-from anybatch.recipes.passages import Encode, Layout, Passages, collate_of, encode_bytes
-from anybatch.recipes.text import NUM_BYTE_VALUES, adamw, list_files, warm_up_and_cosine
+from anybatch.recipes.text import (
+    NUM_BYTE_VALUES,
+    Encode,
+    Layout,
+    Passages,
+    adamw,
+    collate_of,
+    encode_bytes,
+    list_files,
+    warm_up_and_cosine,
+)
 
 _LIBRARY_BYTES = 1_000_000
 

@@ -1,6 +1,7 @@
 """Finds the `Job` of a name: a built-in recipe, a function in a file, or a function in a module."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,6 +15,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, cast
 
+from anybatch.core.run_config import RunConfig
+from anybatch.data.batches import Batches
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import AnyBatchError, UserError
 from anybatch.recipes.job import Job
 
@@ -341,3 +345,44 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
             return trace
         trace = trace.tb_next
     return None
+
+
+_SMALL = 1e-6
+"""Factor of the learning rate: repeated steps on one batch may diverge at the full rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredJob:
+    """A recipe with settings that replace its defaults; can be pickled."""
+
+    recipe: str
+    config: RunConfig = dataclasses.field(default_factory=RunConfig)
+
+    def train_spec(self) -> TrainSpec:
+        """Build the `TrainSpec`, with a learning rate at which parameters hardly move."""
+        job = load_recipe(self.recipe)
+        assert job.defaults.learning_rate is not None
+        return job.train_spec(
+            seed=self.config.seed or 0,
+            learning_rate=_SMALL * job.defaults.learning_rate,
+            effective_batch_size=self._size(job),
+            precision=self.config.precision,
+        )
+
+    def data(self, *, steps: int) -> Callable[[int], Batches]:
+        """Return a function that maps a number of loading processes to the first `steps` effective batches.
+
+        The data set is made once, here.
+        """
+        job = load_recipe(self.recipe)
+        dataset = job.dataset()
+        return lambda num_workers: job.train_batches(
+            dataset,
+            effective_batch_size=self._size(job),
+            steps=steps,
+            seed=self.config.seed or 0,
+            num_workers=num_workers,
+        )
+
+    def _size(self, job: Job) -> int:
+        return self.config.over(job.defaults).largest_batch_size

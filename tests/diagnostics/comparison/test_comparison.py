@@ -22,7 +22,7 @@ from anybatch.diagnostics.comparison.ways import Way, ways_of
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.planner.forecast.forecast import largest_worlds
 from anybatch.planner.forecast.workload import Cluster
-from anybatch.recipes.measured_job import MeasuredJob
+from anybatch.recipes.load import MeasuredJob
 from tests.cli.small import SPEC
 from tests.diagnostics.told_lines import note_in
 

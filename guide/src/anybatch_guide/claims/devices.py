@@ -18,7 +18,7 @@ from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
 from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.planner.forecast.forecast import forecast
-from anybatch.recipes.measured_job import MeasuredJob
+from anybatch.recipes.load import MeasuredJob
 from anybatch.testing import RankPool
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import emit_progress, first_batch, flat_gradients, new_model, relative

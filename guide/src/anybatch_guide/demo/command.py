@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from anybatch.cli.parser import Parser
-from anybatch.cli.torch_import import let_threads_sleep
+from anybatch.cli.command import Parser, let_threads_sleep
 
 _DESCRIPTION = (
     "See it work in a minute, on any machine: a plain training loop runs out of an enforced memory budget; the same "

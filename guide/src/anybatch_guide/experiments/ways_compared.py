@@ -5,7 +5,7 @@ from functools import partial
 from anybatch.cli.compare import first_batches
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
-from anybatch.recipes.measured_job import MeasuredJob
+from anybatch.recipes.load import MeasuredJob
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 EFFECTIVE, MICRO = 64, 8

@@ -3,7 +3,7 @@
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics.scaling.measure import RunSettings
 from anybatch.diagnostics.scaling.scale import measure_scaling
-from anybatch.recipes.measured_job import MeasuredJob
+from anybatch.recipes.load import MeasuredJob
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 RECIPE, EFFECTIVE, MICRO = "digits", 64, 8

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from anybatch.cli.parser import Parser, output_file
+from anybatch.cli.command import RUNS, Parser, output_file
 from anybatch.cli.status import Status
-from anybatch.cli.train_request import RUNS
 from anybatch.errors import UserError
 from anybatch_guide.built import DIST, Asset, read_page
 from anybatch_guide.command import open_browser, port

@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from anybatch.events.log_lines import decoded_line
-from anybatch.events.log_spans import Span, clock_shifts, spans_of
+from anybatch.events.log_lines import Span, clock_shifts, decoded_line, spans_of
 from anybatch_guide.watch.fields import integer, shown, time_of
 from anybatch_guide.watch.rank_log import SpanLines
 

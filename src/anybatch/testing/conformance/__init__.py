@@ -15,10 +15,8 @@ assert table.passed
 ```
 """
 
-from anybatch.testing.conformance.adapters import EngineAdapter, HandWrittenLoop
-from anybatch.testing.conformance.cases import CASES
-from anybatch.testing.conformance.protocol import Adapter, Case, LossTerm, LossTerms, SplitCase, TrainerStep
-from anybatch.testing.conformance.table import Row, Table, run
+from anybatch.testing.conformance.cases import CASES, Adapter, Case, LossTerm, LossTerms, SplitCase, TrainerStep
+from anybatch.testing.conformance.table import EngineAdapter, HandWrittenLoop, Row, Table, run
 
 __all__ = [
     "CASES",

@@ -1,16 +1,16 @@
-"""A training session: train a job in a folder, in one session or several.
-
-A session steps, evaluates, saves, and stops on request. None of this affects the result: a run that is stopped or
-killed and resumed on the same number of ranks ends with bitwise equal parameters.
-"""
+"""Stop requests: a signal stops a run after its step, a second Ctrl-C quits immediately."""
 
 import contextlib
 import dataclasses
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
@@ -24,9 +24,50 @@ from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
 from anybatch.planner.measurements import KnownDevices
 from anybatch.recipes.job import Job
-from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder, RunHeader
-from anybatch.recipes.run.prepare import PreparedRun, on_first_rank, prepare
-from anybatch.recipes.run.stop import StopRequest
+from anybatch.recipes.prepare import PreparedRun, on_first_rank, prepare
+from anybatch.recipes.run_folder import NO_ORIGIN, Origin, RunFolder, RunHeader
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether a stop was requested: call it to ask. Signals are caught inside its `with`.
+
+    SIGINT (Ctrl-C) and SIGTERM request a stop. A SIGINT after either raises KeyboardInterrupt immediately; a second
+    SIGTERM does not, because schedulers may send it twice. `say` is called once, from the signal handler, so it must
+    not print through a buffer.
+    """
+
+    def __init__(self, say: Callable[[signal.Signals], None] | None = None) -> None:
+        self._say = say
+        self._asked: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Return whether a stop was requested."""
+        return self._asked is not None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # only this thread may catch signals
+            self._former = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+        self._former = {}
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self._asked = signal.Signals(number)
+        if self._say is not None:
+            self._say(self._asked)
+
 
 CHECKPOINT_SECONDS = 600.0
 NUM_EVALUATIONS = 4

@@ -1,13 +1,17 @@
-"""argparse as every command uses it: no abbreviations, one-line errors, typed values."""
+"""The parts of a command: its parser and typed options, torch's settings, and the output of its report."""
 
 import argparse
 import dataclasses
+import gc
 import inspect
+import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, cast, get_args, get_origin
 
 from anybatch.cli.status import Status
 from anybatch.core.batch_ramp import BatchRamp
@@ -16,6 +20,49 @@ from anybatch.core.run_config import STANDARD, RunConfig
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import FORMATS
+
+
+def let_threads_sleep() -> None:
+    """Let torch's threads sleep while they wait for each other, unless the user has set how they wait.
+
+    By default they spin, and each operator then waits for a thread whose core another program uses: see
+    docs/decisions/0008-command-line.md. Without effect once torch is imported.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def hide_logs_of_torch() -> None:
+    """Make torch's C++ code print errors only, in this process and its children.
+
+    A comparison triggers warnings of DDP's reducer on purpose. Without effect once torch is imported.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@contextmanager
+def frozen_imports() -> Iterator[None]:
+    """Exempt the objects created inside from garbage collection.
+
+    Torch's modules have a million objects that live until the program exits; visiting them takes up to a second.
+    Without effect if torch is already imported, because the process then has objects of other code too.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if enabled:
+            gc.enable()
+
+
+DEFAULT_RECIPE = "digits"
+RUNS = Path("runs")
 
 Explain = Callable[[Sequence[str]], str]
 ValueT = TypeVar("ValueT")
@@ -195,3 +242,59 @@ def settings_of(given: argparse.Namespace) -> RunConfig:
     """
     names = {field.name for field in dataclasses.fields(RunConfig)}
     return RunConfig(**{name: value for name, value in vars(given).items() if name in names})
+
+
+_WIDTH: Final = 79
+
+
+class JsonReport(Protocol):
+    """A report that can be written as JSON."""
+
+    def as_json(self) -> Mapping[str, Any]:
+        """Return it as `json.dumps` accepts it."""
+        ...
+
+
+ReportT = TypeVar("ReportT")
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None] | None]:
+    """Yield a function that overwrites the line, from any process; clear the line at the end.
+
+    Yields None if standard error is not a terminal.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        yield _write
+    finally:
+        _write("")
+
+
+def add_report_files(add: Callable[..., object], drawn: str, *, with_json: bool = False) -> None:
+    """Add the options --figure, whose help names what is drawn, and --json, by `add_argument`."""
+    add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
+    if with_json:
+        add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
+
+
+def print_report(
+    heading: str, report: ReportT, draw: Callable[[ReportT, Path], object], given: argparse.Namespace
+) -> None:
+    """Print a report below a heading, write the files of `add_report_files`, and print their names."""
+    sys.stdout.write(f"{heading}\n{report}\n" if heading else f"{report}\n")
+    if (file := getattr(given, "json", None)) is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(cast("JsonReport", report).as_json(), indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"wrote {file}\n")
+    if given.figure is not None:
+        draw(report, given.figure)
+        sys.stdout.write(f"wrote {given.figure}\n")
+
+
+def _write(words: str) -> None:
+    # Standard output is for the report.
+    sys.stderr.write(f"\r{words[:_WIDTH]:<{_WIDTH}}\r")
+    sys.stderr.flush()

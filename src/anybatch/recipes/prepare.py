@@ -19,9 +19,8 @@ from anybatch.errors import AnyBatchError, UserError
 from anybatch.parallel.world import World
 from anybatch.planner.measurements import KnownDevices
 from anybatch.recipes.job import Job
-from anybatch.recipes.run.folder import Origin, RunFolder, RunHeader, Stretch
-from anybatch.recipes.run.settings import LEARNED, resolve_settings
-from anybatch.recipes.run.start import JobRun, num_steps_of, scheduler_function, start
+from anybatch.recipes.run_folder import Origin, RunFolder, RunHeader, Stretch
+from anybatch.recipes.start import LEARNED, JobRun, num_steps_of, resolve_settings, scheduler_function, start
 
 if TYPE_CHECKING:
     from anybatch.recipes.planning.size_limit import Largest

@@ -1,1 +1,0 @@
-"""Runs a recipe: settings, folder, session, stop."""
