@@ -27,8 +27,8 @@ from anybatch.engine.inputs import captured_parameters, collect_modules, move_mo
 from anybatch.engine.loss_check.check import LossCheck, UncountedSums
 from anybatch.engine.masked_parameters import MaskedParameters
 from anybatch.engine.meaning import StepMeaning
-from anybatch.engine.micro_batch_size.budget_trials import TrialParts
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, SizeBackoff, why_impossible
+from anybatch.engine.micro_batch_size.search import TrialParts
 from anybatch.engine.notifier import Notifier, start_record
 from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
@@ -334,14 +334,7 @@ def _step_planner(shared: _Shared, check: LossCheck) -> StepPlanner:
         world=world,
         loss=check.loss,
         sizes=arguments.sizes,
-        sums=UncountedSums(
-            arguments.loss,
-            spec.model,
-            modules,
-            world,
-            autocast=arguments.autocast,
-            lockstep=arguments.strategy.capabilities.lockstep,
-        ),
+        sums=UncountedSums(check, arguments.autocast),
         notifier=shared.notifier,
         seed=spec.seed,
         make_seed=partial(seed_of_state, modules),
@@ -448,10 +441,10 @@ def _spike_guard(arguments: CheckedArguments, updater: Updater, notifier: Notifi
     watch = arguments.spikes
     if watch is None:
         return None
-    keep = partial(
+    copied = partial(
         KeptState, modules=arguments.modules, target=updater.target, average=updater.average, keep_on=watch.keep_on
     )
-    return SpikeGuard(watch, updater=updater, keep=keep, device=arguments.world.device, notifier=notifier)
+    return SpikeGuard(watch, updater=updater, copied=copied, device=arguments.world.device, notifier=notifier)
 
 
 def _trial_parts(

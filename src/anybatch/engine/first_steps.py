@@ -12,7 +12,7 @@ from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.decisions import Decisions
 from anybatch.engine.forward_state import StateWatch
 from anybatch.engine.loss_check.check import LossCheck
-from anybatch.engine.micro_batch_size.budget_trials import TrialParts
+from anybatch.engine.micro_batch_size.search import TrialParts
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.notifier import Notifier
 from anybatch.errors import LossError

@@ -7,7 +7,7 @@ updates chosen buffers once per step; `StateWatch` finds other state, and warns 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -229,25 +229,21 @@ _PURPOSE = "Detecting changes by a forward"
 _State = Mapping[str, tuple[Tensor, ...]]
 
 
+@dataclass(eq=False, repr=False)
 class StateWatch:
     """Warns of state that a forward changes and reads, and of random numbers that are not keyed."""
 
-    def __init__(
-        self,
-        modules: nn.Module,
-        chosen: Collection[str],
-        notifier: Notifier,
-        num_ranks: int,
-        *,
-        keyed: bool,
-        watches_state: bool,
-    ) -> None:
-        self._modules = modules
-        self._chosen = chosen
-        self._notifier = notifier
-        self._num_ranks = num_ranks
-        self._steps_left = _NUM_STEPS if watches_state else 0
-        self.draws_left = _NUM_STEPS if keyed else 0
+    modules: nn.Module
+    chosen: Collection[str]
+    notifier: Notifier
+    num_ranks: int
+    _: KW_ONLY
+    keyed: bool
+    watches_state: bool
+
+    def __post_init__(self) -> None:
+        self._steps_left = _NUM_STEPS if self.watches_state else 0
+        self.draws_left = _NUM_STEPS if self.keyed else 0
         self._changed: set[str] = set()
 
     @property
@@ -274,7 +270,7 @@ class StateWatch:
         ]
         if drew:
             self.draws_left = 0
-            self._notifier.warn(
+            self.notifier.warn(
                 "draws_are_not_keyed",
                 f"the model or the loss function draws from {' and '.join(drew)}, which the engine does not key. So "
                 "the numbers depend on the cut and the number of ranks, and differ after a resume. Draw from torch's "
@@ -299,13 +295,13 @@ class StateWatch:
     def _states(self) -> dict[str, tuple[Tensor, ...]]:
         """Return the tensors of modules by name, except parameters and running statistics."""
         states = {}
-        for prefix, module in self._modules.named_modules():
+        for prefix, module in self.modules.named_modules():
             if isinstance(module, (BatchNormBase, InstanceNormBase)):
                 continue
             for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
                 tensors = () if name in _PARTS else _tensors(value)
                 full = f"{prefix}.{name}" if prefix else name
-                if tensors and full not in self._chosen:
+                if tensors and full not in self.chosen:
                     states[full] = tensors
         return states
 
@@ -320,14 +316,14 @@ class StateWatch:
                 self._changed.add(name)
         self._steps_left -= 1
         # Reads in compiled code cannot be detected.
-        if not self._steps_left and any(map(is_compiled, self._modules.modules())):
+        if not self._steps_left and any(map(is_compiled, self.modules.modules())):
             self._changed.clear()
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:
         named = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" * (len(names) > _NAMED))
-        buffers = dict(self._modules.named_buffers())
+        buffers = dict(self.modules.named_buffers())
         first = next((name for name in names if name in buffers), None)
-        apart = "" if self._num_ranks == 1 else ", and values differ between ranks"
+        apart = "" if self.num_ranks == 1 else ", and values differ between ranks"
         cure = (
             f"With Engine(buffers={{{first!r}: 'mean'}}), every micro-batch starts from the value before the step, and "
             "the new value is their mean over samples. Other choices: 'first' uses the value of the first micro-batch "
@@ -337,7 +333,7 @@ class StateWatch:
             else "Make it a buffer (register_buffer) and choose its update with Engine(buffers={name: 'mean'}), or "
             "keep it outside of the model."
         )
-        self._notifier.warn(
+        self.notifier.warn(
             "forward_updates_state",
             f"the forward updates state that it also reads: {named}. Each of {num_micro_batches} micro-batches read "
             f"the value from the previous one{apart}, but the native batch reads it once, so the gradient depends on "

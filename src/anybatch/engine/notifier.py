@@ -4,6 +4,7 @@ import itertools
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -58,33 +59,35 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
+@dataclass(eq=False, repr=False)
 class StepMemory:
     """Reads the memory of the device once per step, without waiting for the device."""
 
-    def __init__(self, device: torch.device, rank: int, resident: Callable[[], ResidentTensors]) -> None:
-        self._device = device
-        self._rank = rank
-        self._resident = resident
+    device: torch.device
+    rank: int
+    resident: Callable[[], ResidentTensors]
+
+    def __post_init__(self) -> None:
         self._category_bytes: Mapping[str, int] = {}
         self._optimizer_is_known = False
         self._has_warned = False
 
     def begin(self) -> None:
         """Reset the peak."""
-        begin_peak(self._device)
+        begin_peak(self.device)
 
     def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
         """Yield the record of a step, and possibly a warning; nothing if the system does not report memory."""
-        usage = memory_in_use(self._device)
+        usage = memory_in_use(self.device)
         if usage is None:
             return
         # Sizes stay the same once the optimizer state exists, so they are cached.
         if not self._optimizer_is_known:
             self._optimizer_is_known = updated
-            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._resident().items()}
+            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self.resident().items()}
             self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], gradient_bytes)}
         yield MemoryRecord(
-            rank=self._rank,
+            rank=self.rank,
             step=step,
             allocated_bytes=usage.allocated_bytes,
             reserved_bytes=usage.reserved_bytes,
@@ -97,7 +100,7 @@ class StepMemory:
         reserve = Reserve(usage.peak_bytes, usage.limit_bytes)
         if not reserve.kept:
             self._has_warned = True
-            yield headroom_used_up(self._rank, step, reserve)
+            yield headroom_used_up(self.rank, step, reserve)
 
 
 def headroom_used_up(rank: int, step: int, reserve: Reserve) -> DiagnosisRecord:

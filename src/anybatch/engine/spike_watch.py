@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -220,41 +220,37 @@ def spike_watch(given: SpikeWatch | SpikeAction | None) -> SpikeWatch | None:
     return SpikeWatch(action=given)
 
 
+@dataclass(eq=False, repr=False)
 class SpikeGuard:
     """Watches the steps of an engine, and reacts to spikes."""
 
-    def __init__(
-        self,
-        watch: SpikeWatch,
-        *,
-        updater: Updater,
-        keep: Callable[[int], KeptState],
-        device: torch.device,
-        notifier: Notifier,
-    ) -> None:
-        self.watch = watch
-        self._updater = updater
-        self._keep = keep
-        self._notifier = notifier
-        self._numbers = LateNumbers(device)
-        self._detector = SpikeDetector(watch.rule)
+    watch: SpikeWatch
+    _: KW_ONLY
+    updater: Updater
+    copied: Callable[[int], KeptState]  # function (step) -> a copy of the current state
+    device: torch.device
+    notifier: Notifier
+
+    def __post_init__(self) -> None:
+        self._numbers = LateNumbers(self.device)
+        self._detector = SpikeDetector(self.watch.rule)
         self._kept: list[KeptState] = []
-        self._last_kept = -watch.keep_every
+        self._last_kept = -self.watch.keep_every
         self._factor = 1.0
         self._warm_up_left = 0
         self._num_actions = 0
         self._last_spike: int | None = None
         self._last_rolled_back: int | None = None
         self._num_again = 0
-        self._can_act = watch.action != "warn"
+        self._can_act = self.watch.action != "warn"
         # A roll-back can undo a step that is not finite, so its update is skipped instead of ending the run.
-        updater.skips_non_finite = watch.action == "roll_back"
+        self.updater.skips_non_finite = self.watch.action == "roll_back"
 
     def look(self, report: StepReport) -> Spike | None:
         """Return the spike in the numbers that have just arrived, or None; call it after every step."""
         self._advance_warm_up()
         # Under fp16 an overflow is normal: the scaler skips the update.
-        if report.skipped and self._updater.scaler.enabled:
+        if report.skipped and self.updater.scaler.enabled:
             return None
         arrived = self._numbers.exchange(report)
         return None if arrived is None else self._detector.look(*arrived)
@@ -269,7 +265,7 @@ class SpikeGuard:
         """Copy the current state, and drop all older ones but the newest."""
         self._last_kept = step
         del self._kept[: -(_NUM_KEPT - 1)]
-        self._kept.append(self._keep(step))
+        self._kept.append(self.copied(step))
 
     def act(self, spike: Spike, step: int, load: Callable[[Path], Path]) -> None:
         """Report a spike and react to it."""
@@ -288,15 +284,15 @@ class SpikeGuard:
     def _report(self, spike: Spike, step: int) -> None:
         """Report a spike and lower the rate, up to `most_actions` times."""
         if self._can_act and self._num_actions >= self.watch.most_actions:
-            self._can_act = self._updater.skips_non_finite = False
-            self._notifier.spike(
+            self._can_act = self.updater.skips_non_finite = False
+            self.notifier.spike(
                 "spike_watch_gave_up",
                 f"{spike}, although the learning rate was lowered {self._num_actions} times, to {self._factor:.3g} of "
                 "its original value. From now on the watch only warns.",
                 step,
             )
             return
-        self._notifier.spike("spike", f"{spike}.", step)
+        self.notifier.spike("spike", f"{spike}.", step)
         last = self._last_rolled_back
         is_first = self.watch.action == "roll_back" and (last is None or step - last > self.watch.relapse_steps)
         if not self._can_act or is_first:
@@ -306,7 +302,7 @@ class SpikeGuard:
             self._factor *= self.watch.lower_to
             self._set_factor()
             words = f"the learning rate is {self._factor:.3g} of what it was, from step {step + 1} on"
-            self._notifier.diagnosis("rate_lowered", words, "warning", step=step)
+            self.notifier.diagnosis("rate_lowered", words, "warning", step=step)
 
     def _roll_back(self, spike: Spike, step: int, load: Callable[[Path], Path]) -> None:
         if self.watch.folder is not None:
@@ -315,7 +311,7 @@ class SpikeGuard:
             state = self._state_before(spike)
             if state is None:
                 words = "cannot roll back: no copy of the state before the spike exists"
-                self._notifier.diagnosis("nothing_to_roll_back_to", words, "warning", step=step)
+                self.notifier.diagnosis("nothing_to_roll_back_to", words, "warning", step=step)
                 return
             state.restore()
             num_undone = step - state.step
@@ -326,7 +322,7 @@ class SpikeGuard:
         self._warm_up_left = self.watch.warm_up_steps
         self._set_factor()
         self._numbers.drop()
-        self._notifier.diagnosis("rolled_back", words, "warning", step=step)
+        self.notifier.diagnosis("rolled_back", words, "warning", step=step)
 
     def _state_before(self, spike: Spike) -> KeptState | None:
         """Return the newest state from well before a spike, or the older one if the newer one led to spikes again."""
@@ -344,7 +340,7 @@ class SpikeGuard:
 
     def _set_factor(self) -> None:
         rest = self._warm_up_left / (self.watch.warm_up_steps + 1)
-        self._updater.rate_factor = self._factor * (1.0 - rest)
+        self.updater.rate_factor = self._factor * (1.0 - rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rate factor, the rest of the warm-up and the number of times the rate was lowered."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ class BareLoss:
         return value
 
 
+@dataclass(eq=False, repr=False)
 class LossCheck:
     """Compares a loss with its declaration in the first step, and again in steps 4, 8 and 16.
 
@@ -76,31 +78,23 @@ class LossCheck:
     samples, and agree on every number that decides whether another run follows.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        model: Model,
-        modules: nn.Module,
-        world: World,
-        *,
-        strategy: Strategy,
-        prepared: Prepared,
-        decisions: Decisions,
-        notifier: Notifier,
-        enabled: bool,
-    ) -> None:
-        self._declared = loss
-        self._bare = BareLoss(loss.function) if loss.kind.brings_count and enabled else None
-        self.loss = loss if self._bare is None else dataclasses.replace(loss, function=self._bare)
-        self._model = model
-        self._modules = modules
-        self._world = world
-        self._strategy = strategy
-        self._prepared = prepared
-        self._lockstep = strategy.capabilities.lockstep
-        self._decisions = decisions
-        self._notifier = notifier
-        self._enabled = enabled
+    declared: Loss
+    model: Model
+    modules: nn.Module
+    world: World
+    _: KW_ONLY
+    strategy: Strategy
+    prepared: Prepared
+    decisions: Decisions
+    notifier: Notifier
+    enabled: bool
+
+    def __post_init__(self) -> None:
+        declared = self.declared
+        self._bare = BareLoss(declared.function) if declared.kind.brings_count and self.enabled else None
+        # The loss that the loop calls.
+        self.loss = declared if self._bare is None else dataclasses.replace(declared, function=self._bare)
+        self.lockstep = self.strategy.capabilities.lockstep
         # Set only together with the common verdict, since a rank may fail before.
         self._newest: int | None = None
         self._is_settled = False
@@ -111,22 +105,22 @@ class LossCheck:
         """Return a context for size trials before the check; a bare function's number counts as a mean."""
         if self._bare is None:
             return context
-        loss = dataclasses.replace(self._declared, function=BareLoss(self._declared.function, is_mean=True))
+        loss = dataclasses.replace(self.declared, function=BareLoss(self.declared.function, is_mean=True))
         return dataclasses.replace(context, loss=loss)
 
     def is_due(self, step: int) -> bool:
         """Return whether the batch of a step, counted from 0, is checked; the same on all ranks."""
-        return self._enabled and (self._newest is None or (step in _AGAIN and step != self._newest))
+        return self.enabled and (self._newest is None or (step in _AGAIN and step != self._newest))
 
     def is_over(self, step: int) -> bool:
         """Return whether no step after this one is checked."""
-        return not self._enabled or (self._newest is not None and step >= max(_AGAIN))
+        return not self.enabled or (self._newest is not None and step >= max(_AGAIN))
 
     def warn_if_undecided(self) -> None:
         """Warn once that the loss could not be checked; called after the step, so that user errors come first."""
         if self._undecided and not self._has_warned:
             self._has_warned = True
-            self._notifier.warn(
+            self.notifier.warn(
                 "loss_not_checked",
                 f"the loss could not be compared with its declaration: {self._undecided}. The declaration is used "
                 "unchecked. Compare one batch with ab.check(model, loss, batch), or pass Engine(check_loss=False) to "
@@ -150,42 +144,42 @@ class LossCheck:
             RankFailedError: another rank failed.
         """
         source = self._source(planned)
-        if self._lockstep and not planned.picks_any:
+        if self.lockstep and not planned.picks_any:
             source = self._shared_source(source)
         most = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
         # In lockstep, out of memory ends the run, so the check runs at most the samples of a micro-batch, or two.
-        max_samples = min(MAX_SAMPLES, max(2 if self._lockstep else FEW_SAMPLES, most))
-        verdicts = self._world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
+        max_samples = min(MAX_SAMPLES, max(2 if self.lockstep else FEW_SAMPLES, most))
+        verdicts = self.world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
         is_cut = sum(map(len, planned.plan.shares)) > 1
         self._newest, self._undecided = step, ""
         self._take(verdicts, is_cut=is_cut)
 
     def runs(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> LossRuns:
         """Return an object that runs the loss on pieces, to compare their gradients."""
-        names, parameters = list(self._prepared.parameters), list(self._prepared.parameters.values())
-        leaves_of = (self._lockstep and self._prepared.gradient_leaves) or (lambda: parameters)
+        names, parameters = list(self.prepared.parameters), list(self.prepared.parameters.values())
+        leaves_of = (self.lockstep and self.prepared.gradient_leaves) or (lambda: parameters)
         parts = LossParts(
-            loss=self._declared,
-            model=self._model,
-            modules=self._modules,
-            device=self._world.device,
+            loss=self.declared,
+            model=self.model,
+            modules=self.modules,
+            device=self.world.device,
             autocast=autocast,
             # Without the strategy's wrapper, whose forward prepares a reduction.
-            call=self._call_in_lockstep if self._lockstep else caller_of(self._model),
+            call=self._call_in_lockstep if self.lockstep else caller_of(self.model),
             leaves=lambda: dict(zip(names, leaves_of(), strict=True)),
-            gather=self._prepared.layout.gather,
-            can_widen=not self._lockstep,
+            gather=self.prepared.layout.gather,
+            can_widen=not self.lockstep,
         )
         return LossRuns(parts, generators)
 
     def _call_in_lockstep(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss)
-        with self._strategy.micro_batch(_NOT_LAST):
-            return self._prepared.call(function, batch)
+        with self.strategy.micro_batch(_NOT_LAST):
+            return self.prepared.call(function, batch)
 
     def _source(self, planned: PlannedBatch) -> SampleSource:
         """Return the samples that this rank checks: its share, or in lockstep the whole effective batch if possible."""
         share = planned.units
-        if self._lockstep and planned.picks_any:
+        if self.lockstep and planned.picks_any:
             share = tuple(itertools.chain.from_iterable(planned.plan.shares))
         units = [range(unit.start, unit.stop) for unit in share if unit.weight]
         return SampleSource(
@@ -193,7 +187,7 @@ class LossCheck:
             pick=planned.pick,
             num_candidates=_LOADED_CANDIDATES if planned.picks_any else _CANDIDATES,
             # Not in lockstep: the first two micro-batches in one piece may not fit, which would end the run.
-            real_units=() if self._lockstep else units,
+            real_units=() if self.lockstep else units,
             reads_again=planned.picks_any,
         )
 
@@ -204,25 +198,25 @@ class LossCheck:
             if len(source.places) < 2:  # noqa: PLR2004 (a single sample cannot be cut)
                 return None
             try:
-                return next(source.pick([choose(self._declared, source, MAX_SAMPLES)[0]]))
+                return next(source.pick([choose(self.declared, source, MAX_SAMPLES)[0]]))
             except Exception:  # noqa: BLE001 (a user's batch class may support slices but not reordering)
                 return next(source.pick([source.places[:MAX_SAMPLES]]))
 
-        shared = next((batch for batch in self._world.run_on_all_ranks(few) if batch is not None), None)
+        shared = next((batch for batch in self.world.run_on_all_ranks(few) if batch is not None), None)
         batch, number = (None, 0) if shared is None else read_samples(shared)
         return SampleSource(range(number), functools.partial(picked, batch), _CANDIDATES)
 
     def _verdict(
         self, source: SampleSource, autocast: Callable[[], AbstractContextManager[object]], max_samples: int
     ) -> _RankVerdict:
-        agree = self._largest if self._lockstep else (lambda number: number)
-        functions = self._declared.functions.values()
+        agree = self._largest if self.lockstep else (lambda number: number)
+        functions = self.declared.functions.values()
         # Layers that wait for other ranks would hang, since other ranks may not run any sample.
-        synchronised = [m for m in self._modules.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
+        synchronised = [m for m in self.modules.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
         for module in synchronised:
             module.training = False
         try:
-            with without_side_effects(self._modules, self._world.device, functions=functions) as generators:
+            with without_side_effects(self.modules, self.world.device, functions=functions) as generators:
                 runs = self.runs(autocast, generators)
                 return self._described(runs, judge(runs, source, max_samples=max_samples, agree=agree))
         except torch.OutOfMemoryError:
@@ -232,14 +226,14 @@ class LossCheck:
         finally:
             for module in synchronised:
                 module.training = True
-            if self._lockstep:  # after an error, sharded modules may still be gathered
-                self._strategy.clear_gradients()
-        if self._world.device.type == "cuda":  # outside the handler, after the failed frames are freed
+            if self.lockstep:  # after an error, sharded modules may still be gathered
+                self.strategy.clear_gradients()
+        if self.world.device.type == "cuda":  # outside the handler, after the failed frames are freed
             torch.cuda.empty_cache()
         return _RankVerdict("undecided", "it ran out of memory")
 
     def _largest(self, number: float) -> float:
-        largest: float = max(self._world.gather_objects(number))
+        largest: float = max(self.world.gather_objects(number))
         return largest
 
     def _described(self, runs: LossRuns, verdict: Verdict) -> _RankVerdict:
@@ -252,8 +246,8 @@ class LossCheck:
         )
         if verdict.kind != "broken":
             return made
-        found = diagnose(runs, verdict, in_lockstep=self._lockstep)
-        message = described(self._declared, verdict, found, returned_number=runs.returned_number)
+        found = diagnose(runs, verdict, in_lockstep=self.lockstep)
+        message = described(self.declared, verdict, found, returned_number=runs.returned_number)
         if found.cause != "form":
             message = f"{message} {found.remedy} {_OTHERWISE}"
         return made._replace(message=message, cause=found.cause, term=found.term)
@@ -267,7 +261,7 @@ class LossCheck:
             if is_number and broken.cause != "form":
                 message = f"{ONE_NUMBER} Checked on the first step: {message}"
             # A bare function has no declared items.
-            unit = None if is_number or broken.term is None else self._declared.kind.terms[broken.term].items.name
+            unit = None if is_number or broken.term is None else self.declared.kind.terms[broken.term].items.name
             raise LossError(message, term=broken.term, unit=unit, cause=broken.cause)
         holding = [verdict for verdict in verdicts if verdict.kind == "holds"]
         undecided = next((one for one in verdicts if one.kind == "undecided" and not one.is_harmless), None)
@@ -280,7 +274,7 @@ class LossCheck:
         if is_number:
             message = f"{ONE_NUMBER} (The check of the first step is undecided: {reason}.)"
             raise LossError(message)
-        self._decisions.add("loss", f"as declared, unchecked: {reason}")
+        self.decisions.add("loss", f"as declared, unchecked: {reason}")
         if is_cut and undecided is not None:
             self._undecided = reason
 
@@ -288,12 +282,13 @@ class LossCheck:
         if self._is_settled:
             return
         self._is_settled = not is_alike
-        self._decisions.add("loss", _TAKEN if is_number else _HOLDS + _ALIKE * is_alike)
+        self.decisions.add("loss", _TAKEN if is_number else _HOLDS + _ALIKE * is_alike)
         if is_number and self._bare is not None:
             self._bare.is_mean = True
-            self._notifier.diagnosis("loss_taken_as_mean_over_samples", f"the loss is {_TAKEN}.")
+            self.notifier.diagnosis("loss_taken_as_mean_over_samples", f"the loss is {_TAKEN}.")
 
 
+@dataclass(eq=False, repr=False)
 class UncountedSums:
     """Detects, once for each term, whether it returns sums, which add up even if a micro-batch has a count of 0.
 
@@ -302,26 +297,15 @@ class UncountedSums:
     not checked, since they are 0 without targets.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        model: Model,
-        modules: nn.Module,
-        world: World,
-        *,
-        autocast: Callable[[], AbstractContextManager[object]],
-        lockstep: bool,
-    ) -> None:
-        self._loss = loss
-        self._model = model
-        self._modules = modules
-        self._world = world
-        self._autocast = autocast
-        self._lockstep = lockstep
+    check: LossCheck
+    autocast: Callable[[], AbstractContextManager[object]]
+
+    def __post_init__(self) -> None:
+        self._loss = self.check.declared
         self._places = {
             # By name: a declaration that was copied or unpickled has equal, not identical items.
             name: place
-            for place, (name, term) in enumerate(loss.kind.terms.items())
+            for place, (name, term) in enumerate(self._loss.kind.terms.items())
             if term.items.name == COUNTED.name
         }
         self._adds: dict[str, bool] = {}
@@ -347,10 +331,10 @@ class UncountedSums:
         found = {
             name: self._is_sum(name, values[name], counts[empty][place])
             for name, place in unknown.items()
-            if name in values and (self._lockstep or not counts[empty][place])
+            if name in values and (self.check.lockstep or not counts[empty][place])
         }
-        if self._lockstep:  # ranks must agree, since the result determines how often the model runs
-            all_found = self._world.gather_objects(found)
+        if self.check.lockstep:  # ranks must agree, since the result determines how often the model runs
+            all_found = self.check.world.gather_objects(found)
             found = {name: any(rank_found.get(name, False) for rank_found in all_found) for name in unknown}
         self._adds.update(found)
 
@@ -359,12 +343,12 @@ class UncountedSums:
 
     def _values(self, micro_batch: Batch) -> Mapping[str, object]:
         """Return the values of the loss function by term; empty if it fails on this micro-batch."""
-        device = self._world.device
+        device = self.check.world.device
         batch = map_tensors(copied(micro_batch), lambda tensor: tensor.to(device))
         try:
             functions = self._loss.functions.values()
-            with without_side_effects(self._modules, device, functions=functions), self._autocast():
-                output = self._loss.function(self._model, batch)
+            with without_side_effects(self.check.modules, device, functions=functions), self.autocast():
+                output = self._loss.function(self.check.model, batch)
         except Exception:  # noqa: BLE001 (the step itself raises it, if it runs the micro-batch at all)
             return {}
         if self._loss.kind.named:

@@ -8,27 +8,23 @@ not linear in its tokens.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from anybatch.core.batch import lengths_of
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut, even_parts
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch, copied
-from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
-from anybatch.engine.micro_batch_size.search import Execute, TrialRuns
+from anybatch.engine.micro_batch_size.search import TrialParts, TrialRuns
 from anybatch.engine.per_sample_dropout import SampleRandomness
-from anybatch.engine.side_effects import SeededGenerators, without_side_effects
-from anybatch.engine.torch_internals import is_compiled
+from anybatch.engine.side_effects import SeededGenerators
 from anybatch.parallel.world import World
 
 _NUM_COST_TIMINGS = 4  # the first warms up, and the shortest of the others counts
@@ -256,46 +252,6 @@ def why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleLe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialParts:
-    """The parts for trial runs of the first batch."""
-
-    context: LoopContext
-    modules: nn.Module
-    execute: Execute
-    clear: Callable[[], None]
-    optimizer_is_new: bool
-    precision: str
-    loss_runs: Callable[[SeededGenerators], LossRuns]
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained parameter elements."""
-        return sum(p.numel() for p in self.context.prepared.parameters.values())
-
-    @property
-    def why_clocks_do_not_count(self) -> str:
-        """Why speed must not decide anything in this run, as a clause; empty if it may."""
-        if self.context.loss.kind.encode is not None:
-            return "a loss across samples runs each forward twice if it is cut"
-        if any(map(is_compiled, self.modules.modules())):
-            return "torch.compile would recompile the model for each size"
-        if torch.are_deterministic_algorithms_enabled():
-            return "torch.use_deterministic_algorithms is on, and timings are not deterministic"
-        return ""
-
-    @contextmanager
-    def undone(self, device: torch.device) -> Iterator[SeededGenerators]:
-        """Restore everything that trial runs change, on exit."""
-        functions = self.context.loss.functions.values()
-        # Compiled modules run compiled, to measure the memory of real steps.
-        with without_side_effects(self.modules, device, functions=functions, as_compiled=True) as generators:
-            try:
-                yield generators
-            finally:
-                self.clear()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundBudget:
     """The result of the trial runs."""
 
@@ -304,14 +260,14 @@ class FoundBudget:
     layout: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class BudgetTrials:
     """Trial runs under a token budget. All ranks run them, and rank 0's clock decides for all."""
 
-    def __init__(self, world: World, trial: TrialParts, budget: TokenBudget, clock: Callable[[], float]) -> None:
-        self._world = world
-        self._trial = trial
-        self._budget = budget
-        self._clock = clock
+    world: World
+    trial: TrialParts
+    budget: TokenBudget
+    clock: Callable[[], float]
 
     def find(self, batch: Any, known: TokenCosts | None) -> FoundBudget:  # noqa: ANN401 (any nested batch)
         """Return the cost of a micro-batch, and the layout if the batch allows both."""
@@ -327,7 +283,7 @@ class BudgetTrials:
         def find(generators: SeededGenerators) -> FoundBudget:
             why = why_padded
             if lengths.either and not why:
-                why = why_not_packed(self._trial.loss_runs(generators), loads, lengths)
+                why = why_not_packed(self.trial.loss_runs(generators), loads, lengths)
             found = self._timed({False: loads[False]} if why else loads, lengths, known)
             return _padded(found, why) if why else found
 
@@ -338,34 +294,34 @@ class BudgetTrials:
 
     def _on_all_ranks(self, find: Callable[[SeededGenerators], FoundBudget]) -> FoundBudget:
         """Return rank 0's result, and restore everything that the trials change."""
-        with self._trial.undone(self._world.device) as generators:
+        with self.trial.undone(self.world.device) as generators:
             # Loading may raise on one rank; then all ranks raise instead of waiting for it.
-            found: FoundBudget = self._world.run_on_all_ranks(lambda: find(generators))[0]
+            found: FoundBudget = self.world.run_on_all_ranks(lambda: find(generators))[0]
         return found
 
     def _why_padded(self) -> str:
         """Return why samples cannot be packed, as a clause; empty if a trial must decide."""
-        if not self._trial.context.loss.allows_other_rows:
+        if not self.trial.context.loss.allows_other_rows:
             return "the loss is a mean over samples, and packed micro-batches have one row"
-        if isinstance(self._trial.context.randomness, SampleRandomness):
+        if isinstance(self.trial.context.randomness, SampleRandomness):
             return "random numbers belong to samples (rng='per_sample'), and packed ones share a row"
         return ""
 
     @property
     def _waits(self) -> bool:
         """Whether ranks wait for each other in each forward."""
-        return self._trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
+        return self.trial.context.strategy.capabilities.lockstep or self.world.has_model_groups
 
     def _why_not_timed(self, lengths: SampleLengths) -> str:
-        if len(lengths.tokens) * self._trial.num_parameters < WORTH_TIMING:
+        if len(lengths.tokens) * self.trial.num_parameters < WORTH_TIMING:
             return "a step is too short to be worth timing"
-        if self._waits and (self._world.device.type != "cpu" or lengths.either):
+        if self._waits and (self.world.device.type != "cpu" or lengths.either):
             return "ranks run in lockstep and cannot run alone"
-        return self._trial.why_clocks_do_not_count
+        return self.trial.why_clocks_do_not_count
 
     def _timed(self, loads: Mapping[bool, Load], lengths: SampleLengths, known: TokenCosts | None) -> FoundBudget:
         """Time a step in each layout, cut at the budget and at halvings of it, and choose the fastest way."""
-        num_samples, budget = len(lengths.tokens), self._budget
+        num_samples, budget = len(lengths.tokens), self.budget
         runs = functools.partial(self._runs, num_samples)
         costs: dict[bool, TokenCosts] = {}
         units: dict[Way, list[SampledUnit]] = {}
@@ -397,17 +353,11 @@ class BudgetTrials:
         return FoundBudget(costs=found, packed=chosen.packed, layout=words)
 
     def _runs(self, num_in_batch: int, batch: Batch, num_samples: int) -> TrialRuns:
-        trial = self._trial
+        def pieces(_size: int, _most: int) -> list[Batch]:
+            return [copied(batch)]
+
         return TrialRuns(
-            trial.context,
-            trial.modules,
-            lambda _size, _most: [copied(batch)],
-            num_samples,
-            num_in_batch=num_in_batch,
-            execute=trial.execute,
-            clear=trial.clear,
-            device=self._world.device,
-            clock=self._clock,
+            self.trial, pieces, num_samples, num_in_batch=num_in_batch, device=self.world.device, clock=self.clock
         )
 
 

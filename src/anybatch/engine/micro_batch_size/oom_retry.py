@@ -10,7 +10,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ FIRST_WAIT = 100
 """Steps until a former size is tried again; doubled after each failed retry."""
 
 
+@dataclass(eq=False, repr=False)
 class SizeBackoff:
     """Reduces the sizes of a run after out of memory. All ranks decide alike, from step counts only.
 
@@ -41,10 +42,11 @@ class SizeBackoff:
     the engine chooses the size, and tries the former one again later.
     """
 
-    def __init__(self, sizes: RunSizes, decisions: Decisions, notifier: Notifier) -> None:
-        self._sizes = sizes
-        self._decisions = decisions
-        self._notifier = notifier
+    sizes: RunSizes
+    decisions: Decisions
+    notifier: Notifier
+
+    def __post_init__(self) -> None:
         self.former_sizes: list[Sizes] = []
         self._steps_to_wait = FIRST_WAIT
         self._next_try = 0
@@ -54,7 +56,7 @@ class SizeBackoff:
     @property
     def named(self) -> Sizes:
         """The sizes before the first reduction."""
-        return self.former_sizes[0] if self.former_sizes else self._sizes.sizes
+        return self.former_sizes[0] if self.former_sizes else self.sizes.sizes
 
     def begin_step(self, step: int) -> None:
         """End a successful retry, and start a retry of a former size if it is due; requires a former size."""
@@ -63,15 +65,15 @@ class SizeBackoff:
             self.former_sizes.pop()
             self._next_try = step - 1 + self._steps_to_wait
         # Another process may have used the memory only temporarily, so "auto" does not stay reduced forever.
-        if self._sizes.is_auto and self.former_sizes and self._reduced is None and step >= self._next_try:
-            self._reduced, self._next_try = self._sizes.sizes, step
-            self._sizes.sizes = self.former_sizes[-1]
+        if self.sizes.is_auto and self.former_sizes and self._reduced is None and step >= self._next_try:
+            self._reduced, self._next_try = self.sizes.sizes, step
+            self.sizes.sizes = self.former_sizes[-1]
             retry = (
                 f"the larger size again from step {step} on, after {self._steps_to_wait} steps with "
                 f"{_in_words(self._reduced)}"
             )
-            self._decisions.add("micro_batch_size", retry)
-            self._notifier.diagnosis("micro_batch_size_grows", f"trying {retry}")
+            self.decisions.add("micro_batch_size", retry)
+            self.notifier.diagnosis("micro_batch_size_grows", f"trying {retry}")
 
     def shrink(self, plan: BatchPlan, step: int) -> tuple[int, int | None]:
         """Reduce the sizes from now on."""
@@ -83,13 +85,13 @@ class SizeBackoff:
         else:
             smaller = self._smaller(plan, before)
             if smaller is not None:
-                self.former_sizes.append(self._sizes.sizes)
+                self.former_sizes.append(self.sizes.sizes)
         if smaller is None:
             return before, None
-        self._sizes.sizes = smaller
+        self.sizes.sizes = smaller
         self._next_try = step + self._steps_to_wait
         reason = f"{_in_words(smaller)}, because {before} ran out of memory in step {step}"
-        self._decisions.add("micro_batch_size", reason)
+        self.decisions.add("micro_batch_size", reason)
         return before, _largest(smaller, plan)
 
     def smaller(self, plan: BatchPlan) -> int | None:
@@ -102,7 +104,7 @@ class SizeBackoff:
         if not self.former_sizes:
             return None
         return {
-            "sizes": dataclasses.asdict(self._reduced or self._sizes.sizes),
+            "sizes": dataclasses.asdict(self._reduced or self.sizes.sizes),
             "formers": [dataclasses.asdict(sizes) for sizes in self.former_sizes],
             "wait": self._steps_to_wait,
             "next_try": self._next_try,
@@ -116,16 +118,16 @@ class SizeBackoff:
             UserWarning: the effective batch size has changed.
         """
         saved: Mapping[str, int | None] = state["sizes"]
-        for name, taken in self._sizes.take(saved, state["decisions"]).items():
-            self._decisions.add(name, taken)
-        changed = self._sizes.changes(saved)
+        for name, taken in self.sizes.take(saved, state["decisions"]).items():
+            self.decisions.add(name, taken)
+        changed = self.sizes.changes(saved)
         if changed:
-            self._decisions.add("resumed with changes", changed)
-            self._notifier.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
-        if self._sizes.sizes.effective_batch_size != saved["effective_batch_size"]:
+            self.decisions.add("resumed with changes", changed)
+            self.notifier.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
+        if self.sizes.sizes.effective_batch_size != saved["effective_batch_size"]:
             warnings.warn(f"resumed with changes: {changed}", stacklevel=3)
         if (restored := self._restore(state.get("resized"))) is not None:
-            self._decisions.add("micro_batch_size", restored)
+            self.decisions.add("micro_batch_size", restored)
 
     def _restore(self, saved: Mapping[str, Any] | None) -> str | None:
         """Restore reduced sizes if the initial sizes are the same, and return the decision in words."""
@@ -135,13 +137,13 @@ class SizeBackoff:
         self._steps_to_wait, self._next_try = saved["wait"], saved["next_try"]
         sizes = Sizes(**saved["sizes"])
         self._reduced = sizes if saved["is_trying"] else None
-        self._sizes.sizes = self.former_sizes[-1] if saved["is_trying"] else sizes
-        return f"{_in_words(self._sizes.sizes)}, as in the checkpoint, because more ran out of memory"
+        self.sizes.sizes = self.former_sizes[-1] if saved["is_trying"] else sizes
+        return f"{_in_words(self.sizes.sizes)}, as in the checkpoint, because more ran out of memory"
 
     def _smaller(self, plan: BatchPlan, before: int) -> Sizes | None:
         """Return sizes that double the number of micro-batches, in nearly equal parts."""
         smallest = min(plan.cut.group or 1, before)
-        if self._sizes.constraints.whole:
+        if self.sizes.constraints.whole:
             self.why_not_smaller = "norms=Exact(method='checkpoint') runs each rank share as one micro-batch"
             return None
         if before <= smallest + (plan.cut.group is not None):  # a group may hold one sample more
@@ -154,7 +156,7 @@ class SizeBackoff:
         # All ranks use the same size, so the rank with most micro-batches determines it.
         share = max(plan.shares, key=lambda units: sum(unit.weight for unit in units))
         counting = [unit for unit in share if unit.weight]
-        sizes = self._sizes.sizes
+        sizes = self.sizes.sizes
         if sizes.micro_batch_tokens is not None:
             # A sample with more tokens is run alone.
             return dataclasses.replace(sizes, micro_batch_tokens=ceil_div(sizes.micro_batch_tokens, 2))
@@ -188,16 +190,19 @@ def _largest(sizes: Sizes, plan: BatchPlan) -> int:
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class OomHalving:
     """Runs samples in pieces, and halves the pieces after out of memory; a reduced size is kept.
 
     Correct only if a piece that fails has changed nothing, and no other rank waits for it.
     """
 
-    def __init__(self, device: torch.device, notify: Callable[[int, int], None], *, alone: bool) -> None:
-        self._device = device
-        self._alone = alone
-        self._notify = notify
+    device: torch.device
+    notify: Callable[[int, int], None]
+    _: KW_ONLY
+    alone: bool
+
+    def __post_init__(self) -> None:
         self._most: int | None = None
 
     def run(self, num_samples: int, piece: Callable[[int, int], T]) -> Iterator[T]:
@@ -212,7 +217,7 @@ class OomHalving:
             try:
                 result = piece(start, start + size)
             except torch.OutOfMemoryError as error:
-                if not self._alone:
+                if not self.alone:
                     raise
                 if size == 1:
                     message = f"not even 1 sample at a time fits into memory. torch says: {error}"
@@ -223,9 +228,9 @@ class OomHalving:
                 start += size
                 yield result
                 continue
-            free_cached_memory(self._device)  # outside the handler, after the failed frames are freed
+            free_cached_memory(self.device)  # outside the handler, after the failed frames are freed
             self._most = ceil_div(size, 2)
-            self._notify(size, self._most)
+            self.notify(size, self._most)
 
 
 def release_frames(error: BaseException | None) -> None:
@@ -263,35 +268,25 @@ class Abortable(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class OomRetry:
     """Prepares a step to run again with smaller micro-batches."""
 
-    def __init__(
-        self,
-        *,
-        state: StepState,
-        world: World,
-        backoff: SizeBackoff,
-        notifier: Notifier,
-        resident: ResidentMemory,
-        clear: Callable[[], None],
-        executor: Abortable,
-        impossible: str,
-    ) -> None:
-        self._state = state
-        self._world = world
-        self._backoff = backoff
-        self._notifier = notifier
-        self._resident = resident
-        self._clear = clear
-        self._executor = executor
-        self._impossible = impossible
+    _: KW_ONLY
+    state: StepState
+    world: World
+    backoff: SizeBackoff
+    notifier: Notifier
+    resident: ResidentMemory
+    clear: Callable[[], None]
+    executor: Abortable
+    impossible: str
 
     def begin_step(self, step: int) -> None:
         """Copy the state that a retry starts from."""
-        self._state.keep()
-        if self._backoff.former_sizes:
-            self._backoff.begin_step(step)
+        self.state.keep()
+        if self.backoff.former_sizes:
+            self.backoff.begin_step(step)
 
     def retry_smaller_or_raise(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
         """Undo the failed attempt on all ranks, and reduce the micro-batches from now on.
@@ -301,33 +296,33 @@ class OomRetry:
             RankFailedError: they do not fit on another rank.
             CannotRedoError: the ranks cannot repeat this step.
         """
-        free_cached_memory(self._world.device)
+        free_cached_memory(self.world.device)
         # If another rank failed, this rank has already taken part in all collectives.
         if failed.phase is not None:
             self._abort(failed, plan, step)
-        self._clear()
-        self._state.restore()
-        before, after = self._backoff.shrink(plan, step)
-        self._notifier.out_of_memory(failed.phase, failed.message, before, after)
+        self.clear()
+        self.state.restore()
+        before, after = self.backoff.shrink(plan, step)
+        self.notifier.out_of_memory(failed.phase, failed.message, before, after)
         if after is None:
             # On all ranks, so that ranks with enough memory stop too, with the reason.
-            self._world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
+            self.world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
         return before
 
     def too_large_to_plan(self, torch_message: str, step: int) -> DoesNotFitError:
         """Return the error for a step that ran out of memory while its samples were loaded to plan it."""
         message = (
             f"out of memory in phase 'load' of step {step} (counted from 0), while loading samples to plan it. "
-            f"Parameters and optimizer are as before the step. {self._resident.remedy()} A smaller micro_batch_size "
+            f"Parameters and optimizer are as before the step. {self.resident.remedy()} A smaller micro_batch_size "
             f"loads fewer samples together. torch says: {torch_message}"
         )
-        return DoesNotFitError(message, rank=self._world.process, step=step, phase="load")
+        return DoesNotFitError(message, rank=self.world.process, step=step, phase="load")
 
     def _abort(self, failed: OutOfMemory, plan: BatchPlan, step: int) -> None:
-        reason = self._impossible
+        reason = self.impossible
         if not reason:
             try:
-                self._executor.abort(failed=False)
+                self.executor.abort(failed=False)
             # Strategies have neither step nor phase: they give the reason, and the full error is raised below.
             except CannotRedoError as error:
                 reason = str(error)
@@ -339,11 +334,11 @@ class OomRetry:
             )
             raise CannotRedoError(
                 message,
-                rank=self._world.process,
+                rank=self.world.process,
                 step=step,
                 phase=failed.phase,
                 micro_batch_size=max(unit.num_samples for unit in plan.units),
-                smaller_micro_batch_size=self._backoff.smaller(plan),
+                smaller_micro_batch_size=self.backoff.smaller(plan),
             )
 
     def _raise_does_not_fit(self, failed: OutOfMemory, tried: tuple[int, ...], step: int) -> None:
@@ -354,10 +349,10 @@ class OomRetry:
         after = f" (after {', '.join(map(str, larger))})" if larger else ""
         message = (
             f"out of memory in phase {failed.phase!r} of step {step} (counted from 0), at micro-batches of "
-            f"{size} sample{'s' * (size != 1)}{after}, and {self._backoff.why_not_smaller}. Parameters and optimizer "
-            f"are as before the step. {self._resident.remedy()} torch says: {failed.message}"
+            f"{size} sample{'s' * (size != 1)}{after}, and {self.backoff.why_not_smaller}. Parameters and optimizer "
+            f"are as before the step. {self.resident.remedy()} torch says: {failed.message}"
         )
-        raise DoesNotFitError(message, rank=self._world.process, step=step, phase=failed.phase, micro_batch_size=size)
+        raise DoesNotFitError(message, rank=self.world.process, step=step, phase=failed.phase, micro_batch_size=size)
 
 
 class InputVersions:

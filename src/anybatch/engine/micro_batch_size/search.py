@@ -7,9 +7,10 @@ that a resumed run makes the same choice.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -30,8 +31,12 @@ from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, copied
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums
 from anybatch.engine.accumulation.planned_batch import to_device
+from anybatch.engine.loss_check.runs import LossRuns
+from anybatch.engine.side_effects import SeededGenerators, without_side_effects
+from anybatch.engine.torch_internals import is_compiled
 from anybatch.engine.two_pass import run_trial
 from anybatch.errors import BatchSizeError
+from anybatch.memory.host_memory import HostRoom
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -50,43 +55,75 @@ class TrialResult:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialParts:
+    """The parts for trial runs of the first batch; `execute` runs micro-batches without waiting for other ranks."""
+
+    context: LoopContext
+    modules: nn.Module
+    execute: Execute
+    clear: Callable[[], None]
+    optimizer_is_new: bool
+    precision: str
+    loss_runs: Callable[[SeededGenerators], LossRuns]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained parameter elements."""
+        return sum(p.numel() for p in self.context.prepared.parameters.values())
+
+    @property
+    def why_clocks_do_not_count(self) -> str:
+        """Why speed must not decide anything in this run, as a clause; empty if it may."""
+        if self.context.loss.kind.encode is not None:
+            return "a loss across samples runs each forward twice if it is cut"
+        if any(map(is_compiled, self.modules.modules())):
+            return "torch.compile would recompile the model for each size"
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms is on, and timings are not deterministic"
+        return ""
+
+    @contextmanager
+    def undone(self, device: torch.device) -> Iterator[SeededGenerators]:
+        """Restore everything that trial runs change, on exit."""
+        functions = self.context.loss.functions.values()
+        # Compiled modules run compiled, to measure the memory of real steps.
+        with without_side_effects(self.modules, device, functions=functions, as_compiled=True) as generators:
+            try:
+                yield generators
+            finally:
+                self.clear()
+
+
+@dataclass(eq=False, repr=False)
 class TrialRuns:
     """Runs the first micro-batches of this rank's share, of any size, without a reduction or an update.
 
     Gradients are cleared before and after; the caller restores buffers, attributes and random numbers.
     """
 
-    def __init__(
-        self,
-        context: LoopContext,
-        modules: nn.Module,
-        pieces: Callable[[int, int], Iterable[Batch]],
-        num_samples: int,
-        *,
-        num_in_batch: int,
-        num_in_lockstep: int | None = None,
-        execute: Execute,
-        clear: Callable[[], None],
-        device: torch.device,
-        clock: Callable[[], float],
-    ) -> None:
+    trial: TrialParts
+    # Function (size, most) -> the first micro-batches of this rank's share, on the host, at most `most`.
+    pieces: Callable[[int, int], Iterable[Batch]]
+    num_samples: int  # of this rank's share
+    _: KW_ONLY
+    num_in_batch: int
+    num_in_lockstep: int | None = None  # samples of the largest share, if all ranks must run as often as its rank
+    device: torch.device
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._marks: list[float] = []
         self._context = dataclasses.replace(
-            context, before=(lambda _: self._mark(),), after=(lambda _item, _terms: self._mark(),), audience=None
+            self.trial.context,
+            before=(lambda _: self._mark(),),
+            after=(lambda _item, _terms: self._mark(),),
+            audience=None,
         )
-        self._modules = modules
-        self._pieces = pieces
-        self.num_samples = num_samples
-        self._num_in_batch = num_in_batch
-        self._num_in_lockstep = num_in_lockstep
-        self._execute = execute
-        self.clear = clear
-        self._device = device
-        self.clock = clock
 
     def run(self, size: int, most: int) -> TrialResult:
         """Run the first micro-batches of `size`, at most `most`; a share without samples runs none."""
-        self.clear()
+        self.trial.clear()
         self._context.strategy.place_gradients()
         self._marks.clear()
         outcome: Literal["out_of_memory", "failed"]
@@ -101,40 +138,40 @@ class TrialRuns:
         except Exception as caught:  # noqa: BLE001 (the step itself raises it)
             outcome, error = "failed", f"{type(caught).__name__}: {caught}"
         # Outside the handlers, so that the failed frames and their tensors are freed before the next run.
-        self.clear()
-        if self._device.type == "cuda":
+        self.trial.clear()
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return TrialResult(outcome, (), error)
 
     def _run(self, size: int, most: int) -> None:
         lined_up = []
-        pieces = to_device(iter(self._pieces(size, most)), self._device)
+        pieces = to_device(iter(self.pieces(size, most)), self.device)
         # Not strict: there are at most `most` pieces.
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
             # Divided by the micro-batch's count: without an update, the count of the whole batch is not needed.
             counts = unit_counts(self._context.loss, piece, stop - start)
-            if self._num_in_lockstep is not None:  # all ranks run all of them; the loss of a trial does not matter
+            if self.num_in_lockstep is not None:  # all ranks run all of them; the loss of a trial does not matter
                 counts = tuple(count or 1.0 for count in counts)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
             if any(counts):
                 # The key is arbitrary: no result depends on it.
                 key = BatchKey(0, 0, range(stop))
                 lined_up.append((MicroBatch(Unit(0, start, stop), factors, _NEITHER, 0, key), piece))
-        if self._num_in_lockstep is not None:  # the rank with the largest share may have one more
-            missing = min(most, ceil_div(self._num_in_lockstep, size)) - len(lined_up)
+        if self.num_in_lockstep is not None:  # the rank with the largest share may have one more
+            missing = min(most, ceil_div(self.num_in_lockstep, size)) - len(lined_up)
             last, batch = lined_up[-1]
             lined_up += [(last, copied(batch)) for _ in range(missing)]
         with self._context.randomness:
             if self._context.loss.kind.encode is None:
-                self._execute(self._context, lined_up)
+                self.trial.execute(self._context, lined_up)
             else:
-                run_trial(self._context, self._modules, lined_up, self._num_in_batch)
+                run_trial(self._context, self.trial.modules, lined_up, self.num_in_batch)
 
     def _mark(self) -> None:
         """Record the time after the device has finished all work."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         self._marks.append(self.clock())
 
 
@@ -170,19 +207,6 @@ class Memory(Protocol):
         ...
 
 
-class Room(Protocol):
-    """The free memory of a CPU, where running out of memory ends the process instead of raising."""
-
-    @property
-    def available_bytes(self) -> int | None:
-        """Bytes available at the beginning; None if unknown."""
-        ...
-
-    def may_double(self) -> bool:
-        """Return whether twice the peak since the beginning would have fitted."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
     """`micro_batch_size=Auto(...)`: "auto" with a planned limit, a cache of sizes, or a time limit.
@@ -210,7 +234,7 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class FoundSize:
-    """A size and the reason for it."""
+    """A size (None for the whole rank share) and the reason for it; `rate` in samples per second over all ranks."""
 
     size: int | None
     words: str
@@ -218,19 +242,18 @@ class FoundSize:
     layout: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _AgreedResult:
-    """The result of a trial run on all ranks: the worst outcome, the slowest rank."""
+class _AgreedResult(NamedTuple):
+    """The result of a trial run on all ranks: the worst outcome, and the slowest rank's seconds."""
 
     outcome: str
-    seconds: float
-    step_seconds: float
+    seconds: float  # of one full micro-batch
+    step_seconds: float  # of all micro-batches of a rank share
     may_double: bool
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Doubling:
-    """The result of doubling the size."""
+    """The result of doubling the size: seconds of a micro-batch and of a rank share, by size, and the limits found."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
@@ -238,34 +261,30 @@ class _Doubling:
     too_large: int | None = None
     ended: str = ""
 
+    def fits(self, size: int, trial: _AgreedResult) -> None:
+        """Record a size that has run."""
+        self.largest, self.seconds[size], self.steps[size] = size, trial.seconds, trial.step_seconds
 
+
+@dataclass(eq=False, repr=False)
 class Search:
     """Finds a micro-batch size by trial runs. All ranks run the same sizes, and get the same result."""
 
-    def __init__(
-        self,
-        runs: TrialRuns,
-        world: World,
-        *,
-        share: int,
-        num_in_batch: int,
-        auto: Auto,
-        room: Room | None = None,
-        group: int = 1,
-        optimizer_is_new: bool = False,
-    ) -> None:
-        self._runs = runs
-        self._world = world
-        self._share = share
-        self._num_in_batch = num_in_batch
-        self._auto = auto
-        self._room = room
-        self._group = group
-        self._optimizer_is_new = optimizer_is_new
+    runs: TrialRuns
+    world: World
+    _: KW_ONLY
+    share: int
+    num_in_batch: int
+    auto: Auto
+    room: HostRoom | None = None
+    group: int = 1
+    optimizer_is_new: bool = False
+
+    def __post_init__(self) -> None:
         self._planned: int | None = None
         self._unplanned = ""
-        self._upper = share
-        self._begun = auto.clock()
+        self._upper = self.share
+        self._begun = self.auto.clock()
         self._elapsed = 0.0
         self._error = ""
         self._line: SecondsFit | None = None
@@ -273,12 +292,12 @@ class Search:
     def plan(self, planned: int | None, unplanned: str = "") -> None:
         """Limit the search to the planned size, try fewer sizes, and restart the clock."""
         # Parts of the share hold whole groups; the whole share may end with an incomplete one.
-        if planned is not None and planned < self._share:
-            planned = max(1, planned // self._group) * self._group
+        if planned is not None and planned < self.share:
+            planned = max(1, planned // self.group) * self.group
         self._planned = planned
         self._unplanned = unplanned
-        self._upper = self._share if planned is None else min(self._share, planned)
-        self._begun = self._auto.clock()
+        self._upper = self.share if planned is None else min(self.share, planned)
+        self._begun = self.auto.clock()
 
     def fits(self, size: int) -> bool:
         """Return whether two micro-batches of `size` run on every rank."""
@@ -294,7 +313,7 @@ class Search:
         doubling = self._double(timed=False)
         if not doubling.largest:
             return self._unknown()
-        size = even_size(self._share, doubling.largest, group=self._group)
+        size = even_size(self.share, doubling.largest, group=self.group)
         return FoundSize(size, f"{size}, by a doubling search on {device}{self._fitting(doubling, size)}")
 
     def fastest(self) -> FoundSize:
@@ -307,13 +326,13 @@ class Search:
         if not doubling.largest:
             return self._unknown()
         self._line = fit_seconds(doubling.seconds)
-        sizes = sizes_to_time(self._share, doubling.largest, doubling.seconds, group=self._group)
+        sizes = sizes_to_time(self.share, doubling.largest, doubling.seconds, group=self.group)
         steps = self._time(sizes, doubling) or {
             size: doubling.steps[size] for size in doubling.steps if size <= doubling.largest
         }
         size = smallest_of_the_fastest(steps)
         # A coarse clock may measure zero seconds.
-        rates = {tried: self._num_in_batch / max(seconds, 1e-9) for tried, seconds in steps.items()}
+        rates = {tried: self.num_in_batch / max(seconds, 1e-9) for tried, seconds in steps.items()}
         return FoundSize(
             size, f"{size}, {_compared(size, steps, rates)}{self._fitting(doubling, max(steps))}", rates[size]
         )
@@ -321,12 +340,14 @@ class Search:
     def _double(self, *, timed: bool) -> _Doubling:
         """Double the size until it does not fit, reaches the share, or time is up; a plan allows larger increases."""
         doubling = _Doubling()
-        size = min(max(2, self._group), self._upper)  # not 1: BatchNorm refuses a single sample in train mode
-        below, seed = 0, self._seed(timed=timed)
+        size = min(max(2, self.group), self._upper)  # not 1: BatchNorm refuses a single sample in train mode
+        below = seed = 0
+        if self._planned is not None:  # try the smallest of the sizes to time, a quarter of the largest, directly
+            seed = ceil_div(self._upper, 4 * self.group) * self.group if timed else self._upper
         while True:
             trial = self._try(size, 2)
             if trial.outcome == "ran":
-                doubling.largest, doubling.seconds[size], doubling.steps[size] = size, trial.seconds, trial.step_seconds
+                doubling.fits(size, trial)
             elif trial.outcome == "out_of_memory":
                 doubling.too_large = size
                 if size != seed or 2 * below >= size:
@@ -346,20 +367,13 @@ class Search:
             self._settle_largest(doubling)
         return doubling
 
-    def _seed(self, *, timed: bool) -> int:
-        """Return the smallest size that will be compared, to try it directly; 0 without a plan."""
-        if self._planned is None:
-            return 0
-        # A quarter, a half and all of the largest size will be timed.
-        return ceil_div(self._upper, 4 * self._group) * self._group if timed else self._upper
-
     def _soon(self, size: int, doubling: _Doubling, *, timed: bool) -> bool:
         """Return whether there is time for this size, estimated from the largest one that has run."""
         if not timed or not doubling.largest:
             return not timed
         # Two micro-batches, with time proportional to their size.
         expected = 2 * doubling.seconds[doubling.largest] * size / doubling.largest
-        return self._elapsed + expected <= self._auto.most_seconds / 2
+        return self._elapsed + expected <= self.auto.most_seconds / 2
 
     def _is_late(self, doubling: _Doubling) -> bool:
         """Return whether doubling again would exceed half of the time limit; the other half is for the comparison.
@@ -370,7 +384,7 @@ class Search:
         after = self._elapsed + 4 * doubling.seconds[size]  # two micro-batches, each at most twice as long
         before = doubling.seconds.get(size // 2)
         pays = before is None or 2 * before > _PAYS * doubling.seconds[size]
-        return after > self._auto.most_seconds / 2 and not pays
+        return after > self.auto.most_seconds / 2 and not pays
 
     def _settle_largest(self, doubling: _Doubling) -> None:
         """Determine the largest size that fits, after memory ran out.
@@ -378,15 +392,11 @@ class Search:
         Raises:
             BatchSizeError: not even one sample, or one group, fits.
         """
-        least = min(self._group, self._share)
+        least = min(self.group, self.share)
         if not doubling.largest and (doubling.too_large or 0) > least:
             trial = self._try(least, 2)
             if trial.outcome == "ran":
-                doubling.largest, doubling.seconds[least], doubling.steps[least] = (
-                    least,
-                    trial.seconds,
-                    trial.step_seconds,
-                )
+                doubling.fits(least, trial)
         if not doubling.largest and not self._error:
             what = "1 sample" if least == 1 else f"one group of {least} samples"
             message = (
@@ -395,7 +405,7 @@ class Search:
             )
             raise BatchSizeError(message, micro_batch_size=least)
         # Adam allocates two tensors per parameter in its first step, which trial runs do not include.
-        if self._optimizer_is_new:
+        if self.optimizer_is_new:
             doubling.largest = max(min(least, doubling.largest), doubling.largest // 2)
 
     def _time(self, sizes: tuple[int, ...], doubling: _Doubling) -> dict[int, float]:
@@ -409,7 +419,7 @@ class Search:
                     continue
                 expected = doubling.seconds.get(size) or (self._line.seconds(size) if self._line else 0.0)
                 most = max(2, math.ceil(_SHORTEST_SECONDS / expected)) if expected else 2
-                if self._elapsed + min(most, ceil_div(self._share, size)) * expected > self._auto.most_seconds:
+                if self._elapsed + min(most, ceil_div(self.share, size)) * expected > self.auto.most_seconds:
                     # Times are comparable only if every size has one; otherwise the doubling's times are used.
                     return found if found.keys() == set(left) else {}
                 trial = self._try(size, most)
@@ -422,20 +432,20 @@ class Search:
 
     def _try(self, size: int, most: int) -> _AgreedResult:
         """Run at most `most` micro-batches on every rank, and agree on the result."""
-        run = self._runs.run(size, most)
+        run = self.runs.run(size, most)
         self._error = run.error or self._error
         seconds, step = self._seconds_of_share(run, size)
-        elapsed = self._runs.clock() - self._begun
-        may_double = self._room is None or self._room.may_double()
+        elapsed = self.runs.clock() - self._begun
+        may_double = self.room is None or self.room.may_double()
         # Larger is worse for each number, so one maximum over ranks is right for all of them.
         numbers = [float(_CODES.index(run.outcome)), seconds, step, elapsed, float(not may_double)]
-        worst = [max(column) for column in zip(*self._world.gather_numbers(numbers), strict=True)]
+        worst = [max(column) for column in zip(*self.world.gather_numbers(numbers), strict=True)]
         self._elapsed = worst[3]
         return _AgreedResult(_CODES[int(worst[0])], worst[1], worst[2], not worst[4])
 
     def _seconds_of_share(self, run: TrialResult, size: int) -> tuple[float, float]:
         """Return the seconds of one full micro-batch, and of this rank's whole share."""
-        share = self._runs.num_samples
+        share = self.runs.num_samples
         if not run.seconds:
             return 0.0, 0.0
         if len(run.seconds) == ceil_div(share, size):
@@ -446,7 +456,7 @@ class Search:
     def _fitting(self, doubling: _Doubling, largest_tried: int) -> str:
         """Return the results for larger sizes, as the end of a sentence."""
         clauses = []
-        if self._planned is not None and doubling.largest == self._planned < self._share:
+        if self._planned is not None and doubling.largest == self._planned < self.share:
             clauses.append(f"{doubling.largest} fits, as planned")
         elif doubling.largest > largest_tried:
             clauses.append(f"{doubling.largest} fits")

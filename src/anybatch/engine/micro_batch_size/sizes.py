@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from anybatch.core.batch import Placement, Position, lengths_of
@@ -13,8 +14,8 @@ from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
-from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TokenCosts, TrialParts
-from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search, TrialRuns
+from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TokenCosts
+from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search, TrialParts, TrialRuns
 from anybatch.engine.notifier import software_versions
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
 from anybatch.memory.host_memory import HostRoom, device_name
@@ -209,14 +210,11 @@ class RunSizes:
         if lockstep and self.may_run_out:
             return self._planned_in_lockstep(trial, first)
         runs = TrialRuns(
-            trial.context,
-            trial.modules,
+            trial,
             first.pieces,
             first.num_samples,
             num_in_batch=first.num_in_batch,
             num_in_lockstep=first.share if lockstep else None,
-            execute=trial.execute,
-            clear=trial.clear,
             device=self._world.device,
             clock=self.auto.clock,
         )
@@ -322,16 +320,18 @@ class RunSizes:
         }
 
 
+@dataclass(eq=False, repr=False)
 class _FirstBatch:
     """The first effective batch, planned without a cut, and this rank's share of it."""
 
-    def __init__(self, batch: Any, world: World, position: Position) -> None:  # noqa: ANN401 (any nested batch)
-        self._batch = batch
-        self._world = world
-        self._position = position
+    batch: Any
+    world: World
+    position: Position
+
+    def __post_init__(self) -> None:
         planned = self._open(None)
         self._loading = planned.micro_batches
-        self._is_cut_when_fed = hasattr(batch, "feed")
+        self._is_cut_when_fed = hasattr(self.batch, "feed")
         self._can_be_sliced = True
         self.num_in_batch = planned.plan.num_samples
         self.num_samples = planned.units[0].num_samples if planned.units else 0
@@ -340,8 +340,8 @@ class _FirstBatch:
         self.whole: Batch | None = None
 
     def _open(self, size: int | None) -> PlannedBatch:
-        placement = Placement(Cut(micro_batch_size=size), self._world.size, self._world.rank)
-        return plan_effective_batch(self._batch, placement, self._world, self._position)
+        placement = Placement(Cut(micro_batch_size=size), self.world.size, self.world.rank)
+        return plan_effective_batch(self.batch, placement, self.world, self.position)
 
     def load(self) -> None:
         """Load this rank's share."""
