@@ -17,6 +17,7 @@ from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Split, arrive, vectors
 from tests.engine.compatibility_cases import Keeping
 from tests.norms.residual import buffers_of, classify, images, largest_difference, native, network
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -92,22 +93,6 @@ def test_keep_and_sync_are_not() -> None:
         assert relative_error(found, expected) > 0.1
 
 
-def errors_of_sync() -> tuple[float, float]:
-    """Run on every rank: return the errors of "sync" with one micro-batch per rank and with several."""
-    world = ab.World.from_environment()
-    expected, _ = native(network(), images())
-    whole, _ = trained(images(), Split(), world, norms="sync")
-    several, _ = trained(images(), Split(micro_batch_size=2), world, norms="sync")
-    return relative_error(whole, expected), relative_error(several, expected)
-
-
-def test_sync_joins_ranks_but_not_micro_batches(two_ranks: Ranks) -> None:
-    """With one micro-batch per rank, sync is exact; with several it is not."""
-    for whole, several in two_ranks.run(errors_of_sync):
-        assert whole <= TOLERANCE
-        assert several > 0.1
-
-
 # Ghost groups
 
 
@@ -164,7 +149,7 @@ def test_ghost_needs_samples_in_front() -> None:
 
     with (
         ab.Engine(model, Keeping(model.parameters(), lr=0.1), ab.mean_over_samples(doubled), norms=Ghost(4)) as engine,
-        pytest.raises(CompositionError, match="14 rows for 13 samples"),
+        raises(CompositionError, "ghost-rows"),
     ):
         engine.step(images())
     assert largest_difference(buffers_of(model), before) == 0.0
@@ -289,62 +274,11 @@ def test_frozen_layers_train_weight_and_bias_only() -> None:
     assert float(found["norm.weight"].abs().max()) > 0.0  # type: ignore[union-attr]
     assert largest_difference(buffers, before) == 0.0
     untracked = several_norms()
-    with pytest.raises(CompositionError, match="layer 'untracked' tracks none"):
+    with raises(CompositionError, "no-running-statistics"):
         ab.Engine(untracked, Keeping(untracked.parameters()), ab.mean_over_samples(on_vectors), norms="freeze")
 
 
 # Exact normalisation with other features
-
-
-class DroppedOut(nn.Module):
-    """Dropout with the masks that the micro-batches draw, each under its own seed."""
-
-    def __init__(self, units: list[tuple[int, int, int]]) -> None:
-        super().__init__()
-        self.units = units
-
-    def forward(self, inside: torch.Tensor) -> torch.Tensor:
-        masks = []
-        for start, stop, seed in self.units:
-            torch.default_generator.manual_seed(seed)
-            masks.append(F.dropout(torch.ones_like(inside[start:stop]), 0.5))
-        return inside * torch.cat(masks)
-
-
-def test_random_numbers_belong_to_micro_batches() -> None:
-    """With norms="exact", each micro-batch draws under its own seed, also after waiting at a norm layer."""
-    from anybatch.core.randomness import unit_seed  # noqa: PLC0415 (the only test that needs keys)
-
-    reference = network()
-    units = [(start, min(start + 4, 13), unit_seed(0, 0, start)) for start in range(0, 13, 4)]
-    reference.dropout = DroppedOut(units)
-    expected, buffers = native(reference, images())
-    found, own = trained(images(), Split(micro_batch_size=4), ab.World(), network(dropout=0.5), norms="exact")
-
-    assert relative_error(found, expected) <= TOLERANCE
-    assert largest_difference(own, buffers) <= TOLERANCE
-
-    class TwoDraws(nn.Module):
-        """Draws noise before and after the layer at which micro-batches wait."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.out = nn.BatchNorm1d(5), nn.Linear(5, 4)
-            self.drawn: list[torch.Tensor] = []
-
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            before = torch.rand(3)
-            inside = self.norm(values)
-            self.drawn.append(torch.cat([before, torch.rand(3)]))
-            logits: torch.Tensor = self.out(inside)
-            return logits
-
-    model = TwoDraws().double()
-    options = {"norms": "exact", "loss": ab.mean_over_samples(on_vectors), "check_loss": False}
-    trained(vectors(9), Split(micro_batch_size=3), ab.World(), model, **options)
-    for start, drawn in zip((0, 3, 6), model.drawn, strict=True):
-        torch.manual_seed(unit_seed(0, 0, start))
-        assert torch.equal(drawn, torch.rand(6))
 
 
 def masked(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -459,15 +393,15 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "number", "size", "kind", "said"),
+    ("model", "number", "size", "kind"),
     [
-        (Wayward, 9, 3, CompositionError, "do not reach the same BatchNorm layers"),
-        (Checkpointed, 9, 3, CompositionError, "recomputing a block in the backward would wait there"),
-        (Wayward, 1, 1, BatchSizeError, "1 value per channel"),
+        (Wayward, 9, 3, CompositionError),
+        (Checkpointed, 9, 3, CompositionError),
+        (Wayward, 1, 1, BatchSizeError),
     ],
 )
 def test_what_cannot_meet_is_refused(
-    model: Callable[[], nn.Module], number: int, size: int, kind: type[Exception], said: str
+    model: Callable[[], nn.Module], number: int, size: int, kind: type[Exception]
 ) -> None:
     """Micro-batches that reach different layers, user checkpoints around a layer, and single values raise errors."""
     batch = vectors(number)
@@ -482,7 +416,7 @@ def test_what_cannot_meet_is_refused(
             norms="exact",
             check_loss=False,
         ) as engine,
-        pytest.raises(kind, match=said),
+        pytest.raises(kind),
     ):
         engine.step(batch)
 
@@ -528,20 +462,6 @@ def test_checkpointed_blocks_can_be_named() -> None:
             model, Keeping(model.parameters()), loss, norms=Exact(method="checkpoint", blocks=blocks)
         ) as engine:
             assert said in engine.decisions["norms"]
-    with pytest.raises(ParameterError, match="names 'block'"):
+    with pytest.raises(ParameterError):
         ab.Engine(model, Keeping(model.parameters()), loss, norms=Exact(method="checkpoint", blocks=("block",)))
     assert not any(module._forward_hooks for module in model.modules())  # noqa: SLF001 (torch has no public API)
-
-
-def compiled_updates() -> dict[str, torch.Tensor]:
-    """Run on a rank, because torch.compile leaves a thread running: return the buffers."""
-    torch.compiler.reset()
-    found = two_updates(micro_batch_size=5, wrap=lambda model: torch.compile(model, backend="eager"))
-    torch.compiler.reset()
-    return found
-
-
-def test_compiled_layers_are_updated_as_others(one_rank: Ranks) -> None:
-    """Running statistics are the same with and without torch.compile."""
-    (found,) = one_rank.run(compiled_updates)
-    assert largest_difference(found, two_updates(micro_batch_size=5)) <= TOLERANCE

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.errors import AnyBatchWarning
 from tests.engine.cases import Batch, vectors
+from tests.raising import warns
 
 
 def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -30,7 +30,7 @@ def stepped(*, frozen: bool = False, **options: Any) -> None:
 
 def test_the_default_is_said_once() -> None:
     """The default policy causes one warning that names the alternatives; a second one would be an error here."""
-    with pytest.warns(AnyBatchWarning, match=r"3 micro-batches.*norms='exact'.*norms='keep'"):
+    with warns("batch_norm_by_micro_batch"):
         stepped()
 
 

@@ -16,6 +16,7 @@ from anybatch.engine.forward_state import BufferUpdate
 from anybatch.errors import AnyBatchWarning, CompositionError, UserError
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 
@@ -299,20 +300,20 @@ def test_a_choice_is_not_spoken_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buffers", "words"),
+    ("buffers", "code"),
     [
-        ({"queue": "mean"}, "matches no buffer"),
-        ({"inner.calls": "mean"}, "is torch.int64: use 'first' or a function"),
-        ({"inner.queue": "sum"}, "must be 'keep', 'first', 'mean' or a function"),
-        ({"norm.running_mean": "mean"}, "controls the statistics of normalisation layers"),
+        ({"queue": "mean"}, "no-such-buffer"),
+        ({"inner.calls": "mean"}, "mean-of-integers"),
+        ({"inner.queue": "sum"}, "unknown-update"),
+        ({"norm.running_mean": "mean"}, "no-such-buffer"),
     ],
     ids=["no such name", "integers", "no such update", "BatchNorm"],
 )
-def test_bad_choices_are_refused(buffers: dict[str, Any], words: str) -> None:
+def test_bad_choices_are_refused(buffers: dict[str, Any], code: str) -> None:
     """An invalid choice in `buffers=` raises an error that names the problem."""
     model = nn.ModuleDict({"inner": Queued(), "norm": nn.BatchNorm1d(4)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+    with raises(UserError, code):
         ab.Engine(model, optimizer, ab.mean_over_samples(squares), buffers=buffers)
 
 
@@ -320,11 +321,11 @@ def test_losses_across_samples_and_exact_norms_are_refused() -> None:
     """`ab.joint` and norms="exact" refuse buffer updates, because they run parts of a micro-batch more than once."""
     optimizer = torch.optim.SGD(Centred().parameters(), lr=0.05)
     joint = ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.square().mean())
-    with pytest.raises(CompositionError, match=r"ab\.joint runs parts of each more than once"):
+    with raises(CompositionError, "forwards-run-twice"):
         ab.Engine(Centred(), optimizer, joint, buffers={"center": "mean"})
     model = nn.Sequential(Centred(), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.raises(CompositionError, match="norms='exact' runs parts"):
+    with raises(CompositionError, "forwards-run-twice"):
         ab.Engine(
             model,
             optimizer,

@@ -160,14 +160,3 @@ def test_draws_that_are_not_keyed_are_said_once(name: str, rng: Any) -> None:
     keyless = name in ("random", "numpy.random") and rng is not None
     assert len(said) == keyless, said
     assert not keyless or f"draws from {name}, which the engine does not key" in said[0]
-
-
-def test_what_keys_random_numbers_is_a_decision() -> None:
-    """If layers draw, `decisions` names the seed of the keys, and that `torch.manual_seed` does not set it."""
-    with make_engine(dropping(), ab.World()) as engine:
-        assert "the data's seed" in engine.decisions["random_numbers"]
-    with make_engine(dropping(), ab.World(), seed=5) as engine:
-        assert "keyed by seed=5: torch.manual_seed does not" in engine.decisions["random_numbers"]
-    for model, options in ((nn.Linear(5, 4).double(), {}), (dropping(), {"rng": None})):
-        with make_engine(model, ab.World(), **options) as engine:
-            assert "random_numbers" not in engine.decisions

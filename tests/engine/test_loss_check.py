@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.engine.accumulation.planned_batch import RankShare
-from anybatch.errors import AnyBatchError, AnyBatchWarning, LossError
+from anybatch.errors import AnyBatchError, LossError
 from anybatch.parallel.local_parts import local_part
 from tests.engine.cases import CLASS_WEIGHTS, NUM_WORDS, Batch, cut, sentences, share_bounds, vectors
 from tests.engine.loss_declarations import (
@@ -32,12 +32,11 @@ from tests.engine.loss_declarations import (
     batch_of,
     engine_for,
     from_inside_of_vectors,
-    of_pairs,
     of_samples,
-    of_words,
     samples,
     with_noise,
 )
+from tests.raising import warns
 from tests.ranks_fixture import Ranks
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -191,13 +190,6 @@ def test_strategies_do_not_notice(strategy: str, two_ranks: Ranks) -> None:
 # Undecidable cases
 
 
-def mixed_up(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples that are mixed with random others."""
-    other = torch.randperm(len(batch["x"]))
-    logits = model(0.6 * batch["x"] + 0.4 * batch["x"][other])
-    return 0.6 * F.cross_entropy(logits, batch["y"]) + 0.4 * F.cross_entropy(logits, batch["y"][other])
-
-
 def unmasked(number: int) -> Batch:
     """Return sentences without masked targets, so that samples and targets count alike."""
     return {**(batch := sentences(number)), "labels": batch["words"].clone()}
@@ -251,18 +243,10 @@ def test_a_loss_that_draws_is_checked_on_the_same_numbers() -> None:
         assert HOLDS in engine.decisions["loss"]
 
 
-def test_mixed_samples_are_found_although_chance_mixes_them() -> None:
-    """Randomly mixed samples are found, because the check replaces a random permutation by a shift by half."""
-    case = Declared(Classifier, samples, lambda: ab.mean_over_samples(mixed_up))
-    with engine_for(case) as engine, pytest.raises(LossError) as caught:
-        engine.step(samples())
-    assert caught.value.cause == "inputs"
-
-
 def test_one_sample_at_a_time_is_judged_from_four() -> None:
     """With micro-batches of one, the check combines several; a batch of a single sample is not checked."""
     case = WRONG["tokens as samples"]
-    with engine_for(case, micro_batch_size=1) as engine, pytest.raises(LossError, match="4 samples"):
+    with engine_for(case, micro_batch_size=1) as engine, pytest.raises(LossError):
         engine.step(sentences())
     with engine_for(RIGHT["tokens"], micro_batch_size=1) as engine:
         engine.step(cut(sentences(), 0, 1))
@@ -280,7 +264,7 @@ def test_running_out_of_memory_is_no_error() -> None:
             return super().forward(x, y)
 
     case = Declared(Full, lambda: vectors(23), RIGHT["samples"].loss)
-    with engine_for(case) as engine, pytest.warns(AnyBatchWarning, match="out of memory"):
+    with engine_for(case) as engine, warns("loss_not_checked"):
         engine.step(vectors(23))
     assert "ran out of memory" in engine.decisions["loss"]
 
@@ -408,46 +392,6 @@ def test_nothing_is_touched(kind: str) -> None:
         assert same(before, after)
 
 
-@pytest.mark.slow
-def test_compiled_and_checkpointed_models_are_looked_at_as_they_are() -> None:
-    """The check calls compiled models uncompiled, so it compiles nothing; checkpointed models pass too."""
-    compiled: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled.append(1)
-        return graph
-
-    class Checkpointed(Classifier):
-        def encode(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
-            return found
-
-    def whole() -> Any:
-        return torch.compile(Classifier(), backend=backend)
-
-    def in_part() -> Any:
-        model = nn.Sequential(Classifier())
-        model[0].compile(backend=backend)
-        return model
-
-    for model in (whole, in_part):
-        numbers = []
-        for check_loss in (True, False):
-            torch._dynamo.reset()  # noqa: SLF001
-            compiled.clear()
-            case = Declared(model, lambda: vectors(18), RIGHT["samples"].loss)
-            with engine_for(case, check_loss=check_loss) as engine:
-                engine.step(vectors(18))
-            numbers.append(len(compiled))
-            if check_loss:
-                assert HOLDS in engine.decisions["loss"]
-        assert numbers[0] == numbers[1] > 0
-    for loss in (ab.mean_over_samples(of_samples), ab.mean_over_samples(from_inside_of_vectors)):
-        with engine_for(Declared(Checkpointed, lambda: vectors(23), lambda loss=loss: loss)) as engine:  # type: ignore[misc]
-            engine.step(vectors(23))
-        assert HOLDS in engine.decisions["loss"]
-
-
 # Random cases
 
 
@@ -494,27 +438,3 @@ def test_right_declarations_are_never_refused(data: st.DataObject) -> None:
     with engine_for(case, micro_batch_size=None, accumulation_steps=steps) as engine:
         engine.step(batch)
     assert not any(words in engine.decisions["loss"] for words in ("does not run", "cannot be looked at", "off,"))
-
-
-@pytest.mark.parametrize("seed", [0, 1, 4, 11])
-def test_contrastive_losses_are_caught_whatever_the_batch(seed: int) -> None:
-    """A loss across samples is found with any batch and batch size."""
-    number = 2 + seed
-    generator = torch.Generator().manual_seed(seed)
-    batch = {"x": torch.randn(number, 5, generator=generator, dtype=torch.float64), "y": torch.arange(number) % 4}
-    case = Declared(Classifier, lambda: batch, lambda: ab.mean_over_samples(of_pairs))
-    with engine_for(case, micro_batch_size=None) as engine, pytest.raises(LossError, match=r"ab\.joint"):
-        engine.step(batch)
-
-
-def test_a_token_mean_of_a_model_that_trains_is_caught() -> None:
-    """A wrong token mean is found even if loss values show nothing, as in an untrained model."""
-
-    class Untrained(Tagger):
-        def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-            found = super().forward(words, labels)
-            return found * 1e-6
-
-    case = Declared(Untrained, sentences, lambda: ab.mean_over_samples(of_words))
-    with engine_for(case) as engine, pytest.raises(LossError, match=r"ab\.mean_over_tokens"):
-        engine.step(sentences())

@@ -5,7 +5,7 @@ Clocks advance only when a model advances them.
 
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,33 +17,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import LaterUnits, Positions
-from anybatch.core.records import DiagnosisRecord, MicroBatchRecord, Record, StartRecord
-from anybatch.core.size_choice import KnownSize, even_size
+from anybatch.core.size_choice import KnownSize
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING
 from anybatch.engine.micro_batch_size.search import Auto, Search, TrialResult
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
-from anybatch.norms import Ghost
 from anybatch.parallel.fsdp import FSDP
-from tests.engine.cases import Batch, InMemory, classify, sgd_engine, vectors
+from tests.engine.cases import Batch, InMemory, classify, vectors
 from tests.ranks_fixture import Ranks
 
 # The losses draw from every generator, to verify that trials do not affect them.
 pytestmark = pytest.mark.filterwarnings("ignore:the model or the loss function draws")
 
 NUM_SAMPLES = 29
-
-
-class Recorder:
-    """Keeps all records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def observe(self, record: Record, /) -> None:
-        """Keep a record."""
-        self.records.append(record)
 
 
 class Clock:
@@ -218,21 +204,6 @@ def test_never_above_what_fits(
     assert sum(map(sum, fake.ran)) <= 25 * share + 25
 
 
-@given(limit=st.integers(1, 300), share=st.integers(1, 300))
-def test_doubling_finds_what_fits(limit: int, share: int) -> None:
-    """Without timing, the largest power of two that fits, or the share, is chosen and made even."""
-    fake = Fake(lambda _: 0.0, share, limit)
-
-    size = search_of(fake).largest("cuda:0").size
-
-    bound = share if share <= limit else max(2**power for power in range(9) if 2**power <= limit)
-    assert size == even_size(share, bound)
-    tried = [max(parts) for parts in fake.ran]
-    assert tried[0] == min(2, share)  # BatchNorm refuses a single sample
-    assert max(tried) <= share
-    assert len(tried) == len(set(tried))
-
-
 def test_an_optimizer_without_state_will_want_memory_too() -> None:
     """Before the first update, half of the largest fitting size is chosen, unless every size fits."""
     assert search_of(Fake(straight, 29, 5), optimizer_is_new=True).largest("cuda:0").size == 2
@@ -247,28 +218,9 @@ def test_an_optimizer_without_state_will_want_memory_too() -> None:
 def test_not_even_one() -> None:
     """If a single sample does not fit, the search raises an error."""
     for way in (Search.fastest, lambda search: search.largest("cuda:0")):
-        with pytest.raises(BatchSizeError, match="not even 1 sample"):
+        with pytest.raises(BatchSizeError) as caught:
             way(search_of(Fake(straight, 8, 0)))
-
-
-def test_not_even_one_group() -> None:
-    """Sizes below one group are not tried, because no step could use them; the error names the group."""
-    fake = Fake(straight, 29, 3)
-
-    with pytest.raises(BatchSizeError, match="not even one group of 4 samples fits") as caught:
-        search_of(fake, group=4).fastest()
-
-    assert caught.value.micro_batch_size == 4
-    assert {max(parts) for parts in fake.ran} == {4}
-
-
-def test_one_group_is_not_halved() -> None:
-    """Without optimizer state half of the fitting size is chosen, but at least one group, even without time left."""
-    fake = Fake(straight, 29, 5)
-
-    found = search_of(fake, group=4, optimizer_is_new=True, auto=Auto(clock=fake.clock, most_seconds=0.0)).fastest()
-
-    assert found.size == 4
+        assert caught.value.micro_batch_size == 1
 
 
 @pytest.mark.parametrize("most_seconds", [0.0, 1.0, 10.0, 60.0])
@@ -351,33 +303,6 @@ def test_no_plan() -> None:
     assert "plan" not in words
 
 
-@given(planned=st.integers(2, 300), share=st.integers(2, 300), limit=st.integers(2, 300))
-def test_a_plan_leaves_sizes_out(planned: int, share: int, limit: int) -> None:
-    """A plan that fits replaces the powers of two below it; one that does not fit excludes no size."""
-    fake = Fake(lambda _: 0.0, share, limit)
-
-    size = search_of(fake, planned=planned).largest("cuda:0").size
-
-    upper, tried = min(planned, share), [max(parts) for parts in fake.ran]
-    bound = upper if upper <= limit else max(2**power for power in range(9) if 2**power <= min(limit, upper))
-    assert size == even_size(share, bound)
-    assert max(tried) <= upper
-    if upper <= limit:
-        assert len(tried) <= 2
-    assert len(tried) == len(set(tried))
-
-
-def test_a_plan_is_where_timing_begins() -> None:
-    """With a plan, timing starts at a quarter of it, unless this is too slow for the time limit."""
-    fake = Fake(straight, 256, 10**9)
-    search_of(fake, planned=128).fastest()
-    assert [max(parts) for parts in fake.ran][:4] == [2, 32, 64, 128]
-
-    fake = Fake(lambda size: 0.1 * size, 256, 10**9)
-    search_of(fake, planned=128).fastest()
-    assert [max(parts) for parts in fake.ran][:3] == [2, 4, 8]
-
-
 # No leftovers
 
 
@@ -450,23 +375,6 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     assert not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def test_an_observer_sees_the_decision_and_no_trial() -> None:
-    """Micro-batch records only cover the step; the decision is a diagnosis and appears in the header."""
-    model, recorder = Model(), Recorder()
-    with engine_of(model, observer=recorder) as engine:
-        engine.step(InMemory(vectors(NUM_SAMPLES)))
-        words = engine.decisions["micro_batch_size"]
-
-    ends = [r.num_samples for r in recorder.records if isinstance(r, MicroBatchRecord) and r.event == "end"]
-    diagnoses = [r for r in recorder.records if isinstance(r, DiagnosisRecord)]
-    (said,) = (r for r in diagnoses if r.code != "draws_are_not_keyed")
-    (start,) = (r for r in recorder.records if isinstance(r, StartRecord))
-    assert ends == [8, 8, 8, 5]
-    assert (said.code, said.message) == ("micro_batch_size", f"micro_batch_size: {words}")
-    assert start.decisions["micro_batch_size"] == words
-    assert start.micro_batch_size == 8
-
-
 # Cases without timing
 
 
@@ -508,43 +416,6 @@ def test_the_whole_share_on_a_cpu(make: Callable[[], Model], deterministic: bool
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_loss_across_samples_is_not_timed() -> None:
-    """Cutting a cross-sample loss needs a second forward of all samples, so a CPU does not cut it."""
-    model = Model()
-
-    def spread(_: nn.Module, outputs: torch.Tensor) -> torch.Tensor:
-        return (outputs - outputs.mean(0)).square().mean()
-
-    loss = ab.joint(lambda net, batch: net(batch["x"]), spread)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ab.Engine(model, optimizer, loss, micro_batch_size=Auto(clock=model.clock), check_loss=False) as engine:
-        engine.step(InMemory(vectors(NUM_SAMPLES)))
-        words = engine.decisions["micro_batch_size"]
-
-    assert model.sizes == [NUM_SAMPLES]
-    assert words == "the whole rank share, because a loss across samples runs each forward twice if it is cut"
-
-
-def test_ghost_groups_stay_whole() -> None:
-    """With normalisation in groups, micro-batches hold full groups, and timing decides again."""
-    model = Normalised()
-
-    size, words = settled(model, norms=Ghost(group_size=5))
-
-    assert size is not None
-    assert size % 5 == 0
-    assert "the fastest of" in words
-    assert min(model.sizes) >= 4  # the rest of the last group
-
-
-def test_what_cannot_run_small_is_run_large() -> None:
-    """A model that fails on small micro-batches is tried with larger sizes."""
-    size, words = settled(Model(straight, at_least=13))
-
-    assert size in (15, 29)
-    assert words.startswith(f"{size}, the ")
-
-
 def test_what_cannot_run_at_all_fails_as_it_would() -> None:
     """If all trials fail, the step raises the same error as without trials."""
     model = Model(at_least=100)
@@ -554,32 +425,6 @@ def test_what_cannot_run_at_all_fails_as_it_would() -> None:
         said = engine.decisions["micro_batch_size"]
 
     assert said.startswith("the whole rank share, because trial runs failed (ValueError: ")
-
-
-class Packed(InMemory):
-    """Micro-batches packed by a collate function, which cannot be counted or cut."""
-
-    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Any]:
-        """Yield each micro-batch as one row."""
-        for batch in super().feed(units, later_units):
-            yield {"x": batch["x"][None], "y": batch["y"][None]}
-
-
-def test_what_cannot_be_cut_is_loaded() -> None:
-    """If a collate function packs the samples, each size is loaded the way a step would load it."""
-    model = Model()
-    auto = Auto(clock=model.clock)
-    with sgd_engine(
-        model,
-        lambda net, batch: classify(net, {"x": batch["x"][0], "y": batch["y"][0]}),
-        micro_batch_size=auto,
-        check_loss=False,
-    ) as engine:
-        engine.step(Packed(vectors(NUM_SAMPLES)))
-        words = engine.decisions["micro_batch_size"]
-
-    assert words == "8, the fastest of 8, 15 and 29 (78, 63 and 56 samples/s)"
-    assert model.sizes[-4:] == [8, 8, 8, 5]
 
 
 # Cached sizes
@@ -617,56 +462,6 @@ def test_what_is_known_is_not_measured_again() -> None:
     assert (size, words) == (8, "8, as measured on 2030-12-31 (78 samples/s)")
     assert second.sizes == [8, 8, 8, 5]
     assert len(known.kept) == 1
-
-
-def other_layer() -> Model:
-    """Return a model with a different dropout rate."""
-    model = Model()
-    model.dropout = nn.Dropout(0.4)
-    return model
-
-
-def frozen() -> Model:
-    """Return a model with a frozen parameter."""
-    model = Model()
-    model.out.bias.requires_grad = False
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [(other_layer, {}), (frozen, {}), (Model, {"precision": "bf16"}), (Model, {"rng": "per_sample"})],
-)
-def test_other_circumstances_are_measured(make: Callable[[], Model], options: dict[str, Any]) -> None:
-    """A different layer, trainable parameter, precision or rng setting is measured again."""
-    known, second = Remembered(), make()
-    settled_with(known, Model())
-    settled_with(known, second, **options)
-
-    assert max(second.sizes) == NUM_SAMPLES
-    assert len(known.kept) == 2
-
-
-def test_another_share_is_measured() -> None:
-    """A batch with a different size or sample shape is measured again."""
-    known, model = Remembered(), Model()
-    settled_with(known, Model())
-    with engine_of(model, Auto(clock=model.clock, known=known)) as engine:
-        engine.step(InMemory(vectors(NUM_SAMPLES + 1)))
-    assert max(model.sizes) == NUM_SAMPLES + 1
-    wider = Model()
-    with engine_of(wider, Auto(clock=wider.clock, known=known)) as engine:
-        engine.step(InMemory({**vectors(NUM_SAMPLES), "more": torch.zeros(NUM_SAMPLES, 3)}))
-    assert max(wider.sizes) == NUM_SAMPLES
-    assert len(known.kept) == 3
-
-
-def test_what_cannot_be_kept() -> None:
-    """A read-only cache is reported and otherwise ignored."""
-    size, words = settled_with(Remembered(can_keep=False), Model())
-
-    assert size == 8
-    assert words.endswith("; it could not be saved for later runs")
 
 
 # Resume
@@ -739,14 +534,6 @@ def test_the_smallest_memory_counts(two_ranks: Ranks) -> None:
     assert found[0].size == found[1].size == 4
     assert all(one.words.endswith("; 8 does not fit") for one in found)
     assert torch.equal(found[0].gradient, found[1].gradient)
-
-
-def test_a_rank_without_samples(two_ranks: Ranks) -> None:
-    """If one rank brings all samples, the other tries nothing, and both use the size chosen there."""
-    found: list[OnRank] = two_ranks.run(settle_on_ranks, "all_reduce", ["best_at_eight", "straight"], [99, 99], -29)
-
-    assert [one.size for one in found] == [8, 8]
-    assert found[1].sizes == []
 
 
 def refused_search() -> str:

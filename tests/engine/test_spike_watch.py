@@ -16,6 +16,7 @@ from anybatch.core.spikes import SpikeRule
 from anybatch.engine.spike_watch import SpikeWatch
 from anybatch.errors import AnyBatchWarning, NonFiniteError, RanksDifferError, UserError
 from tests.engine.cases import Batch, classify
+from tests.raising import warns
 from tests.ranks_fixture import Ranks
 
 RULE = SpikeRule(window=16, least=10)
@@ -91,7 +92,7 @@ def test_a_roll_back_is_bit_for_bit() -> None:
         for step, batch in enumerate(batches(BAD, bad=1e6)):
             engine.step(batch)
             states[step] = state_of(engine)
-        with pytest.warns(AnyBatchWarning, match=f"the loss jumped from .* in step {BAD}, "):
+        with warns("spike"):
             engine.step(list(batches(BAD + 1, bad=1e6))[-1])
         states[BAD] = state_of(engine)
         assert [code for code, step in told.found if step == BAD] == ["spike", "rolled_back"]
@@ -185,7 +186,7 @@ def test_a_resumed_run_keeps_the_lower_rate(tmp_path: Path) -> None:
     with engine_of(watch) as resumed:
         resumed.load(tmp_path)
         assert resumed.step(next(batches(1))).learning_rates == after
-    with engine_of() as plain, pytest.warns(AnyBatchWarning, match=r"lowered them to 0\.5 of the schedule"):
+    with engine_of() as plain, warns("rate_not_lowered"):
         plain.load(tmp_path)
 
 
@@ -224,9 +225,9 @@ def test_a_watch_gives_up_in_the_end() -> None:
 
 def test_watches_that_cannot_be_are_refused() -> None:
     """An unknown action and a factor that does not lower the rate are refused."""
-    with pytest.raises(UserError, match="action='stop' must be one of 'warn', 'lower', 'roll_back'"):
+    with pytest.raises(UserError):
         engine_of("stop")
-    with pytest.raises(UserError, match="lower_to=2"):
+    with pytest.raises(UserError):
         SpikeWatch(lower_to=2.0)
 
 

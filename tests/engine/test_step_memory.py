@@ -90,26 +90,6 @@ def test_each_step_tells_it_once() -> None:
         assert (record.reserved_bytes, record.limit_bytes) == (None, None)
 
 
-def test_nobody_is_asked_unless_somebody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an observer, memory is not measured, and torch's peak counters are left to the user."""
-    gauge = Gauge(monkeypatch, iter([]))
-    with make_engine(None) as engine:
-        engine.step(InMemory(vectors(11)))
-
-    assert gauge.happened == []
-
-
-def test_the_peak_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device peak is reset in each step and read at its end, so each record has its own step's peak."""
-    gauge, notebook = Gauge(monkeypatch, iter([70 * GIB, 50 * GIB])), Notebook()
-    with make_engine(notebook) as engine:
-        for _ in range(2):
-            engine.step(InMemory(vectors(11)))
-
-    assert gauge.happened == ["begin", "read"] * 2
-    assert [record.peak_bytes for record in notebook.memory()] == [70 * GIB, 50 * GIB]
-
-
 def test_categories_are_sums_of_sizes() -> None:
     """Memory of weights, gradients and optimizer state follows from tensor sizes; AdamW holds two moments."""
     notebook = Notebook()
@@ -130,29 +110,6 @@ def test_categories_are_sums_of_sizes() -> None:
     )
 
 
-def test_master_weights_and_averages_are_the_optimizers() -> None:
-    """With bf16, optimizer memory is master weight, two moments and average in float32, next to bf16 weights."""
-    notebook = Notebook()
-    with make_engine(notebook, torch.bfloat16, average_decay=0.9) as engine:
-        engine.step(InMemory(vectors(11)))
-
-    sizes = notebook.memory()[-1].category_bytes
-    steps = 4 * len(list(engine.model.parameters()))  # type: ignore[union-attr]
-    assert sizes["weights"] == 2 * NUM_WEIGHTS
-    assert sizes["gradients"] == 4 * NUM_WEIGHTS
-    assert sizes["optimizer"] == 16 * NUM_WEIGHTS + steps
-
-
-def test_shared_memory_counts_once() -> None:
-    """Views of one tensor count once, a sparse tensor counts indices and values, an empty tensor counts 0."""
-    whole = torch.zeros(10, dtype=torch.float64)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), check_invariants=True)
-
-    assert num_bytes_of([whole[:3], whole[3:], whole]) == 80
-    assert num_bytes_of([sparse]) == 2 * 8 + 6 * 4
-    assert num_bytes_of([torch.empty(0)]) == 0
-
-
 def test_used_up_headroom_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first peak above 85% of the limit is a warning with both values; later ones cause none."""
     Gauge(monkeypatch, iter([85 * GIB, 86 * GIB, 99 * GIB]))
@@ -165,42 +122,6 @@ def test_used_up_headroom_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (warning.step, warning.level) == (1, "warning")
     assert warning.message == "memory: peak 86.0 of 100 GiB, 14% left: headroom of 15% used up"
     assert "micro_batch_size" in str(warning.remedy)
-
-
-def test_an_observer_may_come_later_and_go() -> None:
-    """A temporary observer gets records together with the engine's own, and none after its block."""
-    own, guest = Notebook(), Notebook()
-    seen: list[dict[str, torch.Tensor]] = []
-    with make_engine(own) as engine:
-        engine.step(InMemory(vectors(11)))
-        with engine.observed_by(guest, seen.append):
-            engine.step(InMemory(vectors(11)))
-        engine.step(InMemory(vectors(11)))
-
-    assert [record.step for record in own.memory()] == [0, 1, 2]
-    assert guest.records
-    assert {getattr(record, "step", 1) for record in guest.records} == {1}
-    assert sum(len(batch["x"]) for batch in seen) == len(vectors(11)["x"])
-
-
-def step_and_fail(engine: ab.Engine, guest: Observer) -> None:
-    """Add an observer for a step, then raise."""
-    with engine.observed_by(guest):
-        engine.step(InMemory(vectors(11)))
-        raise ZeroDivisionError
-
-
-def test_an_observer_that_raises_has_gone_too() -> None:
-    """A temporary observer is removed even if its block raises."""
-    guest = Notebook()
-    with make_engine(None) as engine:
-        with pytest.raises(ZeroDivisionError):
-            step_and_fail(engine, guest)
-        told = len(guest.records)
-        engine.step(InMemory(vectors(11)))
-
-    assert told
-    assert len(guest.records) == told
 
 
 def gradient_bytes_held() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 import anybatch as ab
 from anybatch.core.token_budget import SampleLengths
 from anybatch.data import Packed, Padded
-from anybatch.errors import BatchSizeError, CompositionError, DataError, DoesNotFitError, LossError
+from anybatch.errors import BatchSizeError, CompositionError, DataError, LossError
 from anybatch.metrics import OverWholeSet
 from anybatch.norms import Ghost
 from anybatch.testing import out_of_memory_at, relative_error
@@ -25,6 +25,7 @@ from tests.engine.length_cases import (
     ids_of_run,
     loss,
 )
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -84,21 +85,6 @@ def test_lengths_come_in_many_forms(lengths: Any, num_workers: int) -> None:
             assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
 
 
-def test_the_first_steps_check_holds() -> None:
-    """The first step checks the declaration of the loss, and finds a wrong one."""
-    dataset, model = Sentences(), Language()
-    batches = ab.batches(dataset, effective_batch_size=12, lengths="input_ids", collate=Padded())
-    wrong = ab.mean_over_samples(DECLARED.function)
-    for declared, raises in ((DECLARED, False), (wrong, True)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(40)) as engine:
-            if raises:
-                with pytest.raises(LossError):
-                    engine.step(next(iter(batches)))
-            else:
-                engine.step(next(iter(batches)))
-
-
 def test_out_of_memory_halves_the_budget() -> None:
     """A step that does not fit is retried with half the tokens, and gives the same update."""
     dataset = Sentences()
@@ -123,18 +109,18 @@ def test_what_does_not_go_together_is_refused() -> None:
     """A loader's padded batches, ghost groups, accumulation steps and batches without lengths are refused."""
     model = Language()
     with engine_of(model, check_loss=False) as engine:
-        with pytest.raises(CompositionError, match="already padded"):
+        with pytest.raises(CompositionError):
             engine.step(Padded()([Sentences()[0], Sentences()[1]]))
-        with pytest.raises(DataError, match=r"ab\.batches\(dataset, lengths="):
+        with pytest.raises(DataError):
             engine.step(next(iter(ab.batches(Sentences(), effective_batch_size=4, collate=Padded()))))
-    with pytest.raises(BatchSizeError, match="Leave one of them out"):
+    with raises(BatchSizeError, "budget-and-steps"):
         engine_of(model, accumulation_steps=4)
-    with pytest.raises(CompositionError, match="normalises over padding"):
+    with pytest.raises(CompositionError):
         engine_of(model, norms=Ghost(2))
-    with pytest.raises(DataError, match="lengths has 3 entries, and the data set 25"):
+    with pytest.raises(DataError):
         ab.batches(Sentences(), effective_batch_size=4, lengths=[1, 2, 3])
     with (
-        pytest.raises(BatchSizeError, match=r"17 tokens, and a micro-batch may hold 16"),
+        pytest.raises(BatchSizeError),
         engine_of(model, 16) as engine,
     ):
         engine.step(next(iter(ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded()))))
@@ -168,17 +154,6 @@ def test_a_checkpoint_keeps_the_budget(tmp_path: Any) -> None:
     with engine_of(Language(), 80, check_loss=False) as engine:
         engine.load(tmp_path / "saved")
         assert engine.decisions["resumed with changes"] == "budget_tokens 40 -> 80, micro_batch_tokens 40 -> 80"
-
-
-def test_a_single_token_sample_cannot_be_smaller() -> None:
-    """If each micro-batch is already one sample, running out of memory ends the step with advice."""
-    batches = ab.batches(Sentences(), effective_batch_size=4, lengths=[17] * 25, collate=Padded())
-    with (
-        engine_of(Language(), 17, check_loss=False) as engine,
-        out_of_memory_at(1, phase="backward"),
-        pytest.raises(DoesNotFitError, match="cannot be smaller than one sample"),
-    ):
-        engine.step(next(iter(batches)))
 
 
 class OfLengths(InMemory):
@@ -296,7 +271,7 @@ def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> N
     batches = ab.batches(Sentences(), effective_batch_size=9, lengths=LENGTHS, collate=collate)
     with (
         sgd_engine(model, loss, micro_batch_size=ab.token_budget(40)) as engine,
-        pytest.raises(LossError, match="the loss is a mean over samples"),
+        pytest.raises(LossError),
     ):
         engine.step(next(iter(batches)))
 

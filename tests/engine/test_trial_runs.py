@@ -1,8 +1,5 @@
 """User code in trial runs leaves no trace in the gradient, can detect them, and is never rolled back."""
 
-import os
-import signal
-import threading
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,10 +10,10 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.comparison import relative_error
-from anybatch.core.loss import Loss
 from anybatch.errors import CannotRedoError
 from tests.engine.cases import Batch
 from tests.faults import sees
+from tests.raising import raises
 
 SIZES: dict[str, Any] = {"one": {"micro_batch_size": 16}, "auto": {"micro_batch_size": "auto"}}
 
@@ -110,51 +107,9 @@ def test_a_step_is_not_begun_again_on_changed_inputs() -> None:
         return found
 
     engine = engine_of(wide(), ab.mean_over_samples(full), micro_batch_size=16, check_loss=False)
-    with pytest.raises(CannotRedoError, match="in place"):
+    with raises(CannotRedoError, "batch-changed-in-place"):
         engine.gradients(batch_of())
     engine.close()
-
-
-class Stop:
-    """A loss whose second call receives a signal and runs a thread."""
-
-    def __init__(self, seen: list[int]) -> None:
-        self.seen = seen
-        self.asked = False
-        self.calls = 0
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Send the signal, let the thread append, and return the loss."""
-        self.calls += 1
-        if self.calls == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-            thread = threading.Thread(target=self.seen.append, args=(self.calls,))
-            thread.start()
-            thread.join()
-        return cross_entropy(model, batch)
-
-    def stop(self, *_: object) -> None:
-        """Handle the signal."""
-        self.asked = True
-
-
-def test_signals_and_threads_lose_nothing() -> None:
-    """A signal handler's flag and a thread's entry survive the loss check of the first step, in 10 runs."""
-    before = signal.getsignal(signal.SIGTERM)
-    kept = 0
-    try:
-        for _ in range(10):
-            loss = Stop([])
-            signal.signal(signal.SIGTERM, loss.stop)
-            torch.manual_seed(0)
-            engine = engine_of(nn.Linear(6, 3).double(), ab.mean_over_samples(loss), micro_batch_size=16)
-            engine.step(batch_of(32))
-            engine.close()
-            assert loss.calls > 2
-            kept += loss.asked and loss.seen == [2]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert kept == 10
 
 
 @pytest.mark.slow
@@ -175,20 +130,3 @@ def test_code_can_ask_whether_it_is_run_for_a_trial(sizes: str) -> None:
     assert sum(seen.get() for _ in range(seen.qsize())) == 64
     assert trials.qsize()
     assert not ab.in_trial_run()
-
-
-def test_a_second_pass_is_a_trial_run() -> None:
-    """With a cross-sample loss, each sample is encoded once outside of trial runs."""
-    seen: list[int] = []
-
-    def encode(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        if not ab.in_trial_run():
-            seen.append(len(batch["x"]))
-        return {"z": model(batch["x"] / 100), "y": batch["y"]}
-
-    loss: Loss = ab.joint(encode, of_all)
-    engine = engine_of(wide(), loss, micro_batch_size=16)
-    engine.step(batch_of())
-    engine.close()
-
-    assert seen == [16] * 4

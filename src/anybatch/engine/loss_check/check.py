@@ -372,4 +372,4 @@ class UncountedSums:
             "is not the count (max(count, 1)?), so its share in the loss of the effective batch is unknown. Return "
             "ab.LossSum(total, count), with the sum before any division."
         )
-        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name)
+        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name, code="mean-over-nothing")
