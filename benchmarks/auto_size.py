@@ -24,8 +24,8 @@ from torch.nn import functional
 
 import anybatch as ab
 from anybatch.core.geometry import ceil_div
+from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.micro_batch_size.search import Auto
-from anybatch.engine.spec import TrainSpec
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.planning.size_limit import planned_largest

@@ -25,8 +25,8 @@ from torch.optim import AdamW, Optimizer
 
 import anybatch as ab
 from anybatch.diagnostics.memory.memory_report import record_memory
-from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update import bf16_weights
+from anybatch.engine import bf16_weights
+from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
 

@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
+from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.notifier import num_bytes_of
-from anybatch.engine.spec import TrainSpec
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.fsdp import FSDP
 from anybatch.planner.trace.step_spec import StepSpec

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.loss import mean_over_samples
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.trace.step_spec import StepSpec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec

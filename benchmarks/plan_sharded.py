@@ -24,7 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import anybatch as ab
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.sharding import Sharding

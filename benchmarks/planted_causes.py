@@ -35,7 +35,7 @@ import anybatch as ab
 from anybatch.data.batches import Batches
 from anybatch.diagnostics.scaling.measure import RunSettings, ScaleRequest
 from anybatch.diagnostics.scaling.scale import scale_on_ranks
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.parallel.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests

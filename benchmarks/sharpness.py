@@ -25,7 +25,7 @@ import torch
 from learning_rate_rules import EPS, OPTIMIZERS, STUDENT_95, scaled
 from small_runs import OptimizerName, Setting, task_of, train
 
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch_guide.sharpness import measure_sharpness
 
 SEEDS = range(5)

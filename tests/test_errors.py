@@ -13,7 +13,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch import errors
-from anybatch.engine.failure import failures_reported
+from anybatch.engine.parts import failures_reported
 from anybatch.errors import (
     AnyBatchError,
     BatchSizeError,

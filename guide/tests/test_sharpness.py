@@ -9,7 +9,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.loss import Loss
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch_guide.sharpness import Sharpness, measure_sharpness
 from tests.ranks_fixture import Ranks
 

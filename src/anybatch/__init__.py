@@ -34,7 +34,7 @@ if typing.TYPE_CHECKING:
     from anybatch.diagnostics.check import check
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
-    from anybatch.engine.side_effects import in_trial_run
+    from anybatch.engine.user_code import in_trial_run
     from anybatch.events.jsonl import JsonlLog
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Evaluation, Job
@@ -87,7 +87,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "batches": "anybatch.data",
         "check": "anybatch.diagnostics.check",
         "counted": "anybatch.core.loss",
-        "in_trial_run": "anybatch.engine.side_effects",
+        "in_trial_run": "anybatch.engine.user_code",
         "joint": "anybatch.core.loss",
         "mean_over": "anybatch.core.loss",
         "mean_over_samples": "anybatch.core.loss",

@@ -1,7 +1,7 @@
 """Options of the automatic micro-batch size, plans that limit it, and files that keep measurements."""
 
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.micro_batch_size.search import Auto
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.planner.measurements import KnownDevices, KnownSizes
 from anybatch.recipes.planning.size_limit import planned_largest
 

@@ -193,7 +193,7 @@ OTHER_WINGS = (
     [
         (
             FIRST_STEP,
-            "anybatch.engine.step_runner",
+            "anybatch.engine.step",
             rf"{OTHER_WINGS}|anybatch\.(cli|events|planner|{RUNS})|rich",
         ),
         (LAUNCH, "anybatch.recipes.start", OTHER_WINGS),

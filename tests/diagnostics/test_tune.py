@@ -14,7 +14,7 @@ from anybatch.diagnostics import TuneReport, tune
 from anybatch.diagnostics.figure import draw_tuning
 from anybatch.diagnostics.tune import _relative_times, default_sizes
 from anybatch.diagnostics.tune_report import LoadingResult, SizeResult
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import BatchSizeError, UserError
 
 NUM_SAMPLES = 48

@@ -15,7 +15,7 @@ import anybatch as ab
 from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import Deal, even_parts
-from anybatch.engine.accumulation.planned_batch import RankShare
+from anybatch.engine.micro_batches import RankShare
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.single import Single

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch as ab
 from anybatch.core.compatibility import Feature, Verdict, cell, meetings
 from anybatch.core.randomness import BatchKey, unit_seed
-from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
+from anybatch.engine.updater import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Ghost
 from anybatch.parallel.ddp import DDP

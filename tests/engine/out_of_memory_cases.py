@@ -12,7 +12,7 @@ import anybatch as ab
 from anybatch.core.batch import Position
 from anybatch.core.loss import Loss
 from anybatch.core.records import MicroBatchRecord, OutOfMemoryRecord, PhaseRecord, Record
-from anybatch.engine.accumulation.planned_batch import RankShare
+from anybatch.engine.micro_batches import RankShare
 from anybatch.norms import Ghost
 from anybatch.testing import out_of_memory_at
 from tests.engine.cases import STRATEGIES, Batch, InMemory, cut, share_bounds

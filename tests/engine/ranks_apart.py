@@ -235,7 +235,7 @@ def changes_weight(strategy: str, folder: str) -> Told:
 def changes_weight_in_loop(strategy: str) -> Told:
     """Run on every rank: a weight of the last one changes; weights are compared in every other step."""
     run = Run(strategy)
-    with mock.patch("anybatch.engine.replica_check.STEPS_BETWEEN", 2):
+    with mock.patch("anybatch.engine.rank_comparison.STEPS_BETWEEN", 2):
         for number in range(NUM_BATCHES):
             if number == 1 and run.is_last:
                 with torch.no_grad():

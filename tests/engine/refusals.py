@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.engine.update.clipping import ClipByValue
+from anybatch.engine.updater import ClipByValue
 from anybatch.errors import (
     AnyBatchError,
     BatchSizeError,

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import anybatch as ab
-from anybatch.engine.update import bf16_weights
-from anybatch.engine.update.bf16_weights import Bf16Weights, joined, split, stochastically_rounded
+from anybatch.engine import bf16_weights
+from anybatch.engine.bf16_weights import Bf16Weights, joined, split, stochastically_rounded
 from anybatch.errors import CompositionError, UserError
 from tests.engine.cases import Batch
 from tests.faults import sees
@@ -53,7 +53,7 @@ def test_stochastic_rounding_takes_one_of_two_neighbours(pairs: list[tuple[int, 
 
 @sees(
     "the half is added before bits are cut",
-    "src/anybatch/engine/update/bf16_weights.py",
+    "src/anybatch/engine/bf16_weights.py",
     "up = drawn.add_(",
     "up = drawn.add_(1).add_(",
 )
@@ -75,7 +75,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
 
 @sees(
     "low bits are lost",
-    "src/anybatch/engine/update/bf16_weights.py",
+    "src/anybatch/engine/bf16_weights.py",
     "wide.view(torch.int32).add_(missing)",
     "wide.view(torch.int32)",
 )
@@ -159,7 +159,7 @@ def by_hand(num_steps: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 28])
 @sees(
     "a rest is kept for the next step only",
-    "src/anybatch/engine/update/bf16_weights.py",
+    "src/anybatch/engine/bf16_weights.py",
     "bits.copy_(missing)",
     "pass",
 )
@@ -191,7 +191,7 @@ def test_nothing_in_float32_stays(way: Bf16Weights) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @sees(
     "rounds otherwise after a resume",
-    "src/anybatch/engine/update/bf16_weights.py",
+    "src/anybatch/engine/bf16_weights.py",
     "rounding_seed(self._seed, step, number)",
     "rounding_seed(self._seed, 0, id(optimizer) % 99991)",
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
+from anybatch.engine.updater import ClipByNorm, ClipByValue
 from anybatch.errors import UserError
 from anybatch.testing import relative_error
 from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, sgd_engine, vectors

@@ -16,10 +16,9 @@ from torch._dynamo import config as dynamo_config
 import anybatch as ab
 from anybatch.core.compatibility import TABLE, Feature, Verdict, cell, pairs
 from anybatch.core.loss import declared
-from anybatch.engine.compatibility import features_of, features_of_ranks
-from anybatch.engine.inputs import collect_modules
+from anybatch.engine.arguments import TrainSpec, features_of, features_of_ranks
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.user_code import collect_modules
 from anybatch.errors import CompositionError, UserError
 from anybatch.norms import policy_of
 from anybatch.parallel.all_reduce import AllReduce

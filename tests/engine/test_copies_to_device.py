@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from anybatch.engine.accumulation.planned_batch import to_device
+from anybatch.engine.micro_batches import to_device
 
 
 def test_all_steps_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:

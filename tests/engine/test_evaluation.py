@@ -213,13 +213,13 @@ def test_evaluation_changes_nothing() -> None:
 
 @sees(
     "a moving average moves the wrong way round",
-    "src/anybatch/engine/update/weight_average.py",
+    "src/anybatch/engine/schedule.py",
     "1.0 - self.decay)",
     "self.decay / 3)",
 )
 @sees(
     "averaged weights stay in the model",
-    "src/anybatch/engine/update/weight_average.py",
+    "src/anybatch/engine/schedule.py",
     """
             self._put(trained)
 """,

@@ -65,7 +65,7 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 
 @sees(
     "mean of means: every micro-batch is divided by its own count and their number",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "factors_of(loss, counts[number], divisors, unit.weight, sums)",
     "factors_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight, sums)",
     cases=["1-rank-ragged", "1-rank-masked tokens"],
@@ -103,14 +103,14 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 )
 @sees(
     "a count that came late is not divided by",
-    "src/anybatch/engine/accumulation/accumulate.py",
+    "src/anybatch/engine/accumulate.py",
     "torch.reciprocal(count, out=self._factor).mul_(self._guess)",
     "self._factor.fill_(1.0)",
     cases=["1-rank-loss sum, undeclared", "1-rank-one loss per target, undeclared"],
 )
 @sees(
     "counts of the other ranks are left out",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]",
     "divisors = tuple(number or 1.0 for number in own)",
     cases=["2-ranks-masked tokens"],

@@ -583,7 +583,7 @@ def adversaries(strategy: str, shares_world: bool) -> tuple[float, list[str]]:
 
 @sees(
     "a backward reaches other engines' parameters",
-    "src/anybatch/engine/accumulation/accumulate.py",
+    "src/anybatch/engine/accumulate.py",
     "torch.autograd.backward(total if scale is None else scale(total), inputs=inputs)",
     "torch.autograd.backward(total)",
     cases=["single-True", "all_reduce-True"],

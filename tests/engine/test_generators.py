@@ -63,7 +63,7 @@ def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
 
 @sees(
     "the key of a micro-batch lacks the step",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "unit_seed(planned.seed, step, ",
     "unit_seed(planned.seed, 0, ",
     cases=["all_reduce"],
@@ -87,7 +87,7 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(
 
 @sees(
     "the key of a micro-batch has its place in the rank share",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "planned.sample_ids[item.unit.start])",
     "planned.units.index(item.unit))",
 )

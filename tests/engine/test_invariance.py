@@ -54,7 +54,7 @@ def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Run:
 
 @sees(
     "the key of a micro-batch has the rank in it",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "unit_seed(planned.seed, step, ",
     "unit_seed(planned.seed + planned.plan.shares.index(planned.units), step, ",
 )

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.engine.accumulation.planned_batch import RankShare
+from anybatch.engine.micro_batches import RankShare
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.parallel.local_parts import local_part
 from tests.engine.cases import CLASS_WEIGHTS, NUM_WORDS, Batch, cut, sentences, share_bounds, vectors

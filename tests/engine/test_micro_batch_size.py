@@ -18,9 +18,9 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.size_choice import KnownSize
-from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING
 from anybatch.engine.micro_batch_size.search import Auto, Search, TrialResult
+from anybatch.engine.micro_batches import RankShare
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.parallel.fsdp import FSDP
 from tests.engine.cases import Batch, InMemory, classify, vectors

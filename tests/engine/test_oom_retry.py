@@ -273,7 +273,7 @@ def test_norms_over_ranks_say_that_they_cannot() -> None:
 
 @sees(
     "an update that failed half-way is said to have changed nothing",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     '            raise HalfUpdatedError(message, step=step, phase="update") from error',
     '            raise DoesNotFitError(message, step=step, phase="update") from error',
 )

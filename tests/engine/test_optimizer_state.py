@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.update.optimizer_state import make_state, reserve, update_bytes
+from anybatch.engine.optimizer_memory import make_state, reserve, update_bytes
 from anybatch.errors import DoesNotFitError
 from anybatch.testing import memory_budget, out_of_memory_at
 from tests.engine.cases import InMemory
@@ -65,7 +65,7 @@ def three_steps(make: Make, *, early: bool) -> tuple[list[torch.Tensor], dict[An
 
 @sees(
     "state is made with a gradient of one",
-    "src/anybatch/engine/update/optimizer_state.py",
+    "src/anybatch/engine/optimizer_memory.py",
     "    return [parameter for parameter in parameters if parameter in added and parameter in optimizer.state]",
     """
     for parameter in optimizer.state:
@@ -92,7 +92,7 @@ def test_state_that_is_made_early_is_what_the_optimizer_makes(name: str) -> None
 
 @sees(
     "state that was made early stays for parameters that nobody uses",
-    "src/anybatch/engine/update/optimizer_state.py",
+    "src/anybatch/engine/optimizer_memory.py",
     "if gradient is None and parameter in made:",
     "if gradient is None and parameter not in made:",
 )

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
-from anybatch.engine.accumulation.accumulate import MicroBatch
+from anybatch.engine.accumulate import MicroBatch
 from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.strategy import Turn

@@ -100,7 +100,7 @@ def step_one_weight(optimizer: Callable[[nn.Module], Any], number: int) -> tuple
 
 @sees(
     "master weights do not reach the model",
-    "src/anybatch/engine/update/precision.py",
+    "src/anybatch/engine/precision.py",
     """
                     parameter.copy_(master)
 """,
@@ -140,7 +140,7 @@ def test_float32_parameters_are_updated_directly() -> None:
 
 @sees(
     "the summed gradient is rounded twice",
-    "src/anybatch/engine/update/precision.py",
+    "src/anybatch/engine/precision.py",
     "gradient.to(parameter.dtype)",
     "gradient.to(torch.float8_e5m2).to(parameter.dtype)",
 )
@@ -161,7 +161,7 @@ def test_cast_gradients_are_rounded_once() -> None:
 
 @sees(
     "autocast is off",
-    "src/anybatch/engine/update/precision.py",
+    "src/anybatch/engine/precision.py",
     "return lambda *_: torch.autocast(device.type, dtype)",
     "return _nothing",
 )
@@ -257,7 +257,7 @@ def spiky_steps(strategy: str, clip: float | None = None) -> SpikyRun:
 
 @sees(
     "the scheduler is stepped in a skipped step",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     "if self.scheduler is None or updated.skipped:",
     "if self.scheduler is None:",
     cases=["single"],
@@ -278,7 +278,7 @@ def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Rank
 
 @sees(
     "fp16 gradients are clipped before they are unscaled",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
         if self.scaler.enabled:
             self.scaler.unscale()

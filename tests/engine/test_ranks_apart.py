@@ -139,7 +139,7 @@ def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
 
 @sees(
     "an engine goes on behind an update that broke off",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
         except BaseException as error:
             self.broken_off = _first_line(error)

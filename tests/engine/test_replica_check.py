@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine import replica_check
-from anybatch.engine.replica_check import ReplicaCheck, checksums
+from anybatch.engine import rank_comparison
+from anybatch.engine.rank_comparison import ReplicaCheck, checksums
 from anybatch.errors import DoesNotFitError, ReplicaError
 from tests.engine.cases import InMemory, classify, perceptron, vectors
 from tests.ranks_fixture import Ranks
@@ -63,7 +63,7 @@ def test_frozen_weights_that_drift_apart_are_found(strategy: str, two_ranks: Ran
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_checksums_do_not_depend_on_strides(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A channels-last weight is copied in pieces and has the checksum of the contiguous one."""
-    monkeypatch.setattr(replica_check, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(rank_comparison, "_PIECE_BYTES", 64)
     weight = torch.randint(0, 100, (rows, 3, 2, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
     other = weight.contiguous(memory_format=torch.channels_last)
     assert torch.equal(checksums([weight]), checksums([other]))
@@ -78,7 +78,7 @@ def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatc
 
     check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
     monkeypatch.setattr(check, "_enabled", True)
-    monkeypatch.setattr(replica_check, "checksums", fails)
+    monkeypatch.setattr(rank_comparison, "checksums", fails)
     with pytest.raises(DoesNotFitError, match="while comparing the weights"):
         check.digests(100)
     with pytest.raises(DoesNotFitError, match="before step 7"):

@@ -43,7 +43,7 @@ def rounds(world_size: int) -> list[tuple[dict[str, torch.Tensor], list[tuple[in
 
 @sees(
     "what ranks bring is divided by this rank's samples",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "divisors = (float(planned.plan.num_samples),) * num_terms",
     "divisors = (float(sum(unit.num_samples for unit in planned.units)) or 1.0,) * num_terms",
     cases=["2-ranks"],
@@ -238,7 +238,7 @@ def step_from_different_places() -> str:
 
 @sees(
     "ranks in different steps plan one batch together",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "if place != rows[0][1:]:",
     "if place != place:",
 )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import anybatch as ab
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.decisions import Decisions
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import UserError
 from tests.engine.cases import CASES, InMemory
 from tests.ranks_fixture import Ranks

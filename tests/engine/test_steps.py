@@ -94,7 +94,7 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
 
 @sees(
     "the norm is measured after clipping",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
         self.target.cast(gradients)
         return norm
@@ -158,7 +158,7 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
 
 @sees(
     "the position of one's own batches begins anew",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "end=Position(start.epoch, start.sample_offset + sum(sizes)),",
     "end=Position(start.epoch, sum(sizes)),",
 )
@@ -303,7 +303,7 @@ def test_a_term_may_be_a_constant() -> None:
 
 @sees(
     "a step is run in the turns of the first one",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "        if plan is not self._newest[0]:\n",
     "        if self._newest[0] is None:\n",
 )

@@ -78,7 +78,7 @@ def of_all(_model: nn.Module, outputs: Batch) -> torch.Tensor:
 
 @sees(
     "the two passes of a joint loss share their inputs",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "            micro_batches = (_private_copy(batch, device) for batch in micro_batches)\n",
     "            pass\n",
 )

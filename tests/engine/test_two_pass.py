@@ -160,7 +160,7 @@ class Counted(Encoders):
 )
 @sees(
     "joint: the second pass is recorded, too",
-    "src/anybatch/engine/step_runner.py",
+    "src/anybatch/engine/two_pass.py",
     """
 counted.replay, exchange, record=record
 """,

@@ -48,7 +48,7 @@ def is_restored(outcomes: list[Outcome]) -> bool:
 
 @sees(
     "an unfinished step keeps its buffers",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
         self.state.restore()
         self.state.release()
@@ -59,7 +59,7 @@ def is_restored(outcomes: list[Outcome]) -> bool:
 )
 @sees(
     "a failed step leaves its gradients",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
         self._clear_gradients()
         self.scaler.forget_gradients()
@@ -71,7 +71,7 @@ def is_restored(outcomes: list[Outcome]) -> bool:
 )
 @sees(
     "a gradient that is not finite is not looked at",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     "sum(contributions.tolist()) + (0.0 if norm is None else norm.item())",
     "sum(contributions.tolist())",
     cases=["single-NaN gradient"],
@@ -79,7 +79,7 @@ def is_restored(outcomes: list[Outcome]) -> bool:
 )
 @sees(
     "a loss that is not finite is updated with",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
                 raise self._error(step, (contributions.sum(), norm), late=False)
 """,
@@ -156,7 +156,7 @@ def test_gradients_change_nothing(options: str) -> None:
 
 @sees(
     "a failed step restores the buffers of the step before",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
                     self.state.release()
                 else:
@@ -186,7 +186,7 @@ def test_between_steps(call: str, tmp_path: Path) -> None:
 
 @sees(
     "an update that is not counted is forgotten",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     "self.broken_off = _INTERRUPTED",
     "pass",
 )
@@ -215,7 +215,7 @@ def test_a_state_that_cannot_be_restored(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError
 
     trial = Trial("single", {}, ab.World())
-    monkeypatch.setattr("anybatch.engine.step_state.StepState.restore", fail)
+    monkeypatch.setattr("anybatch.engine.updater.StepState.restore", fail)
     error = trial.fail("loss")
 
     assert isinstance(error, FaultError)

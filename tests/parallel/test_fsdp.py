@@ -95,7 +95,7 @@ def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> l
 
 @sees(
     "a unit that runs along counts",
-    "src/anybatch/engine/accumulation/planned_batch.py",
+    "src/anybatch/engine/micro_batches.py",
     "number=unit.number, weight=0.0)",
     "number=unit.number, weight=1.0)",
     cases=["micro-batches whose mean is NaN-True"],

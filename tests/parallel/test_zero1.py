@@ -99,7 +99,7 @@ def ends(name: str, dtype: torch.dtype) -> tuple[float, int, int]:
 )
 @sees(
     "what a rank has updated stays there",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/updater.py",
     """
             self.sharding.exchange()
 """,

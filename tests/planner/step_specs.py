@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.engine.inputs import Model
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
+from anybatch.engine.user_code import Model
 from anybatch.planner.trace.step_spec import StepSpec
 
 _TRAINED = {field.name for field in dataclasses.fields(TrainSpec)}

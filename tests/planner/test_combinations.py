@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import anybatch as ab
 from anybatch.diagnostics.memory.memory_report import record_memory
-from anybatch.engine.update import bf16_weights
-from anybatch.engine.update.bf16_weights import Bf16Weights
+from anybatch.engine import bf16_weights
+from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.devices import DEVICES, devices_of

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.core.collective_times import Link, ring_all_gather, ring_all_reduce
 from anybatch.core.size_choice import SecondsFit
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import PlanError, UserError
 from anybatch.parallel.control import ControlGroup, PendingMessage
 from anybatch.planner.forecast import one_rank

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 import anybatch as ab
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit, in_order

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.caching_allocator import largest_that_fits

@@ -9,7 +9,7 @@ import torch
 
 import anybatch as ab
 from anybatch.core.run_config import RunConfig
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.recipes.finetune import finetune
 from anybatch.recipes.planning.subjects import subject_of_job
 from anybatch.recipes.start import start

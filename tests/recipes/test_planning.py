@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.report import Plan

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 import anybatch as ab
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.micro_batch_size.search import Auto
-from anybatch.engine.spec import TrainSpec
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.recipes import prepare
 from anybatch.recipes.planning.size_limit import Largest, planned_largest

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import anybatch as ab
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
-from anybatch.engine.update.bf16_weights import Bf16Weights
+from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.errors import AnyBatchWarning, BatchSizeError, CompositionError, DataError, UserError
 from anybatch.recipes.job import make_model
 from anybatch.recipes.start import LEARNED, JobRun, resolve_settings, start

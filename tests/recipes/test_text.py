@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import anybatch as ab
 from anybatch.core.run_config import RunConfig
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.errors import DataError, UserError
 from anybatch.recipes.start import start
 from anybatch.recipes.text import (

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from anybatch.core.loss import LossSum, declared
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.whole_numbers import checked_int
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.inputs import collect_modules, world_of
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.user_code import collect_modules, world_of
 from anybatch.errors import CompositionError, LossError
 from anybatch.parallel.strategy import trainable
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import NonFiniteError
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
 

@@ -15,7 +15,7 @@ from anybatch.diagnostics.causes import find_causes, find_obstacle, no_gradient
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs
 from anybatch.diagnostics.repeated_draws import RepeatedDraws, ways_of_drawing
-from anybatch.engine.inputs import Model
+from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
 

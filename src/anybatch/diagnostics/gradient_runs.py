@@ -19,13 +19,12 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
 from anybatch.diagnostics.coupling import ForwardTraits, find_traits
 from anybatch.diagnostics.repeated_draws import RepeatedDraws
-from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.engine import Engine
-from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.comparison import SampleSource, Verdict, judge
 from anybatch.engine.loss_check.diagnosis import Diagnosis, diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
-from anybatch.engine.side_effects import SeededGenerators, without_side_effects
+from anybatch.engine.torch_internals import refused_in_backward
+from anybatch.engine.user_code import Model, SeededGenerators, collect_modules, without_side_effects
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World

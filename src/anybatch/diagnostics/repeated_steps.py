@@ -6,7 +6,7 @@ from typing import Any
 
 from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions, lengths_of, taken
 from anybatch.core.tree import Batch
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 
 
 def spec_for_repeated_steps(train: TrainSpec) -> TrainSpec:

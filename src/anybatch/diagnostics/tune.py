@@ -14,8 +14,8 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.tune_report import LoadingResult, SizeResult, TuneReport
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
 from anybatch.memory.host_memory import device_name
 from anybatch.memory.ledger import MemoryLedger

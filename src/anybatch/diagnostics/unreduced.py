@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
-from anybatch.engine.spec import Hardware
+from anybatch.engine.arguments import Hardware
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
 from anybatch.parallel.world import World

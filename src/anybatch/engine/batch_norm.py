@@ -13,7 +13,7 @@ from anybatch.core.loss import without_graph
 from anybatch.core.splitting import CutConstraints, Unit, group_sizes
 from anybatch.core.torch_internals import InstanceNormBase
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums, accumulate, forward_of
+from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate, forward_of
 from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.norms import Exact, Freeze, Policy, PolicyName, policy_of

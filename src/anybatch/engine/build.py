@@ -11,41 +11,42 @@ from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import declared
 from anybatch.core.records import Observer
-from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.planned_batch import PlannedBatch
+from anybatch.engine.accumulate import LoopContext
+from anybatch.engine.arguments import (
+    CheckedArguments,
+    Hardware,
+    TrainSpec,
+    check_arguments,
+    features_of_ranks,
+    refuse_wrong_types,
+)
 from anybatch.engine.batch_norm import BatchNormRunner, ranks_of
-from anybatch.engine.checked_arguments import CheckedArguments, check_arguments, refuse_wrong_types
 from anybatch.engine.checkpoint_saver import CheckpointSaver
-from anybatch.engine.compatibility import features_of_ranks
 from anybatch.engine.decisions import Decisions, first_decisions
-from anybatch.engine.failure import failures_reported
-from anybatch.engine.fingerprint import refuse_other_builds
-from anybatch.engine.first_steps import CutNotice, FirstSteps
+from anybatch.engine.first_steps import CutNotice, FirstSteps, MaskedParameters
 from anybatch.engine.forward_state import StateWatch
 from anybatch.engine.gradient_noise import NoiseMeter, refuse_preconditioner
-from anybatch.engine.inputs import captured_parameters, collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck, UncountedSums
-from anybatch.engine.masked_parameters import MaskedParameters
-from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, SizeBackoff, why_impossible
 from anybatch.engine.micro_batch_size.search import TrialParts
+from anybatch.engine.micro_batches import PlannedBatch
 from anybatch.engine.notifier import Notifier, start_record
-from anybatch.engine.parts import Parts
-from anybatch.engine.replica_check import ReplicaCheck
+from anybatch.engine.optimizer_memory import (
+    OptimizerStateMemory,
+    ResidentMemory,
+    prepare_for_training,
+    resident_tensors,
+)
+from anybatch.engine.parts import Parts, failures_reported
+from anybatch.engine.precision import LossScaler, Target, make_target
+from anybatch.engine.rank_comparison import ReplicaCheck, StepMeaning, refuse_other_builds
 from anybatch.engine.rng import advancing_generators, seed_of_state
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.schedule import Scheduler, WeightAverage, scheduler_of
 from anybatch.engine.spike_watch import KeptState, SpikeGuard
+from anybatch.engine.step import StepPlanner, StepRunner, choose_executor
 from anybatch.engine.step_guard import StepGuard
-from anybatch.engine.step_planner import StepPlanner
-from anybatch.engine.step_runner import StepRunner, choose_executor
-from anybatch.engine.step_state import StepState
-from anybatch.engine.update.clipping import ClipByNorm, refuse_groups
-from anybatch.engine.update.optimizer_state import OptimizerStateMemory, prepare_for_training
-from anybatch.engine.update.precision import LossScaler, Target, make_target
-from anybatch.engine.update.resident_tensors import ResidentMemory, resident_tensors
-from anybatch.engine.update.schedule import Scheduler, scheduler_of
-from anybatch.engine.update.updater import FiniteCheck, Updater
-from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.engine.updater import ClipByNorm, FiniteCheck, StepState, Updater, refuse_groups
+from anybatch.engine.user_code import captured_parameters, collect_modules, move_modules, world_of
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.replicas import refuse_joined_kernels, refuse_whole_updates

@@ -23,17 +23,7 @@ def num_processes(world: World) -> int:
 def _begin_on_all_ranks(
     make: Callable[[], SharedSave], writers: Sequence[int], world: World, *, copied: bool
 ) -> tuple[Path, SharedSave | None]:
-    """Begin a checkpoint, and deal its parts to the processes that write it.
-
-    Args:
-        make: returns this process's share.
-        writers: the processes that write.
-        world: the ranks.
-        copied: copy the parts to host memory.
-
-    Returns:
-        The checkpoint's path, and this process's share; None if it does not write.
-    """
+    """Begin a checkpoint, and deal its parts to the processes that write it."""
     shares: list[SharedSave] = []
     writes = world.process in writers
 
@@ -69,13 +59,6 @@ def _abandoned_after_error(shares: Sequence[SharedSave | None], world: World) ->
 @contextmanager
 def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
     """Open the newest intact checkpoint, the same one on every rank.
-
-    Args:
-        path: one checkpoint, or a folder of checkpoints.
-        world: the ranks. Each verifies the digest of a file of whole tensors, or of some of the files of parts.
-
-    Yields:
-        The checkpoint; its tensors can be read from the files within the context.
 
     Raises:
         CheckpointError: no checkpoint is intact, or ranks see different ones.
@@ -140,12 +123,6 @@ class CheckpointSaver:
 
     A thread of each process writes the data that the process has copied; on the first process it renames the checkpoint
     when all files are complete. Threads use no collectives, which could interfere with a step.
-
-    Args:
-        world: the ranks.
-
-    Attributes:
-        writing: the newest background save; None before the first one and after waiting for it.
     """
 
     def __init__(self, world: World) -> None:
@@ -156,14 +133,6 @@ class CheckpointSaver:
         self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool, wait: bool
     ) -> tuple[Path, SavedCheckpoint | None]:
         """Write a checkpoint; return its path, and the checkpoint if it is complete.
-
-        Args:
-            folder: of the run's checkpoints.
-            step: of the checkpoint.
-            state: result of `collect_state`, in parts or whole.
-            keep_last: number of checkpoints to keep.
-            in_parts: whether the state is in parts, one for each process; else the first process writes all of it.
-            wait: return when the checkpoint is complete. False: when it is copied to host memory; threads write it.
 
         Raises:
             CheckpointError, UserError: on the rank that failed; the others raise a RankFailedError with it.
@@ -213,9 +182,6 @@ class CheckpointSaver:
 
     def close(self, *, failed: bool) -> SavedCheckpoint | None:
         """Wait for the background save on this rank alone, and return its checkpoint as `completed` does.
-
-        Args:
-            failed: the run has ended with an error, so missing files of other ranks will not appear.
 
         Raises:
             CheckpointError: it could not be saved, or another rank ended before it had written its part.

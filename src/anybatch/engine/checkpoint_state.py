@@ -17,9 +17,8 @@ from anybatch.checkpoints.tensors import StoredTensor
 from anybatch.core.geometry import Sizes
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.random_state import host_random_state, restore_host_random_state
-from anybatch.engine.update.precision import LossScaler, Target
-from anybatch.engine.update.schedule import Stateful
-from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.engine.precision import LossScaler, Target
+from anybatch.engine.schedule import Stateful, WeightAverage
 from anybatch.errors import CheckpointError
 from anybatch.parallel.local_parts import is_dtensor
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
@@ -40,18 +39,6 @@ class StateParts:
     """The parts of an engine that change during training.
 
     Seeded random numbers need no state: they follow from the seed, the step and the sample.
-
-    Attributes:
-        modules: all trained modules.
-        layout: how tensors are sharded.
-        target: the optimizer and its weights.
-        sharding: how ranks share the update, or None.
-        scaler: the gradient scaler of fp16; disabled for other precisions.
-        scheduler: any object with a state, or None.
-        average: averaged weights, or None.
-        noise: averages of the gradient's noise, or None.
-        generators: generators that the forward advances; empty if random numbers are seeded.
-        further: the user's objects, by name.
     """
 
     modules: nn.Module
@@ -68,16 +55,7 @@ class StateParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The counters and sizes of a run.
-
-    Attributes:
-        num_steps: completed steps.
-        data: progress in all data sets, see `RunProgress.state_dict`.
-        seed: seed of random numbers; None: the seed of the data.
-        sizes: the sizes from the user or from a search.
-        resized: their later changes after out of memory; None without changes.
-        decisions: automatic choices, with reasons.
-    """
+    """The counters and sizes of a run."""
 
     num_steps: int
     data: Mapping[str, Any]
@@ -94,13 +72,6 @@ def collect_state(
 
     A collective, since tensors may be sharded, and unseeded generators differ between ranks. Tensors of replicas are
     not copied.
-
-    Args:
-        parts: the parts with a state.
-        progress: counters and sizes.
-        world: the ranks.
-        only_trainable: leave out frozen parameters.
-        in_parts: return the local part of each tensor, for `SharedSave`, instead of gathering whole tensors.
     """
     target, scaler = parts.target, parts.scaler
     gather = partial(_held, layout=parts.layout) if in_parts else parts.layout.gather
@@ -157,15 +128,6 @@ def _without_buffers(state: Mapping[str, Any], modules: nn.Module) -> dict[str, 
 
 def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[Remark]:
     """Restore a collected state; change nothing unless all of it fits.
-
-    Args:
-        parts: the parts to restore.
-        state: result of `collect_state`, possibly of an earlier version; from a file with `StoredTensor`s, of which
-            each rank reads its part.
-        world: the ranks.
-
-    Returns:
-        Warnings about differences that do not prevent a resume.
 
     Raises:
         CheckpointError: the state has another model, optimizer or precision; the message has both values.
@@ -384,12 +346,7 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
 
 
 def state_of_first_rank(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return the collected state of rank 0 on every rank; broadcasts tensors one by one.
-
-    Args:
-        state: this rank's.
-        world: the ranks.
-    """
+    """Return the collected state of rank 0 on every rank; broadcasts tensors one by one."""
     tensors = list(tensors_of(state)) if world.is_first else []
     # Tensors on the meta device describe the tensors that follow.
     form = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta")) if world.is_first else None

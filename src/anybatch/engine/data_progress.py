@@ -19,18 +19,7 @@ _OWN: Final = "batches that are not from ab.batches"
 
 @dataclass(slots=True, eq=False)
 class DataProgress:
-    """Progress in one data set.
-
-    Attributes:
-        key: identifies the data set in a checkpoint.
-        position: where the next batch begins.
-        digest: checksum of the epoch's ids before the position, from a checkpoint; None: not known.
-        order: ids of the epoch in the order a sampler drew, from a checkpoint; None: it is drawn.
-        iteration: the newest iteration over the data set; None until there is one in this process.
-        is_resumed: whether the next batch must begin at exactly this position.
-        is_stepped: whether a step was made on the data set in this process.
-        has_begun: whether the newest iteration has been moved to this position.
-    """
+    """Progress in one data set."""
 
     key: Key
     position: Position = field(default_factory=Position)
@@ -136,12 +125,7 @@ class RunProgress:
         return found
 
     def advance(self, progress: DataProgress, end: Position) -> None:
-        """Count a step on a data set.
-
-        Args:
-            progress: in that data set.
-            end: the position after the step.
-        """
+        """Count a step on a data set."""
         progress.position = end
         progress.is_resumed, progress.is_stepped = False, True
         self._newest = progress

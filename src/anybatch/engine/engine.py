@@ -17,27 +17,25 @@ from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Deal
+from anybatch.engine.arguments import Hardware, TrainSpec
+from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.build import build
 from anybatch.engine.data_progress import RunProgress
 from anybatch.engine.decisions import Decisions
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.engine.inputs import Model, checked_path
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.notifier import ResidentTensors
+from anybatch.engine.optimizer_memory import evaluation_weights
 from anybatch.engine.parts import SaveForm
+from anybatch.engine.precision import OptimizerFunction
 from anybatch.engine.rng import Rng
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.schedule import Scheduler, SchedulerFunction, Stateful, WeightAverage
 from anybatch.engine.spike_watch import SpikeAction, SpikeWatch
-from anybatch.engine.step_runner import SummedBatch
-from anybatch.engine.update.bf16_weights import Bf16Weights
-from anybatch.engine.update.clipping import ClipArgument
-from anybatch.engine.update.optimizer_state import evaluation_weights
-from anybatch.engine.update.precision import OptimizerFunction
-from anybatch.engine.update.schedule import Scheduler, SchedulerFunction, Stateful
-from anybatch.engine.update.updater import Updated
-from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.engine.step import SummedBatch
+from anybatch.engine.updater import ClipArgument, Updated
+from anybatch.engine.user_code import Model, checked_path
 from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy

@@ -19,9 +19,9 @@ from anybatch.core.splitting import Unit
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
 from anybatch.core.whole_numbers import refuse_unless
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
-from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch, to_device
+from anybatch.engine.accumulate import LoopContext, MicroBatch
 from anybatch.engine.micro_batch_size.oom_retry import OomHalving
+from anybatch.engine.micro_batches import PlannedBatch, plan_effective_batch, to_device
 from anybatch.engine.two_pass import (
     Outputs,
     call_on_whole,
@@ -52,14 +52,6 @@ def evaluate(
     """Return the mean of each metric over all batches and ranks, and the number of samples; see `Engine.evaluate`.
 
     A micro-batch that does not fit runs in halves, which gives the same sums.
-
-    Args:
-        batches: as in `Engine.evaluate`.
-        metric: a declared loss, a metric function, or a metric over the whole set.
-        context: the objects that the loop calls.
-        placement: how batches are cut.
-        world: the ranks.
-        on_halved: called with the sizes before and after, if a micro-batch does not fit.
     """
     refuse_unless(_is_iterable(batches), "batches", batches, "an iterable of batches, such as ab.batches(...)")
     is_object = hasattr(metric, "update") and hasattr(metric, "compute")

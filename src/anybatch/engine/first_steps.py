@@ -1,31 +1,35 @@
 """The work of an engine's first steps: determine sizes, check the loss, and warn about likely mistakes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import nn
+
 from anybatch.core.batch import Position, lengths_of
+from anybatch.core.buffers import BufferValues
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.torch_internals import BatchNormBase
-from anybatch.engine.accumulation.planned_batch import PlannedBatch
+from anybatch.core.tree import Batch, copied, count_samples, moved_to, tensors_of
+from anybatch.data.effective_batch import DatasetBatch
+from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.decisions import Decisions
 from anybatch.engine.forward_state import StateWatch
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.search import TrialParts
 from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.micro_batches import PlannedBatch, RankShare, is_effective_batch
 from anybatch.engine.notifier import Notifier
-from anybatch.errors import LossError
+from anybatch.engine.user_code import Model, trial_run
+from anybatch.errors import DataError, LossError
+from anybatch.parallel.replicas import digest
+from anybatch.parallel.world import World
 
 
 class CutNotice:
-    """Warns once, in the first step with several micro-batches, that each is normalised by its own statistics.
-
-    Args:
-        layers: the BatchNorm layers, by name.
-        is_chosen: the user has chosen a policy; disables the warning.
-        notifier: sends the warning.
-    """
+    """Warns once, in the first step with several micro-batches, that each is normalised by its own statistics."""
 
     def __init__(self, layers: Mapping[str, BatchNormBase], notifier: Notifier, *, is_chosen: bool) -> None:
         self._layers = {} if is_chosen else dict(layers)
@@ -143,3 +147,155 @@ class FirstSteps:
                 "ab.LossSum(total, count)."
             )
             raise LossError(message)
+
+
+_NUM_LOOKS = 2
+_MAX_NAMES = 4
+
+
+class MaskedParameters:
+    """Checks parameters without a gradient after a step that has skipped micro-batches.
+
+    A micro-batch with a count of zero (all of its targets are masked) is not run. An optimizer skips a parameter whose
+    gradient is None, whereas weight decay and momentum change a parameter whose gradient is zero. One forward of a
+    skipped micro-batch shows whether it uses the parameter. Two steps are checked.
+    """
+
+    def __init__(self, context: LoopContext, model: Model, modules: nn.Module, notifier: Notifier) -> None:
+        self._context = context
+        self._model = model
+        self._modules = modules
+        self._notifier = notifier
+        self.looks_left = _NUM_LOOKS
+
+    def look(self, left_out: Batch, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Warn if a skipped micro-batch uses a parameter that has no gradient in this step."""
+        names = [
+            name
+            for name, gradient in zip(self._context.prepared.parameters, gradients, strict=True)
+            if gradient is None
+        ]
+        if not names:
+            return
+        self.looks_left -= 1
+        parameters = [self._context.prepared.parameters[name] for name in names]
+        buffers, device = BufferValues(self._modules), parameters[0].device
+        try:
+            with (
+                trial_run(),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                self._context.autocast(),
+            ):
+                output = self._context.loss.function(self._model, moved_to(copied(left_out), device))
+                roots = [one.sum() for one in tensors_of(output) if one.requires_grad]
+                found = torch.autograd.grad(roots, parameters, allow_unused=True) if roots else ()
+        except Exception:  # noqa: BLE001 (such as a loss that fails if all targets are masked)
+            return
+        finally:
+            buffers.restore()
+        reached = [name for name, gradient in zip(names, found, strict=False) if gradient is not None]
+        if reached:
+            more = f" and {len(reached) - _MAX_NAMES} more" if len(reached) > _MAX_NAMES else ""
+            message = (
+                f"only micro-batches with all targets masked use {', '.join(reached[:_MAX_NAMES])}{more}. Such "
+                "micro-batches are not run, so the optimizer skips these parameters; in the un-split batch their "
+                "gradient is zero, and weight decay and momentum change them. Use larger micro-batches, or remove "
+                "samples without targets from the data."
+            )
+            self._notifier.warn("parameters_reached_where_masked", message, everywhere=True)
+
+
+_NUM_COMPARED = 4
+"""Number of samples that ranks compare before the first step on a data set."""
+
+
+def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
+    """Refuse the first step on a data set if the ranks' batches do not fit together.
+
+    Raises:
+        DataError: on every rank: shares of two ranks have exactly the same samples, processes of one rank have
+            different samples, or ranks have different effective batches or data sets.
+    """
+    if is_effective_batch(batch):
+        # Hashes of whole numbers are the same in every process; hashes of strings are not.
+        word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
+        subset = batch.iteration.source.subset_digest if isinstance(batch, DatasetBatch) else 0
+        data = (subset, _first_samples(batch))
+        for rank, (other, there) in enumerate(world.gather_from_processes((word, data))):
+            if other != word:
+                message = (
+                    f"rank {world.process} has another effective batch than rank {rank}: {word[1]} with seed "
+                    f"{word[0]} and {other[1]} with seed {other[0]}, or other samples. Use ab.batches with the "
+                    "same data set, size and seed, and the engine with the same sizes, on every rank."
+                )
+                raise DataError(message)
+            # Samples that differ in each load (None) cannot be compared.
+            if data[0] != there[0] or (data[1] != there[1] and None not in (data[1], there[1])):
+                is_stream = data[0] is None
+                raise DataError((_differing_streams if is_stream else _differing_data)(world.process, rank))
+        return
+    # Samples of a user's loader have no ids, so their bytes are compared.
+    of_processes = world.gather_from_processes(_digest(batch.batch if isinstance(batch, RankShare) else batch))
+    for group in world.model_groups:
+        other = next((one for one in group if of_processes[one] != of_processes[group[0]]), None)
+        if other is not None:
+            message = (
+                f"processes {group[0]} and {other} run one model together, but have different samples in the first "
+                "step. Only data-parallel ranks get different samples: use ab.batches, ab.shares(loader, "
+                "world=engine.world), or a sampler with num_replicas=engine.world.size and rank=engine.world.rank."
+            )
+            raise DataError(message)
+    digests = world.of_ranks(of_processes)
+    for rank, found in enumerate(digests):
+        if found is not None and found in digests[:rank]:
+            message = (
+                f"ranks {digests.index(found)} and {rank} have the same samples in the first step, so every sample "
+                f"would count {digests.count(found)} times. Give each rank different samples, with ab.batches or a "
+                "DistributedSampler."
+            )
+            raise DataError(message)
+
+
+def _first_samples(batch: Any) -> Any:  # noqa: ANN401 (an `EffectiveBatch`)
+    """Return a fingerprint of the first few samples; None if they differ in each load."""
+    unit = range(min(_NUM_COMPARED, len(batch.sample_ids)))
+    once, again = (_fingerprint(next(iter(batch.feed([unit])))) for _ in range(2))
+    return once if once == again else None
+
+
+def _differing_data(rank: int, other: int) -> str:
+    return (
+        f"rank {rank} has other samples in its data set than rank {other}. ab.batches gives each rank its share of "
+        "one data set, so it must be the same on all ranks. Use the same seed for random splits: "
+        "random_split(data, sizes, generator=torch.Generator().manual_seed(0))."
+    )
+
+
+def _differing_streams(rank: int, other: int) -> str:
+    return (
+        f"rank {rank} reads other samples from the stream than rank {other}. ab.batches gives each rank its share of "
+        "the stream, so every rank must read the whole stream; if the data set divides it by rank, samples are lost. "
+        "Remove this division and seed its generators equally on every rank; or keep it, and use "
+        "ab.shares(DataLoader(dataset), effective_batch_size=...)."
+    )
+
+
+def _fingerprint(sample: Any) -> Any:  # noqa: ANN401 (any type of sample)
+    """Return values that identify a sample in any process; for unknown objects only the type."""
+    if isinstance(sample, torch.Tensor):
+        return digest(sample)
+    if isinstance(sample, (str, bytes, bool, int, float, type(None))):
+        return repr(sample)
+    if isinstance(sample, Mapping):
+        return [(repr(key), _fingerprint(value)) for key, value in sample.items()]
+    if isinstance(sample, (list, tuple)):
+        return [_fingerprint(value) for value in sample]
+    tensors = [digest(tensor) for tensor in tensors_of(sample)]
+    return [type(sample).__name__, sample.tobytes() if hasattr(sample, "tobytes") else tensors]
+
+
+def _digest(batch: Batch | None) -> tuple[int, ...] | None:
+    """Return a fingerprint of every tensor of a batch; None for an empty one."""
+    if batch is None or not count_samples(batch):
+        return None
+    return tuple(digest(tensor) for tensor in tensors_of(batch))

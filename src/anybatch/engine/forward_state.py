@@ -19,7 +19,7 @@ from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan, CutConstraints
 from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase, num_changes
 from anybatch.data.random_state import host_random_digest
-from anybatch.engine.accumulation.accumulate import MicroBatch
+from anybatch.engine.accumulate import MicroBatch
 from anybatch.engine.notifier import Notifier
 from anybatch.engine.torch_internals import is_compiled
 from anybatch.errors import CompositionError, UserError

@@ -18,8 +18,8 @@ from anybatch.core.loss_kinds import SAMPLES
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.torch_internals import dense_values
 from anybatch.core.whole_numbers import checked_int
-from anybatch.engine.accumulation.accumulate import MicroBatch, Sums
-from anybatch.engine.update.precision import LossScaler, Target
+from anybatch.engine.accumulate import MicroBatch, Sums
+from anybatch.engine.precision import LossScaler, Target
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.strategy import Prepared
@@ -64,12 +64,6 @@ class GradientNoise:
 def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feature, str], world: World) -> None:
     """Refuse to measure if a micro-batch's gradient is not a sum over its samples, or is spread over processes.
 
-    Args:
-        noise: the measurement; None for none.
-        loss: the declared loss.
-        features: of the run.
-        world: the ranks.
-
     Raises:
         CompositionError: with the reason.
     """
@@ -106,11 +100,6 @@ def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feat
 def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared: Prepared) -> None:
     """Refuse to precondition if the optimizer has no second moment, or a rank has only a part of it.
 
-    Args:
-        noise: the measurement; None for none.
-        target: the optimizer and its weights.
-        prepared: the model as the strategy has prepared it.
-
     Raises:
         CompositionError: with the reason.
     """
@@ -128,16 +117,7 @@ def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseOfStep:
-    """The sums of one effective batch that determine its gradient's noise; on the device.
-
-    Attributes:
-        squares: squared norm of the summed gradient, by row.
-        numbers: result of `NoiseMeter.numbers`, summed over ranks.
-        counts: of each loss term, over all ranks.
-        guess: provisional divisor of the micro-batches if counts come with the losses; otherwise None.
-        loss_scale: factor of fp16 in all of these gradients.
-        num_samples: of the effective batch, over all ranks.
-    """
+    """The sums of one effective batch that determine its gradient's noise; on the device."""
 
     squares: Float[Tensor, " row"]
     numbers: Float[Tensor, " numbers"]
@@ -179,14 +159,6 @@ class NoiseMeter:
 
     A hook before `AccumulateGrad` receives the gradient; the sum and its memory are not touched. Hooks are registered
     only while micro-batches of a measured step run.
-
-    Args:
-        noise: what to measure, and how often.
-        prepared: the model as the strategy has prepared it.
-        target: the optimizer and its weights.
-        scaler: the gradient scaler of fp16; disabled for other precisions.
-        loss: the declared loss.
-        world: the ranks.
     """
 
     def __init__(
@@ -233,12 +205,7 @@ class NoiseMeter:
         )
 
     def effective_batch(self, step: int, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return the context for running, or repeating, the micro-batches of an effective batch.
-
-        Args:
-            step: its number.
-            plan: its plan; with fewer than two micro-batches over all ranks nothing is measured.
-        """
+        """Return the context for running, or repeating, the micro-batches of an effective batch."""
         self._seen = None
         num_units = sum(unit.weight > 0 for share in plan.shares for unit in share)
         if step % self._noise.every or num_units < 2:  # noqa: PLR2004 (differences need two)
@@ -260,12 +227,7 @@ class NoiseMeter:
         seen.is_fit = seen.is_fit and (factor.count > 0 or not factor.adds_without_count)
 
     def numbers(self, sums: Sums, *, is_late: bool) -> Float[Tensor, " numbers"]:
-        """Return the values that ranks sum, (1 + rows,): squares of counts and norms; zeros if nothing is measured.
-
-        Args:
-            sums: of this rank's micro-batches.
-            is_late: counts come with the losses.
-        """
+        """Return the values that ranks sum, (1 + rows,): squares of counts and norms; zeros if nothing is measured."""
         seen = self._seen
         if seen is None:
             return self._zeros(self.num_numbers)
@@ -290,13 +252,6 @@ class NoiseMeter:
 
         Ranks have agreed on the step, so it must not run out of memory: its memory was allocated before micro-batches
         ran. Only the norms of sparse, non-contiguous or sharded gradients (as under FSDP) allocate here.
-
-        Args:
-            gradients: of each parameter, summed over micro-batches and ranks, and divided.
-            numbers: of all ranks, summed.
-            counts: of each loss term in the effective batch, over all ranks.
-            plan: of the effective batch.
-            guess: provisional divisor of the micro-batches if counts come with the losses; otherwise None.
         """
         seen, self._seen = self._seen, None
         if seen is None:

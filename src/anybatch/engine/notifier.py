@@ -35,8 +35,8 @@ from anybatch.core.records import (
 from anybatch.core.reports import StepReport
 from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import MicroBatch
-from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
+from anybatch.engine.accumulate import MicroBatch
+from anybatch.engine.micro_batches import CountedBatch, PlannedBatch
 from anybatch.errors import warn_user
 from anybatch.memory.device_memory import begin_peak, memory_in_use
 from anybatch.memory.trace import Category

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
@@ -16,7 +18,7 @@ from anybatch.core.batch import Position
 from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.reports import StepReport
 from anybatch.core.whole_numbers import refuse_unless
-from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.batch_norm import BatchNormRunner
 from anybatch.engine.checkpoint_saver import CheckpointSaver, loaded_on_all_ranks
 from anybatch.engine.checkpoint_state import (
@@ -28,22 +30,20 @@ from anybatch.engine.checkpoint_state import (
 )
 from anybatch.engine.data_progress import RunProgress
 from anybatch.engine.decisions import Decisions
-from anybatch.engine.failure import failures_reported
-from anybatch.engine.fingerprint import refuse_other_forms
 from anybatch.engine.gradient_noise import NoiseMeter
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.oom_retry import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.notifier import Notifier, ResidentTensors
-from anybatch.engine.replica_check import ReplicaCheck
+from anybatch.engine.rank_comparison import ReplicaCheck, refuse_other_forms
 from anybatch.engine.rng import advancing_generators
+from anybatch.engine.schedule import Stateful, unsaved_scheduler
 from anybatch.engine.spike_watch import SCHEDULED, SpikeGuard
+from anybatch.engine.step import StepPlanner, StepRunner, SummedBatch
 from anybatch.engine.step_guard import StepGuard
-from anybatch.engine.step_planner import StepPlanner
-from anybatch.engine.step_runner import StepRunner, SummedBatch
-from anybatch.engine.update.schedule import Stateful, unsaved_scheduler
-from anybatch.engine.update.updater import Updated, Updater
-from anybatch.errors import CheckpointError, UserError
+from anybatch.engine.torch_internals import refused_in_backward
+from anybatch.engine.updater import Updated, Updater
+from anybatch.errors import AnyBatchError, CheckpointError, MemoryExhaustedError, NonFiniteError, UserError, WorldError
 from anybatch.parallel.world import World
 
 _RAISED_LATER = (
@@ -70,29 +70,7 @@ class SaveForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of an engine. No part references the engine, so it is freed immediately when it is dropped.
-
-    Attributes:
-        world: the ranks.
-        modules: all trained modules.
-        context: the objects that the loop calls: loss, strategy, prepared model and others.
-        sizes: how batches are cut.
-        backoff: smaller sizes after out of memory.
-        check: check of the loss's declaration.
-        planner: plans steps.
-        guard: detects gradient changes outside the engine.
-        runner: runs planned steps.
-        updater: updates parameters.
-        noise: measures the gradient's noise; None: not measured.
-        replicas: compares weights over ranks.
-        batch_norm: runs micro-batches under the BatchNorm policy.
-        decisions: automatic choices.
-        notifier: sends records to observers.
-        saver: writes checkpoints.
-        spikes: watches losses and gradient norms; None: not watched.
-        further_state: the user's objects whose state is saved, by name.
-        loss_weights: the weight of each loss term, by name.
-    """
+    """The parts of an engine. No part references the engine, so it is freed immediately when it is dropped."""
 
     world: World
     modules: nn.Module
@@ -141,12 +119,6 @@ class Parts:
     ) -> AbstractContextManager[None]:
         """Return the context of an engine call; see `failures_reported`.
 
-        Args:
-            name: of the call, such as "engine.step".
-            step: its number; None between steps.
-            needs_whole_update: refuse the call after an interrupted update.
-            barrier: wait for all ranks first; for rare calls.
-
         Raises:
             UserError: a step is running.
         """
@@ -174,14 +146,7 @@ class Parts:
     def collect(
         self, num_steps: int, progress: RunProgress, *, only_trainable: bool, in_parts: bool = False
     ) -> dict[str, Any]:
-        """Return the complete state of the run; see `collect_state`.
-
-        Args:
-            num_steps: completed steps.
-            progress: in all data sets.
-            only_trainable: leave out frozen parameters.
-            in_parts: return this process's parts of tensors, instead of whole tensors.
-        """
+        """Return the complete state of the run; see `collect_state`."""
         saved = Progress(
             num_steps=num_steps,
             data=progress.state_dict(),
@@ -195,14 +160,7 @@ class Parts:
         return {**state, "own_seed": self.planner.own_seed, "spikes": spikes}
 
     def save(self, folder: Path, num_steps: int, progress: RunProgress, form: SaveForm) -> Path:
-        """Write a checkpoint; see `Engine.save`.
-
-        Args:
-            folder: of the run's checkpoints.
-            num_steps: completed steps.
-            progress: in all data sets.
-            form: how to write it.
-        """
+        """Write a checkpoint; see `Engine.save`."""
         updater = self.updater
         if unsaved := unsaved_scheduler(updater.target.optimizer, (updater.scheduler, *self.further_state.values())):
             self.notifier.warn("scheduler_not_saved", unsaved)
@@ -236,12 +194,7 @@ class Parts:
             self.notifier.checkpoint("saved", step_of(saved.path), saved.path, saved.num_bytes)
 
     def of_first_rank(self, num_steps: int, progress: RunProgress) -> tuple[tuple[str, ...], dict[str, Any] | None]:
-        """Return the names of the weights that differ between ranks, and rank 0's state; None with a single rank.
-
-        Args:
-            num_steps: completed steps.
-            progress: in all data sets.
-        """
+        """Return the names of the weights that differ between ranks, and rank 0's state; None with a single rank."""
         names, _ = self.replicas.differing()
         self.updater.finite.settle()
         if self.world.roll_call is None:
@@ -250,10 +203,6 @@ class Parts:
 
     def restore(self, state: Mapping[str, Any], path: Path | None) -> None:
         """Restore a collected state.
-
-        Args:
-            state: result of `collect`.
-            path: its checkpoint; None if it was sent by another rank.
 
         Raises:
             CheckpointError: it does not fit; nothing has changed then.
@@ -324,12 +273,7 @@ class Parts:
         return loaded.path
 
     def describe(self, num_steps: int, position: Position) -> str:
-        """Return a summary of the engine in one line.
-
-        Args:
-            num_steps: completed steps.
-            position: the place in the data.
-        """
+        """Return a summary of the engine in one line."""
         world, sizes = self.world, self.sizes.sizes
         num_weights = sum(parameter.numel() for parameter in self.context.prepared.parameters.values())
         ranks = f"{world.size} rank{'s' * (world.size > 1)} ({world.device})"
@@ -350,15 +294,113 @@ class Parts:
         self.updater.state.skip()
 
     def close(self, error: BaseException | None, num_steps: int) -> None:
-        """Remove every hook from the model and the optimizer, and report an error to the other ranks.
-
-        Args:
-            error: the error that ended the run, if any.
-            num_steps: completed steps.
-        """
+        """Remove every hook from the model and the optimizer, and report an error to the other ranks."""
         if error is not None:
             self.world.fail_between_calls(error, num_steps)
         self.clear_gradients()
         self.context.strategy.close()
         self.batch_norm.close()
         self.updater.scaler.close()
+
+
+class failures_reported:  # noqa: N801 (used like the functions of contextlib)
+    """Context of a call on all ranks: clean up after an error, and report it to the other ranks.
+
+    A class, because a generator context is several times as slow, which is measurable in each step.
+
+    Raises:
+        RanksDifferError: another rank made a different call.
+        RankFailedError: a collective failed because another rank has left it.
+        CompositionError: the error comes from a combination that is known not to work.
+    """
+
+    __slots__ = ("_barrier", "_check", "_name", "_step", "_undo", "_world")
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        step: int | None,
+        undo: Callable[[], None],
+        *,
+        check: Callable[[], None] | None = None,
+        barrier: bool = False,
+    ) -> None:
+        self._world = world
+        self._name = name
+        self._step = step
+        self._undo = undo
+        self._check = check
+        self._barrier = barrier
+
+    def __enter__(self) -> None:
+        roll_call = self._world.roll_call
+        if roll_call is not None:
+            self._world.enter(self._name, self._step, barrier=self._barrier)
+        try:
+            if self._check is not None:
+                self._check()
+            if roll_call is not None:
+                roll_call.wait_at_barrier()
+        except BaseException as error:
+            self._handle(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._handle(error)
+        elif self._world.roll_call is not None:
+            self._world.roll_call.leave()
+
+    def _handle(self, error: BaseException) -> None:
+        """Undo, report the error to the other ranks, and raise a replacement for it, if there is one."""
+        try:
+            # First, because the following lines may raise.
+            self._restore_state(error)
+            raised = _reported(error, self._world, self._step)
+            if raised is not error:
+                raise raised from error
+        finally:
+            if self._world.roll_call is not None:
+                self._world.roll_call.leave()
+
+    def _restore_state(self, error: BaseException) -> None:
+        try:
+            self._undo()
+        except Exception as second:  # noqa: BLE001 (a broken device fails every call; the first error is the cause)
+            error.add_note(
+                f"anybatch: restoring the state from before the step failed too ({type(second).__name__}: {second}). "
+                "Load the last checkpoint before you continue."
+            )
+
+
+def _reported(error: BaseException, world: World, step: int | None) -> BaseException:
+    """Report an error to the other ranks, and return the error to raise."""
+    if not isinstance(error, AnyBatchError):
+        place = "between steps" if step is None else f"in step {step} (counted from 0)"
+        error.add_note(f"anybatch: {place}, on rank {world.process} of {world.num_processes}.")
+    _complete(error, world.process, step)
+    refused: AnyBatchError | None = refused_in_backward(error)
+    # A collective that another rank has left raises a RuntimeError here; the cause is the other rank's error.
+    broken = isinstance(error, RuntimeError) and not isinstance(
+        error, (WorldError, MemoryExhaustedError, torch.OutOfMemoryError)
+    )
+    roll_call = world.roll_call
+    if refused is None and broken and roll_call is not None and (world.published_failure() or roll_call.ended_ranks):
+        refused = roll_call.cause_of(error)  # most likely a collective in the user's module
+    # After the last message of a step the other ranks have continued, unless they raise the same error.
+    ahead = roll_call is not None and roll_call.has_agreed and not isinstance(error, (NonFiniteError, WorldError))
+    world.publish_failure(refused or error, step, ahead=ahead)
+    if roll_call is not None:
+        roll_call.fail(ahead=ahead)
+    return refused or error
+
+
+def _complete(error: BaseException, rank: int, step: int | None) -> None:
+    """Fill in fields that were unknown where the error was raised."""
+    if isinstance(error, (MemoryExhaustedError, NonFiniteError)) and error.step is None:
+        error.step = step
+    if isinstance(error, MemoryExhaustedError) and error.rank is None:
+        error.rank = rank

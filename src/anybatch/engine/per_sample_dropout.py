@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core.randomness import sample_bits, sample_keys, step_seed
 from anybatch.core.torch_internals import is_in_backward
-from anybatch.engine.accumulation.accumulate import MicroBatch
+from anybatch.engine.accumulate import MicroBatch
 from anybatch.engine.torch_internals import packing_function
 from anybatch.errors import CompositionError, UserError
 

@@ -9,7 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
-from anybatch.engine.accumulation.accumulate import MicroBatch, Randomness
+from anybatch.engine.accumulate import MicroBatch, Randomness
 from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness, device_generators
 from anybatch.errors import UserError
 from anybatch.parallel.local_parts import local_part

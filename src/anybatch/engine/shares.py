@@ -11,8 +11,8 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from anybatch.core.splitting import even_parts
 from anybatch.core.tree import copied, join_samples, read_samples, slice_samples
 from anybatch.core.whole_numbers import checked_int, refuse_unless
-from anybatch.engine.accumulation.planned_batch import RankShare
-from anybatch.engine.failure import failures_reported
+from anybatch.engine.micro_batches import RankShare
+from anybatch.engine.parts import failures_reported
 from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError
 from anybatch.parallel.world import World
 
@@ -94,12 +94,7 @@ def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShar
 
 
 class _Samples:
-    """The samples of a loader, available in any number.
-
-    Attributes:
-        num_read: samples that have been read but not taken.
-        is_over: whether the loader has ended.
-    """
+    """The samples of a loader, available in any number."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches

@@ -14,9 +14,9 @@ from anybatch.core.reports import StepReport
 from anybatch.core.spikes import Spike, SpikeDetector, SpikeRule
 from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.update.precision import Target
-from anybatch.engine.update.updater import Updater
-from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.engine.precision import Target
+from anybatch.engine.schedule import WeightAverage
+from anybatch.engine.updater import Updater
 from anybatch.errors import UserError
 
 SCHEDULED = frozenset(

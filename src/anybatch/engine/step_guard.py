@@ -13,7 +13,6 @@ from torch import nn
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.torch_internals import BatchNormBase, num_changes
 from anybatch.core.tree import Batch
-from anybatch.engine.inputs import Model
 from anybatch.engine.notifier import Notifier
 from anybatch.engine.torch_internals import (
     DropoutBase,
@@ -23,6 +22,7 @@ from anybatch.engine.torch_internals import (
     tensor_hooks,
     without_tensor_hooks,
 )
+from anybatch.engine.user_code import Model
 from anybatch.errors import LossError, ParameterError
 from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.strategy import ParameterLayout, Prepared
@@ -44,18 +44,6 @@ class StepGuard:
 
     Gradients add up in `.grad`. Between steps the user may change `.grad`, parameters and modes, so each step begins
     with a check of these. The loss function runs while gradients add up, so its calls are checked too.
-
-    Args:
-        model: the user's model, or a dict of models.
-        modules: all trained modules.
-        prepared: the model as the strategy has prepared it.
-        notifier: sends warnings.
-        world: the ranks.
-        replaces_parameters: the strategy replaces parameters of the modules, and they change during a step.
-
-    Attributes:
-        may_run: whether this rank, or possibly another one, has user hooks to run in this step.
-        steps_left: remaining first steps in which every call of the loss function is checked.
 
     Raises:
         ParameterError: a parameter has a hook that runs after each accumulation.
@@ -153,9 +141,6 @@ class StepGuard:
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the user's hooks on parameters (`Tensor.register_hook`) once, on the summed gradients, in place.
 
-        Args:
-            gradients: of each trainable parameter, summed and divided; None for one that no rank used.
-
         Raises:
             RankFailedError: a hook raised on another rank; no rank makes the update.
         """
@@ -249,9 +234,6 @@ class StepGuard:
 
 def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse user hooks that run after each accumulation.
-
-    Args:
-        parameters: by name.
 
     Raises:
         ParameterError: a parameter has such a hook.

@@ -16,9 +16,9 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.headroom import HEADROOM
 from anybatch.core.torch_internals import outside_modes
 from anybatch.core.units import in_bytes
-from anybatch.engine.update.bf16_weights import Bf16Weights
-from anybatch.engine.update.optimizer_state import UpdateBytes, update_bytes
-from anybatch.engine.update.precision import OptimizerFunction
+from anybatch.engine.bf16_weights import Bf16Weights
+from anybatch.engine.optimizer_memory import UpdateBytes, update_bytes
+from anybatch.engine.precision import OptimizerFunction
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.device_memory import limit_of
 from anybatch.parallel.gradient_buckets import gradient_bytes
@@ -34,12 +34,7 @@ _EXTRA_BYTES: Mapping[Bf16Weights, int] = {"copied": 4, "split": 2, "stochastic"
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A strategy and the reason for it.
-
-    Attributes:
-        strategy: the strategy.
-        reason: a clause that starts with the strategy's name; empty if the user chose it.
-    """
+    """A strategy and the reason for it."""
 
     strategy: Strategy
     reason: str = ""
@@ -47,14 +42,7 @@ class StrategyChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaBytes:
-    """Memory that a replica needs during its update: a lower bound of the step's peak.
-
-    Attributes:
-        weights: the model with its buffers, and float32 copies of the trained bf16 and fp16 parameters.
-        gradients: one copy.
-        update: the optimizer's state, and the temporary memory of its step.
-        can_share: parameters are updated independently, so ranks can share the update.
-    """
+    """Memory that a replica needs during its update: a lower bound of the step's peak."""
 
     weights: int
     gradients: int
@@ -72,11 +60,7 @@ class ReplicaBytes:
 
 
 def with_device_bytes(world: World) -> World:
-    """Return the world with the memory of its smallest device; a collective if there are several ranks.
-
-    Args:
-        world: the ranks; if it already has a value for this rank, this is used, so other devices can be simulated.
-    """
+    """Return the world with the memory of its smallest device; a collective if there are several ranks."""
     own = limit_of(world.device) if world.device_bytes is None else world.device_bytes
     if own is None:
         return world
@@ -93,15 +77,6 @@ def choose(
     bf16_weights: Bf16Weights = "copied",
 ) -> StrategyChoice:
     """Return the strategy that the user chose, or the choice of "auto"; the same on all ranks.
-
-    Args:
-        strategy: as in `Hardware`.
-        optimizer: as in `TrainSpec`. If replicas may not fit, a function is called once more, with parameters on the
-            meta device.
-        modules: all trained modules.
-        world: the ranks, see `with_device_bytes`.
-        composes: function (capabilities) -> whether a strategy supports the other arguments.
-        bf16_weights: as in `TrainSpec`.
 
     Raises:
         UserError: an unknown name.
@@ -134,12 +109,6 @@ def replica_bytes(
 
     An optimizer given as a function counts as AdamW with `foreach`: three copies of the updated weights. If this is
     more than `most`, the optimizer is created over parameters on the meta device and measured.
-
-    Args:
-        optimizer: as in `TrainSpec`.
-        modules: all trained modules.
-        bf16_weights: as in `TrainSpec`.
-        most: available bytes.
     """
     own = trainable(modules)
     # A function gets low-precision parameters in float32; an instance holds the parameters themselves.

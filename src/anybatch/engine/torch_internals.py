@@ -7,6 +7,7 @@ The last argument of a function is the object with the private name, so that a t
 
 import itertools
 import operator
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler
 from torch.utils import _python_dispatch as dispatch
+from torch.utils.checkpoint import CheckpointFunction
 
+from anybatch.core.compatibility import Feature, refusal
 from anybatch.core.torch_internals import lacking, needed_for
+from anybatch.errors import CompositionError
 
 with needed_for("Recognizing dropout layers"):
     from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -43,6 +47,7 @@ __all__ = [
     "is_compiled",
     "is_in_checkpoint",
     "packing_function",
+    "refused_in_backward",
     "state_maker",
     "tensor_hooks",
     "uncompiled",
@@ -109,9 +114,6 @@ class TrainableParts:
     """A snapshot of a model's modules and parameters, to detect changes in every step.
 
     `Module._parameters` and `_modules`, the dicts of each module: the public iterators take ten times as long.
-
-    Args:
-        modules: the model.
 
     Raises:
         UnsupportedTorchError: modules keep them elsewhere.
@@ -248,14 +250,6 @@ def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable
     forward assigns stay in the copy; lists and dicts are shared. `Parameter.data` is not used: changing its type drops
     the gradient accumulator, and with it the hooks of DDP.
 
-    Args:
-        modules: the modules; for compiled ones, their originals are copied.
-        dtype: the type of the copies.
-
-    Returns:
-        The copy, and a function that maps a module, parameter, method or partial function to its copy, and other
-        objects to themselves.
-
     Raises:
         UnsupportedTorchError: modules keep their parts elsewhere.
     """
@@ -325,3 +319,17 @@ def packing_function(of: Any = torch) -> Callable[..., object]:  # noqa: ANN401 
     with needed_for("rng='per_sample'"):
         found: Callable[..., object] = of._pack_padded_sequence
     return found
+
+
+def refused_in_backward(error: BaseException) -> CompositionError | None:
+    """Return a CompositionError if an error comes from reentrant checkpointing; otherwise None.
+
+    Reentrant checkpointing cannot be detected before, so it is recognized by the place that raised.
+    """
+    last = None
+    # The last frame is the one that raised.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = frame
+    if last is None or last.f_code is not CheckpointFunction.backward.__code__:
+        return None
+    return CompositionError(refusal(Feature.REENTRANT, Feature.REENTRANT, {}))

@@ -13,8 +13,11 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.tree import Batch, copied, flatten_batch
 from anybatch.data.random_state import HostDraws
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums, accumulate
-from anybatch.engine.side_effects import trial_run
+from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate
+from anybatch.engine.batch_norm import BatchNormRunner
+from anybatch.engine.micro_batches import CountedBatch
+from anybatch.engine.notifier import Notifier
+from anybatch.engine.user_code import trial_run
 from anybatch.errors import CannotRedoError, LossError
 from anybatch.parallel.agreement import (
     RowLayout,
@@ -24,7 +27,7 @@ from anybatch.parallel.agreement import (
     gather_rows,
     make_gather_buffers,
 )
-from anybatch.parallel.strategy import Turn
+from anybatch.parallel.strategy import Abort, Turn
 from anybatch.parallel.world import World
 
 CollectiveContext = Callable[[int], AbstractContextManager[object]]
@@ -45,16 +48,7 @@ def _not_recorded(micro_batch: MicroBatch) -> AbstractContextManager[object]:
 
 @dataclass(slots=True)
 class Outputs:
-    """Outputs of this rank's micro-batches.
-
-    Attributes:
-        pieces: for each micro-batch with weight, copies of its tensors in the order of the nested structure.
-        kinds: shape and dtype of the rows of each tensor; None on a rank without micro-batches.
-        differentiable: which tensors require a gradient.
-        rebuild: function that builds the nested structure from a list of tensors.
-        graph: the last micro-batch's tensors with their graph, so that its forward need not run again.
-        host_draws: for each micro-batch, the state of Python's and NumPy's generators before it, if it used them.
-    """
+    """Outputs of this rank's micro-batches."""
 
     pieces: list[list[torch.Tensor]] = field(default_factory=list)
     kinds: tuple[RowLayout, ...] | None = None
@@ -66,14 +60,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputExchange:
-    """How to gather the outputs of the whole effective batch.
-
-    Attributes:
-        gather: returns the tensors of all samples in the order of the plan, and which require a gradient.
-        plan: how the effective batch is cut.
-        reports_loss: only this rank reports the loss, and gradients of parameters that the loss function uses directly.
-        seed: for random numbers in the loss function.
-    """
+    """How to gather the outputs of the whole effective batch."""
 
     gather: Callable[[Outputs], tuple[list[torch.Tensor], tuple[bool, ...]]]
     plan: BatchPlan
@@ -83,14 +70,7 @@ class OutputExchange:
 
 @dataclass(frozen=True, slots=True)
 class LossGradient:
-    """The loss of the whole effective batch, and the gradients that start the second pass.
-
-    Attributes:
-        value: the loss, detached.
-        of_outputs: gradient of each tensor (samples of the effective batch, ...); None without one.
-        parameters: parameters that the loss function uses directly.
-        of_parameters: their gradients; zeros except on the rank that reports the loss, since ranks are summed.
-    """
+    """The loss of the whole effective batch, and the gradients that start the second pass."""
 
     value: torch.Tensor
     of_outputs: tuple[torch.Tensor | None, ...]
@@ -213,13 +193,6 @@ def gather_outputs(
 ) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
     """Return the tensors of all samples of all ranks in the order of the plan, and which require a gradient.
 
-    Args:
-        outputs: of this rank.
-        plan: of the effective batch.
-        world: the ranks.
-        collective: makes the context of the collective.
-        note_exchange: called when every rank has arrived, before anything is gathered.
-
     Raises:
         LossError: the tensors of ranks have different shapes or types; raised on every rank.
         StepAbortedError: a rank has run out of memory before.
@@ -255,10 +228,6 @@ def gather_outputs(
 
 def abort_exchange(world: World, *, failed: bool) -> None:
     """Join the first message of `gather_outputs`, to report that this rank leaves the step.
-
-    Args:
-        world: the ranks.
-        failed: this rank has failed; otherwise it has run out of memory.
 
     Raises:
         StepFailedError: this rank has run out of memory, and another one has failed.
@@ -464,3 +433,59 @@ def _backward(
     torch.autograd.backward(
         [root for root, _ in pairs], [row for _, row in pairs], inputs=context.prepared.backward_inputs
     )
+
+
+class TwoPasses:
+    """For a loss across samples. Until outputs are exchanged, other ranks wait in that exchange."""
+
+    def __init__(
+        self,
+        context: LoopContext,
+        modules: nn.Module,
+        world: World,
+        notifier: Notifier,
+        batch_norm: BatchNormRunner,
+        *,
+        abort: Abort,
+    ) -> None:
+        self._context = context
+        self._modules = modules
+        self._world = world
+        self._notifier = notifier
+        self._batch_norm = batch_norm
+        self._abort = abort
+        self._have_exchanged = False
+
+    def begin_step(self) -> None:
+        """Reset the flag that outputs have been exchanged."""
+        self._have_exchanged = False
+
+    def __call__(self, counted: CountedBatch) -> Sums:
+        """Encode all micro-batches, gather the outputs, and encode again with the gradient of the loss."""
+        # Reset in each try: it determines the collective in which a rank that aborts meets the others.
+        plan, self._have_exchanged = counted.planned.plan, False
+        exchange = OutputExchange(
+            gather=lambda outputs: gather_outputs(
+                outputs, plan, self._world, self._notifier.gathering, self._note_exchange
+            ),
+            plan=plan,
+            # Every rank computes the whole loss, and ranks are summed, so only one rank may report it.
+            reports_loss=first_rank_with_samples(plan) == self._world.rank,
+            seed=counted.seed,
+        )
+        is_observed = bool(self._notifier.observers)
+        micro_batches = self._notifier.timed(counted.micro_batches) if is_observed else counted.micro_batches
+        with self._batch_norm.two_passes() as record:
+            return accumulate_in_two_passes(
+                self._context, self._modules, micro_batches, counted.replay, exchange, record=record
+            )
+
+    def abort(self, *, failed: bool) -> None:
+        """Leave the step, before or after the exchange of outputs."""
+        if self._have_exchanged:
+            self._abort(failed=failed)
+        else:
+            abort_exchange(self._world, failed=failed)
+
+    def _note_exchange(self) -> None:
+        self._have_exchanged = True

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from anybatch.core.tree import Batch, resize_samples
 from anybatch.core.units import in_bytes
 from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.parallel.world import World

@@ -16,14 +16,14 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.data.batches import Batches, batches
 from anybatch.data.fetch import Collate
 from anybatch.data.lengths import Lengths
+from anybatch.engine.arguments import TrainSpec
+from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.evaluation import Metric
 from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.engine.inputs import Model
 from anybatch.engine.rng import Rng
-from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.bf16_weights import Bf16Weights
-from anybatch.engine.update.clipping import ClipArgument, clip_policy
-from anybatch.engine.update.schedule import Scheduler
+from anybatch.engine.schedule import Scheduler
+from anybatch.engine.updater import ClipArgument, clip_policy
+from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from anybatch.core.run_config import RunConfig
 from anybatch.data.batches import Batches
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import AnyBatchError, UserError
 from anybatch.recipes.job import Job
 

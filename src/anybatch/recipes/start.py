@@ -16,9 +16,9 @@ from anybatch.core.records import Observer
 from anybatch.core.run_config import STANDARD, RunConfig, ScalingRule
 from anybatch.core.token_budget import token_budget
 from anybatch.data.batches import Batches, batches
+from anybatch.engine.arguments import Hardware
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware
-from anybatch.engine.update.schedule import SchedulerFunction
+from anybatch.engine.schedule import SchedulerFunction
 from anybatch.errors import DataError, UserError
 from anybatch.recipes.job import Job
 

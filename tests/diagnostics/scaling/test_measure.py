@@ -13,8 +13,8 @@ from anybatch.diagnostics.scaling.measure import RankTimes, RunSettings, ScaleRe
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock
 from anybatch.diagnostics.scaling.scale import measure_scaling, scale_on_ranks
 from anybatch.diagnostics.unreduced import without_reduction
+from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord

@@ -11,7 +11,7 @@ from typing import Literal
 
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Cut, plan_batch
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.changes import changed, named_change

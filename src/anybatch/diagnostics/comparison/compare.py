@@ -12,7 +12,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.diagnostics.comparison.measure import ComparedJob, RankFigures, measure_on_rank
 from anybatch.diagnostics.comparison.report import ComparisonReport, WayResult, slowest
 from anybatch.diagnostics.comparison.ways import Way, ways_of
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.memory.host_memory import device_name
 from anybatch.testing.ranks import RankPool

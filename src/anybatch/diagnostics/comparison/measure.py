@@ -24,9 +24,9 @@ from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.unreduced import without_reduction
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.inputs import collect_modules
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.user_code import collect_modules
 from anybatch.errors import AnyBatchError, MemoryExhaustedError
 from anybatch.memory.device_memory import begin_peak, driver_bytes, memory_in_use
 from anybatch.memory.ledger import MemoryLedger

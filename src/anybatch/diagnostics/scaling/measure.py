@@ -18,8 +18,8 @@ from anybatch.diagnostics.repeated_steps import CachedBatch, spec_for_repeated_s
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds
 from anybatch.diagnostics.unreduced import without_reduction
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP, Compression
 from anybatch.parallel.gradient_buckets import gradient_bytes

@@ -16,7 +16,7 @@ from anybatch.diagnostics.scaling.measure import (
 )
 from anybatch.diagnostics.scaling.phase_clock import slowest
 from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.parallel.world import World
 from anybatch.testing import RankPool

@@ -16,15 +16,14 @@ from anybatch.core.batch import picked
 from anybatch.core.loss import Loss, LossSum
 from anybatch.core.loss_kinds import COUNTED, ONE_NUMBER, LossFunction
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
-from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.planned_batch import PlannedBatch
+from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.decisions import Decisions
-from anybatch.engine.inputs import Model
 from anybatch.engine.loss_check.comparison import FEW_SAMPLES, MAX_SAMPLES, SampleSource, Verdict, choose, judge
 from anybatch.engine.loss_check.diagnosis import described, diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
+from anybatch.engine.micro_batches import PlannedBatch
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.side_effects import SeededGenerators, without_side_effects
+from anybatch.engine.user_code import Model, SeededGenerators, without_side_effects
 from anybatch.errors import LossError
 from anybatch.parallel.strategy import Prepared, Strategy, Turn, caller_of
 from anybatch.parallel.world import World

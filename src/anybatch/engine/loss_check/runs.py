@@ -15,10 +15,9 @@ from anybatch.core.buffers import BufferKeeper
 from anybatch.core.loss import Loss, LossSum, factors_of, scaled, unit_counts
 from anybatch.core.loss_kinds import COUNTED, AcrossSamples, LossFunction
 from anybatch.core.tree import Batch, copied, join_samples, map_tensors
-from anybatch.engine.inputs import Model
 from anybatch.engine.loss_check.held import HeldDraws, HeldNorms
-from anybatch.engine.side_effects import SeededGenerators, modules_of
 from anybatch.engine.torch_internals import gradients, widened
+from anybatch.engine.user_code import Model, SeededGenerators, modules_of
 
 _MOST_WIDENED = 2**28
 """Maximum number of parameter elements for copies in float64."""

@@ -24,7 +24,7 @@ from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
 from anybatch.engine.micro_batch_size.search import TrialParts, TrialRuns
 from anybatch.engine.per_sample_dropout import SampleRandomness
-from anybatch.engine.side_effects import SeededGenerators
+from anybatch.engine.user_code import SeededGenerators
 from anybatch.parallel.world import World
 
 _NUM_COST_TIMINGS = 4  # the first warms up, and the shortest of the others counts

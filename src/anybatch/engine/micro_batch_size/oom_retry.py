@@ -2,7 +2,7 @@
 
 Repeating only the failed micro-batch would give wrong gradients without an error, since an interrupted backward has
 already added to some of them. So all ranks undo every change of the step and run the whole effective batch again, as if
-it had been cut that way from the start. The loop is in `engine/step_runner.py`; this file prepares each retry.
+it had been cut that way from the start. The loop is in `engine/step.py`; this file prepares each retry.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan, CutConstraints
 from anybatch.core.torch_internals import num_changes
 from anybatch.core.tree import tensors_of
-from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.decisions import Decisions
 from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.micro_batches import RankShare
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.step_state import StepState
-from anybatch.engine.update.resident_tensors import ResidentMemory
+from anybatch.engine.optimizer_memory import ResidentMemory
+from anybatch.engine.updater import StepState
 from anybatch.errors import CannotRedoError, DoesNotFitError
 from anybatch.parallel.strategy import Capabilities, Prepared
 from anybatch.parallel.world import World

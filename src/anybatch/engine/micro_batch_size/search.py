@@ -29,12 +29,12 @@ from anybatch.core.size_choice import (
 )
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, copied
-from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, Sums
-from anybatch.engine.accumulation.planned_batch import to_device
+from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums
 from anybatch.engine.loss_check.runs import LossRuns
-from anybatch.engine.side_effects import SeededGenerators, without_side_effects
+from anybatch.engine.micro_batches import to_device
 from anybatch.engine.torch_internals import is_compiled
 from anybatch.engine.two_pass import run_trial
+from anybatch.engine.user_code import SeededGenerators, without_side_effects
 from anybatch.errors import BatchSizeError
 from anybatch.memory.host_memory import HostRoom
 from anybatch.parallel.strategy import Turn

@@ -13,9 +13,9 @@ from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
-from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
 from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TokenCosts
 from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search, TrialParts, TrialRuns
+from anybatch.engine.micro_batches import PlannedBatch, plan_effective_batch
 from anybatch.engine.notifier import software_versions
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
 from anybatch.memory.host_memory import HostRoom, device_name

@@ -11,8 +11,8 @@ from anybatch.core.batch import EffectiveBatch
 from anybatch.core.size_choice import SecondsFit
 from anybatch.core.whole_numbers import checked_int
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
+from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import BatchSizeError, PlanError
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World

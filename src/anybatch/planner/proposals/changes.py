@@ -16,8 +16,8 @@ from anybatch.core.blocks import Blocks, repeated_blocks
 from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
-from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.bf16_weights import Bf16Weights
+from anybatch.engine.arguments import TrainSpec
+from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import Strategy, trainable

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.blocks import repeated_blocks
 from anybatch.core.geometry import ceil_div
-from anybatch.engine.inputs import Model
+from anybatch.engine.user_code import Model
 from anybatch.planner.trace.checkpointing import as_module
 
 STATE_BLOCK: Final = 256

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.blocks import repeated_blocks
-from anybatch.engine.inputs import Model
+from anybatch.engine.user_code import Model
 from anybatch.planner.torch_internals import checkpointed, known_operations
 
 Keeping = Literal["inputs", "products"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from anybatch.core.loss import declared
 from anybatch.core.tree import Batch
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.fake_model import build

@@ -15,11 +15,10 @@ from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.loss import declared
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.core.tree import Batch, slice_samples, tensors_of
+from anybatch.engine.arguments import Hardware
 from anybatch.engine.engine import Engine
-from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.check import BareLoss
-from anybatch.engine.side_effects import trial_run
-from anybatch.engine.spec import Hardware
+from anybatch.engine.user_code import Model, collect_modules, trial_run
 from anybatch.errors import PlanError
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.core.loss import mean_over_samples, mean_over_tokens
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, length_of
 

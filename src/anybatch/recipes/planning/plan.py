@@ -18,9 +18,9 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.tree import Batch
 from anybatch.core.whole_numbers import checked_int, refuse_unless
-from anybatch.engine.inputs import Model
-from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.precision import OptimizerFunction
+from anybatch.engine.arguments import TrainSpec
+from anybatch.engine.precision import OptimizerFunction
+from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of, measured_of

@@ -6,7 +6,7 @@ import torch
 
 from anybatch.core.torch_internals import outside_modes
 from anybatch.core.tree import Batch
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import PlanError, UserError
 from anybatch.memory.device_memory import limit_of, memory_in_use, outside_bytes
 from anybatch.memory.host_memory import read_host

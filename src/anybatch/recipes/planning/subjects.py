@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from anybatch.core.batch import lengths_of
 from anybatch.core.loss import mean_over_tokens
-from anybatch.engine.spec import TrainSpec
+from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
 from anybatch.recipes.load import RECIPES, load_recipe

@@ -15,11 +15,10 @@ import anybatch as ab
 from anybatch.core.batch import picked
 from anybatch.core.loss import declared
 from anybatch.core.tree import map_tensors, read_samples
-from anybatch.engine.inputs import collect_modules
 from anybatch.engine.loss_check.comparison import SampleSource, judge
 from anybatch.engine.loss_check.diagnosis import diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
-from anybatch.engine.side_effects import without_side_effects
+from anybatch.engine.user_code import collect_modules, without_side_effects
 
 NUM_SAMPLES, LENGTH, WIDTH, NUM_CLASSES = 24, 7, 6, 4
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

@@ -65,10 +65,6 @@ def stochastically_rounded(
     like the bits that are cut off.
 
     Source: Gupta et al., "Deep learning with limited numerical precision", 2015, section 3.
-
-    Args:
-        values: any numbers.
-        drawn: uniform integers from 0 to 65535; overwritten.
     """
     # Adding 16 random bits to the lower 16 bits v carries into the upper half with probability v / 65536.
     up = drawn.add_(values.view(torch.int32)).bitwise_and_(_UPPER)
@@ -79,15 +75,6 @@ class Float32Windows:
     """Float32 parameters for an optimizer ("windows") that use memory only during their update.
 
     The plain loop, for a few of them at a time: widen the bf16 weights, step, round the weights back.
-
-    Args:
-        parameters: the model's; bf16 parameters get windows, others are updated directly.
-        way: "split" or "stochastic".
-        seed: seed of the random bits, with the step and the parameter's number, so that all ranks round alike.
-
-    Attributes:
-        updated: the optimizer's parameters, in the same order.
-        missing: the lower bits of each window, as returned by `split`; empty for "stochastic".
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, way: Bf16Weights, seed: int) -> None:
@@ -118,12 +105,7 @@ class Float32Windows:
         ]
 
     def pieces(self, optimizer: Optimizer) -> list[list[int]]:
-        """Return the numbers of the parameters that are updated together: all, unless updates are independent.
-
-        Args:
-            optimizer: those of torch and bitsandbytes, and those with `updates_each_by_itself = True`, update each
-                parameter independently.
-        """
+        """Return the numbers of the parameters that are updated together: all, unless updates are independent."""
         module = type(optimizer).__module__
         independent = module.startswith(_INDEPENDENT_UPDATES) or getattr(optimizer, "updates_each_by_itself", False)
         pieces: list[list[int]] = [[]]
@@ -142,12 +124,7 @@ class Float32Windows:
 
     @contextmanager
     def opened(self, optimizer: Optimizer, piece: Sequence[int]) -> Iterator[None]:
-        """Restrict the optimizer to some parameters, in float32.
-
-        Args:
-            optimizer: optimizer of all parameters.
-            piece: numbers of the parameters.
-        """
+        """Restrict the optimizer to some parameters, in float32."""
         seen = {id(self.updated[number]) for number in piece}
         groups = [group["params"] for group in optimizer.param_groups]
         all_parameters = [list(parameters) for parameters in groups]
@@ -165,13 +142,7 @@ class Float32Windows:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], step: int) -> None:
-        """Run one optimizer step, piece by piece.
-
-        Args:
-            optimizer: optimizer of `updated`.
-            gradients: summed and clipped, in float32, by parameter; None leaves a parameter unchanged.
-            step: number of the step, for the random bits.
-        """
+        """Run one optimizer step, piece by piece."""
         for piece in self.pieces(optimizer):
             used = [number for number in piece if gradients[number] is not None]
             with self.opened(optimizer, used):
@@ -184,12 +155,7 @@ class Float32Windows:
 
     @torch.no_grad()
     def narrow_state(self, optimizer: Optimizer, numbers: Sequence[int] | None = None) -> None:
-        """Convert the optimizer's state of bf16 weights to bf16 under "stochastic".
-
-        Args:
-            optimizer: has created or loaded its state.
-            numbers: numbers of the parameters; None for all.
-        """
+        """Convert the optimizer's state of bf16 weights to bf16 under "stochastic"."""
         for number in range(len(self.updated)) if numbers is None else numbers:
             for name in self._wide_state(optimizer, number, torch.float32):
                 state = optimizer.state[self.updated[number]]
@@ -267,12 +233,6 @@ def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object,
     """Refuse a value of `bf16_weights` that this model, optimizer or strategy does not support.
 
     The composition table refuses further combinations.
-
-    Args:
-        way: value of `bf16_weights`.
-        modules: all trained modules.
-        optimizer: an instance, or a function that makes it.
-        strategy: capabilities of the strategy.
 
     Raises:
         UserError: the value is unknown.

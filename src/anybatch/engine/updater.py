@@ -3,23 +3,173 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim import Optimizer
 
+from anybatch.core.buffers import BufferKeeper
 from anybatch.core.records import PhaseName
+from anybatch.core.torch_internals import clamp_each, dense_values, multiply_each
+from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.step_state import StepState
-from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy, clip_gradients
-from anybatch.engine.update.optimizer_state import OptimizerStateMemory
-from anybatch.engine.update.precision import LossScaler, Target
-from anybatch.engine.update.resident_tensors import ResidentMemory
-from anybatch.engine.update.schedule import Scheduler, SchedulerFunction, StepCounter, at_rate, scheduler_of
-from anybatch.engine.update.weight_average import WeightAverage
-from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
+from anybatch.engine.optimizer_memory import OptimizerStateMemory, ResidentMemory
+from anybatch.engine.precision import LossScaler, Target
+from anybatch.engine.schedule import Scheduler, SchedulerFunction, StepCounter, WeightAverage, at_rate, scheduler_of
+from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError, UserError
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
+
+
+class StepState:
+    """A copy of buffers and generators from before the current step.
+
+    Every way of leaving an unfinished step restores them: a retry after out of memory, an exception, a loss that is not
+    finite, another rank's failure, Ctrl-C. Gradients are cleared elsewhere; parameters and optimizer do not change
+    before the update.
+
+    Python state that the loss reaches is not restored: other threads may change it at any time.
+    """
+
+    def __init__(self, buffers: BufferKeeper, generators: Sequence[torch.Generator]) -> None:
+        self._buffers = buffers
+        self._generators = generators
+        self._states: list[torch.Tensor] = []
+        self._is_kept = False
+
+    def keep(self) -> None:
+        """Copy the state at the beginning of a step, into the memory of the last copy."""
+        self._is_kept = False  # while the copy is incomplete
+        self._buffers.keep()
+        self._states = [generator.get_state() for generator in self._generators]
+        self._is_kept = True
+
+    def restore(self) -> None:
+        """Restore the copy, as often as needed; do nothing if the step has ended or not begun."""
+        if self._is_kept:
+            self._buffers.restore()
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+
+    def restore_buffers(self) -> None:
+        """Restore the copy of the buffers alone."""
+        if self._is_kept:
+            self._buffers.restore()
+
+    def skip(self) -> None:
+        """End the step without an update: restore buffers. Its samples count, so generators continue."""
+        if self._is_kept:
+            self._buffers.restore()
+            self._is_kept = False
+
+    def release(self) -> None:
+        """End the step and discard the copy."""
+        self._is_kept = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByNorm:
+    """Scale all gradients down together so that their 2-norm is at most `max_norm`.
+
+    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        _check_positive("max_norm", self.max_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByValue:
+    """Limit every gradient element to plus or minus `max_value`."""
+
+    max_value: float
+
+    def __post_init__(self) -> None:
+        _check_positive("max_value", self.max_value)
+
+
+Clip = ClipByNorm | ClipByValue
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByGroup:
+    """Clip each parameter group of the optimizer separately: `policies[j]` is for `optimizer.param_groups[j]`."""
+
+    policies: tuple[Clip | None, ...]
+
+
+ClipPolicy = Clip | ClipByGroup
+ClipArgument = Clip | float | Sequence[Clip | float | None] | None
+
+
+def clip_policy(clip: ClipArgument) -> ClipPolicy | None:
+    """Return the policy; a plain number is the maximum norm, a sequence has one policy per parameter group."""
+    if isinstance(clip, Sequence):
+        return ClipByGroup(tuple(_policy_of_group(policy) for policy in clip))
+    return _policy_of_group(clip)
+
+
+def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
+    """Raise a `UserError` if the number of policies is not the number of parameter groups."""
+    if isinstance(clip, ClipByGroup) and len(clip.policies) != len(optimizer.param_groups):
+        message = (
+            f"clip has {len(clip.policies)} policies, one per parameter group, but the optimizer has "
+            f"{len(optimizer.param_groups)} groups. Give one for each; None clips nothing."
+        )
+        raise UserError(message)
+
+
+def clip_gradients(
+    gradients: Sequence[torch.Tensor | None],
+    norm: Float[Tensor, ""] | None,
+    clip: ClipPolicy,
+    in_groups: Callable[[Sequence[torch.Tensor | None]], Sequence[Sequence[torch.Tensor]]],
+    layout: ParameterLayout,
+) -> None:
+    """Clip in place. The plain loop: `for policy, group in zip(clip, optimizer.param_groups): clip_grad_norm_(...)`."""
+    # Each group needs its norm; the norm of all gradients is not enough.
+    if isinstance(clip, ClipByGroup):
+        for policy, group in zip(clip.policies, in_groups(gradients), strict=True):
+            if policy is not None and group:
+                _clip(group, layout.norm(group) if isinstance(policy, ClipByNorm) else None, policy, layout)
+        return
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present:
+        _clip(present, norm, clip, layout)
+
+
+@torch.no_grad()
+def _clip(
+    gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip, layout: ParameterLayout
+) -> None:
+    values = [dense_values(layout.local(gradient)) for gradient in gradients]
+    if isinstance(clip, ClipByNorm):
+        assert norm is not None
+        # Like torch.nn.utils.clip_grad_norm_, including the small term. Without clipping the factor is 1, so that the
+        # host need not wait for the norm.
+        multiply_each(values, (clip.max_norm / (norm + 1e-6)).clamp(max=1.0))
+    else:
+        clamp_each(values, clip.max_value)
+
+
+def _policy_of_group(clip: Clip | float | None) -> Clip | None:
+    if clip is None or isinstance(clip, ClipByNorm | ClipByValue):
+        return clip
+    _check_positive("clip", clip)
+    return ClipByNorm(float(clip))
+
+
+def _check_positive(name: str, value: float) -> None:
+    refuse_unless(_is_positive(value), name, value, "a number above 0, or None to clip nothing")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0  # infinity clips nothing
+
 
 _MAX_NAMES = 4
 _Seen = tuple[Float[Tensor, ""], Float[Tensor, ""] | None]
@@ -30,10 +180,6 @@ class FiniteCheck:
 
     On an accelerator, reading a number makes the loop wait for the device. So it is copied to the host in the
     background and read before the *next* update, when the copy has finished; the update in between has been made.
-
-    Args:
-        device: device of the numbers.
-        state: function () -> names of weights and buffers that were not finite before the step.
     """
 
     def __init__(self, device: torch.device, state: Callable[[], Sequence[str]] = tuple) -> None:
@@ -42,13 +188,7 @@ class FiniteCheck:
         self._pending: tuple[int, torch.Tensor, torch.Event, _Seen] | None = None
 
     def check(self, contributions: Float[Tensor, " terms"], norm: Float[Tensor, ""] | None, step: int) -> None:
-        """Raise a `NonFiniteError` if this step, or on an accelerator the previous one, is not finite.
-
-        Args:
-            contributions: contribution of each term to the loss.
-            norm: the gradient norm, if measured.
-            step: number of the step.
-        """
+        """Raise a `NonFiniteError` if this step, or on an accelerator the previous one, is not finite."""
         if self._is_cpu:  # nothing to wait for, and Python numbers are faster than torch here
             numbers = sum(contributions.tolist()) + (0.0 if norm is None else norm.item())
             if not math.isfinite(numbers):
@@ -99,11 +239,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Hooks(Protocol):
-    """The user's hooks on parameters.
-
-    Attributes:
-        may_run: whether this rank has hooks, or another rank may have some.
-    """
+    """The user's hooks on parameters."""
 
     may_run: bool
 
@@ -113,14 +249,7 @@ class Hooks(Protocol):
 
 
 class Updated(NamedTuple):
-    """The result of an update.
-
-    Attributes:
-        gradient_norm: norm before clipping, on the device; None if not measured.
-        learning_rates: learning rate of each parameter group in this update.
-        skipped: whether the update was skipped, because fp16 gradients overflowed or a spike watch skipped a step that
-            is not finite; then parameters, buffers and optimizer are unchanged.
-    """
+    """The result of an update."""
 
     gradient_norm: Float[Tensor, ""] | None
     learning_rates: tuple[float, ...]
@@ -128,31 +257,7 @@ class Updated(NamedTuple):
 
 
 class Updater:
-    """Updates parameters from summed gradients.
-
-    Args:
-        target: the optimizer and the tensors it updates.
-        scaler: the gradient scaler under fp16, otherwise a no-op.
-        clip: the clipping policy; None clips nothing.
-        measures_norm: measure the gradient norm even if clipping does not need it.
-        layout: distribution of gradients over ranks.
-        state: buffers and generators from before the step, restored unless the update succeeds.
-        finite: checks that loss and gradient are finite.
-        average: averaged weights; None for none.
-        scheduler: stepped once per update; None for none.
-        optimizer_memory: allocates the optimizer's state before the first step.
-        after_update: called after each update, for running statistics of layers and other buffers.
-        hooks: the user's hooks on parameters, run on the summed gradients.
-        clear: clears gradients.
-        sharding: distribution of the optimizer's step over ranks; None if every rank updates everything.
-        resident: the memory that a step always needs, for errors.
-        notifier: reports phases.
-
-    Attributes:
-        broken_off: why the last update failed midway; empty if it did not.
-        rate_factor: factor on every learning rate in addition to the schedule; a spike watch lowers it.
-        skips_non_finite: skip the update instead of raising if loss or gradient are not finite.
-    """
+    """Updates parameters from summed gradients."""
 
     def __init__(
         self,
@@ -209,11 +314,6 @@ class Updater:
 
     def update(self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int) -> Updated:
         """Make one update and clear the gradients.
-
-        Args:
-            gradients: summed over micro-batches and ranks, and divided.
-            contributions: contribution of each term to the loss, on the device; their sum is checked for NaN.
-            step: number of the step.
 
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite.

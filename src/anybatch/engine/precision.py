@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.dtypes import is_low_precision, widened
 from anybatch.core.run_config import PrecisionName
-from anybatch.engine.update.bf16_weights import Bf16Weights, Float32Windows
+from anybatch.engine.bf16_weights import Bf16Weights, Float32Windows
 from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
 from anybatch.parallel.local_parts import local_part
 
@@ -48,18 +48,7 @@ def _nothing(*_: object) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parameters that an optimizer updates, and their relation to the model's parameters.
-
-    Attributes:
-        optimizer: the optimizer.
-        update: "direct": the optimizer holds the parameters, with float32 gradients; "master_weights": it holds float32
-            copies of low-precision parameters, copied back after each update; "cast": it holds low-precision
-            parameters, and gradients are cast down once, after they are summed in float32; "split", "stochastic": it
-            holds `windows`, in which bf16 parameters are in float32 during their update.
-        updated: the optimizer's parameters.
-        parameters: the model's parameters, in the same order.
-        windows: windows of the bf16 parameters; None for every other update.
-    """
+    """The parameters that an optimizer updates, and their relation to the model's parameters."""
 
     optimizer: Optimizer
     update: Update
@@ -127,12 +116,6 @@ def make_target(
     """Pair an optimizer, or a function `named_parameters -> optimizer`, with the trainable parameters.
 
     A function receives float32 master copies instead of bf16 and fp16 parameters, or windows instead of bf16 ones.
-
-    Args:
-        optimizer: the optimizer, or a function that makes it.
-        parameters: the model's trainable parameters, by name.
-        bf16_weights: how bf16 weights are updated.
-        seed: seed of the random bits of stochastic rounding.
 
     Raises:
         ParameterError: the optimizer's parameters are not the model's trainable ones.

@@ -15,7 +15,7 @@ from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
 from anybatch.core.tree import Batch, copied, moved_to, read_samples, slice_read, tensors_of
-from anybatch.engine.accumulation.accumulate import MicroBatch
+from anybatch.engine.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
@@ -81,12 +81,6 @@ class CountedBatch(NamedTuple):
 def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
     """Plan an effective batch, given as a whole or as the shares of the ranks.
 
-    Args:
-        batch: an `EffectiveBatch`, a `RankShare`, or any nested batch as this rank's share.
-        placement: how to cut and deal.
-        world: the ranks.
-        start: position in the data before this step.
-
     Raises:
         BatchSizeError: no rank has a sample.
         DataError: a rank has no sample, and ranks run in lockstep.
@@ -138,14 +132,7 @@ class _UnitInTurn:
 
 
 class BatchCounter:
-    """Counts the terms of the loss in effective batches, and prepares their micro-batches.
-
-    Args:
-        loss: the declared loss, in the form that the loop calls.
-        world: the ranks.
-        constraints: requirements on how units are run.
-        sums: detects terms with a sum but no count.
-    """
+    """Counts the terms of the loss in effective batches, and prepares their micro-batches."""
 
     def __init__(self, loss: Loss, world: World, constraints: CutConstraints, sums: SumsWithoutCount) -> None:
         self._loss = loss
@@ -161,10 +148,6 @@ class BatchCounter:
         """Count the terms of the loss, agree on the counts over ranks, and prepare the micro-batches.
 
         If counts need the data, all of this rank's micro-batches are loaded (on the host) before the first one runs.
-
-        Args:
-            planned: the effective batch.
-            step: number of the step.
 
         Raises:
             LossError: the count of the whole effective batch is 0, so its loss is undefined.

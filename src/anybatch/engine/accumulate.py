@@ -23,12 +23,7 @@ from anybatch.parallel.strategy import Capabilities, Prepared, Strategy, Turn
 
 @dataclass(slots=True)
 class Sums:
-    """Contributions of the micro-batches of one rank share, in the order they ran.
-
-    Attributes:
-        contributions: per micro-batch, its factors and the detached weight x sum / divisor of each term with a count.
-        late_counts: per micro-batch, the count that the loss function returned.
-    """
+    """Contributions of the micro-batches of one rank share, in the order they ran."""
 
     contributions: list[tuple[tuple[TermFactors, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
     late_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
@@ -70,11 +65,6 @@ class LateDivision:
     """Divides by a count that the loss function returned, after all ranks agreed on the step, without allocating.
 
     Its memory is allocated in advance, when out of memory can still repeat the step on all ranks.
-
-    Args:
-        guess: the divisor of the micro-batches, the number of samples, which keeps fp16 in range.
-        device: device of the numbers.
-        dtype: type of the gradients.
     """
 
     def __init__(self, guess: float, device: torch.device, dtype: torch.dtype) -> None:
@@ -97,15 +87,7 @@ class LateDivision:
 
 
 class MicroBatch(NamedTuple):
-    """One micro-batch without its data; a tuple for speed.
-
-    Attributes:
-        unit: its samples in the effective batch.
-        factors: per loss term, the factor on its value before the backward.
-        turn: whether it is the rank's first or last micro-batch of the effective batch.
-        seed: seed of its random numbers.
-        key: key of the effective batch, with the ids of all its samples.
-    """
+    """One micro-batch without its data; a tuple for speed."""
 
     unit: Unit
     factors: tuple[TermFactors, ...]
@@ -115,12 +97,7 @@ class MicroBatch(NamedTuple):
 
 
 class Scaler(Protocol):
-    """The gradient scaler under fp16, otherwise a no-op.
-
-    Attributes:
-        enabled: whether it scales.
-        scale: function that scales a loss before its backward.
-    """
+    """The gradient scaler under fp16, otherwise a no-op."""
 
     enabled: bool
 
@@ -133,11 +110,7 @@ class Scaler(Protocol):
 
 
 class Audience(Protocol):
-    """Reports micro-batches to observers.
-
-    Attributes:
-        observers: the observers, possibly none.
-    """
+    """Reports micro-batches to observers."""
 
     observers: tuple[Any, ...]
 
@@ -222,13 +195,6 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
 
     Equal to one backward of `sum(losses) / count` over all samples of all ranks: every micro-batch's sum is divided by
     the count of the *whole* effective batch before its backward, and gradients add.
-
-    Args:
-        context: the parts that the loop uses.
-        micro_batches: this rank's, in order, each with its data on the device.
-
-    Returns:
-        The contributions to the loss. Gradients stay where the strategy adds them up.
     """
     call, inputs = context.prepared.call, context.prepared.backward_inputs
     scale = context.scaler.scale if context.scaler.enabled else None

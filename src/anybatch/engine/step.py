@@ -1,4 +1,4 @@
-"""Run an effective batch in one pass or two; after out of memory, plan and run it again in smaller micro-batches."""
+"""Plan and run a step; after out of memory, plan and run it again in smaller micro-batches."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,34 +10,165 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.dtypes import accumulation_dtype, widest_dtype
-from anybatch.core.loss import without_graph
+from anybatch.core.loss import Loss, without_graph
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan
-from anybatch.engine.accumulation.accumulate import LateDivision, LoopContext, Sums, accumulate
-from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
+from anybatch.engine.accumulate import LateDivision, LoopContext, Sums, accumulate
 from anybatch.engine.batch_norm import BatchNormRunner, Execute
-from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.data_progress import DataProgress
-from anybatch.engine.first_steps import FirstSteps
+from anybatch.engine.first_steps import FirstSteps, MaskedParameters, refuse_disagreement
 from anybatch.engine.forward_state import BufferUpdates
 from anybatch.engine.gradient_noise import NoiseMeter, NoiseOfStep
-from anybatch.engine.masked_parameters import MaskedParameters
-from anybatch.engine.meaning import StepMeaning
+from anybatch.engine.loss_check.check import UncountedSums
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory, release_frames
-from anybatch.engine.notifier import Notifier
-from anybatch.engine.step_guard import StepGuard
-from anybatch.engine.step_planner import StepPlanner, is_steady_step
-from anybatch.engine.two_pass import (
-    OutputExchange,
-    abort_exchange,
-    accumulate_in_two_passes,
-    first_rank_with_samples,
-    gather_outputs,
+from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.micro_batches import (
+    BatchCounter,
+    CountedBatch,
+    PlannedBatch,
+    plan_effective_batch,
+    report_failed_count,
 )
+from anybatch.engine.notifier import Notifier
+from anybatch.engine.rank_comparison import StepMeaning
+from anybatch.engine.step_guard import StepGuard
+from anybatch.engine.torch_internals import refused_in_backward
 from anybatch.errors import AnyBatchError, WorldError
 from anybatch.parallel.agreement import StepAbortedError, StepFailedError, StepsDifferError
 from anybatch.parallel.strategy import Abort
 from anybatch.parallel.world import World
+
+_NOTHING = nullcontext()
+
+
+class StepPlanner:
+    """Plans steps with the current sizes."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        loss: Loss,
+        sizes: RunSizes,
+        sums: UncountedSums,
+        notifier: Notifier,
+        seed: int | None,
+        make_seed: Callable[[], int],
+    ) -> None:
+        self.seed = seed
+        self.own_seed: int | None = None
+        self._make_seed = make_seed
+        self._world = world
+        self._loss = loss
+        self._sizes = sizes
+        self._counter = BatchCounter(loss, world, sizes.constraints, sums)
+        self._notifier = notifier
+        self._others_wait = world.roll_call is not None and loss.needs_data_to_count
+        self._smaller_in: int | None = None  # the last step below the effective batch size
+
+    def plan(
+        self,
+        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
+        step: int,
+        progress: DataProgress,
+        first: FirstSteps | None,
+        *,
+        check_loss: bool,
+    ) -> CountedBatch:
+        """Return the batch with this rank's micro-batches and the divisors of the loss.
+
+        `check_loss` is False if a step is repeated, since its samples were checked before.
+
+        Raises:
+            DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
+        """
+        if self._others_wait:
+            planned = self._plan_or_leave(batch, step, progress, first, check_loss=check_loss)
+        else:
+            planned = self._plan(batch, step, progress, first, check_loss=check_loss)
+        return self._counter.count(planned, step)
+
+    def _plan_or_leave(
+        self,
+        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
+        step: int,
+        progress: DataProgress,
+        first: FirstSteps | None,
+        *,
+        check_loss: bool,
+    ) -> PlannedBatch:
+        """Plan a batch; after an error, report it to the other ranks, which wait for this rank's counts."""
+        roll_call = self._world.roll_call
+        assert roll_call is not None
+        num_told, is_steady = roll_call.num_told, is_steady_step(first, step, progress)
+        try:
+            return self._plan(batch, step, progress, first, check_loss=check_loss)
+        except BaseException as error:
+            is_known = isinstance(error, WorldError) or roll_call.num_told != num_told
+            if is_steady and not is_known:
+                report_failed_count(error, self._loss, self._world)
+            raise
+
+    def _plan(
+        self,
+        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
+        step: int,
+        progress: DataProgress,
+        first: FirstSteps | None,
+        *,
+        check_loss: bool,
+    ) -> PlannedBatch:
+        planned = plan_effective_batch(batch, self._sizes.placement, self._world, progress.position)
+        # The engine's seed takes precedence over the data's, also on resume.
+        if self.seed is not None:
+            planned = planned._replace(seed=self.seed)
+        elif not planned.picks_any:  # not from ab.batches
+            planned = planned._replace(seed=self._user_seed())
+        num_samples, limit = planned.plan.num_samples, self._sizes.sizes.effective_batch_size
+        named: tuple[int, ...] = getattr(batch, "sizes", ())
+        if num_samples != (limit or num_samples) or named not in ((), (num_samples,)):
+            self._sizes.refuse_larger(num_samples)
+            self._warn_of_smaller(batch, num_samples, step)
+        if not progress.is_stepped and self._world.roll_call is not None:
+            with self._world.roll_call.comparing("the first samples of a data set"):
+                refuse_disagreement(batch, planned, self._world)
+        if first is not None:
+            first.check_batch(batch, planned, step, check_loss=check_loss)
+        return planned
+
+    def _user_seed(self) -> int:
+        """Return the seed for batches of the user, from torch's generator and the weights of rank 0."""
+        if self.own_seed is None:
+            self.own_seed = int(self._world.gather_objects(self._make_seed())[0])
+        return self.own_seed
+
+    def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
+        """Warn if steps are smaller than the effective batch size; a single one, such as an epoch's last, is fine."""
+        sizes: tuple[int, ...] = getattr(batch, "sizes", ())
+        if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
+            message = (
+                f"the data set has {num_samples:,} samples, fewer than effective_batch_size={sizes[0]:,}: each step "
+                f"has {num_samples:,}, since batches do not cross epochs. Choose an effective batch size of at most "
+                f"{num_samples:,}."
+            )
+            self._notifier.warn("smaller_batches", message)
+            return
+        limit = self._sizes.sizes.effective_batch_size
+        is_smaller = limit is not None and num_samples < limit and limit not in sizes
+        if is_smaller and self._smaller_in == step - 1:
+            message = (
+                f"steps have {num_samples} samples over all ranks, fewer than effective_batch_size={limit}. To "
+                f"accumulate a loader's batches, use `for batch in ab.shares(loader, effective_batch_size={limit})`; "
+                f"otherwise set effective_batch_size={num_samples}."
+            )
+            self._notifier.warn("smaller_batches", message)
+        if is_smaller:
+            self._smaller_in = step
+
+
+def is_steady_step(first: FirstSteps | None, step: int, progress: DataProgress) -> bool:
+    """Return whether planning a step sends none of the additional messages of a run's or data set's first batches."""
+    return progress.is_stepped and (first is None or first.sends_nothing(step))
 
 
 class Executor(Protocol):
@@ -66,16 +197,7 @@ def choose_executor(
     *,
     num_further: int = 0,
 ) -> Executor:
-    """Return the executor for a loss: one pass, or two for a loss across samples.
-
-    Args:
-        context: the objects that the loop calls.
-        modules: the model.
-        world: the ranks.
-        notifier: reports micro-batches.
-        batch_norm: runs micro-batches under the BatchNorm policy.
-        num_further: number of additional values that ranks sum with the loss terms.
-    """
+    """Return the executor for a loss: one pass, or two for a loss across samples."""
     abort: Abort = _no_abort
     if context.prepared.abort is not None:
         # Allocated now: a rank that is out of memory cannot allocate its last message.
@@ -85,7 +207,9 @@ def choose_executor(
     if context.loss.kind.encode is None:
         execute = accumulate if batch_norm.is_idle else batch_norm.accumulate
         return _OnePass(context, notifier, execute, abort)
-    return _TwoPasses(context, modules, world, notifier, batch_norm, abort=abort)
+    from anybatch.engine.two_pass import TwoPasses  # noqa: PLC0415 (few runs need it)
+
+    return TwoPasses(context, modules, world, notifier, batch_norm, abort=abort)
 
 
 class _OnePass:
@@ -104,80 +228,12 @@ class _OnePass:
         )
 
 
-class _TwoPasses:
-    """For a loss across samples. Until outputs are exchanged, other ranks wait in that exchange."""
-
-    def __init__(
-        self,
-        context: LoopContext,
-        modules: nn.Module,
-        world: World,
-        notifier: Notifier,
-        batch_norm: BatchNormRunner,
-        *,
-        abort: Abort,
-    ) -> None:
-        self._context = context
-        self._modules = modules
-        self._world = world
-        self._notifier = notifier
-        self._batch_norm = batch_norm
-        self._abort = abort
-        self._have_exchanged = False
-
-    def begin_step(self) -> None:
-        """Reset the flag that outputs have been exchanged."""
-        self._have_exchanged = False
-
-    def __call__(self, counted: CountedBatch) -> Sums:
-        """Encode all micro-batches, gather the outputs, and encode again with the gradient of the loss."""
-        # Reset in each try: it determines the collective in which a rank that aborts meets the others.
-        plan, self._have_exchanged = counted.planned.plan, False
-        exchange = OutputExchange(
-            gather=lambda outputs: gather_outputs(
-                outputs, plan, self._world, self._notifier.gathering, self._note_exchange
-            ),
-            plan=plan,
-            # Every rank computes the whole loss, and ranks are summed, so only one rank may report it.
-            reports_loss=first_rank_with_samples(plan) == self._world.rank,
-            seed=counted.seed,
-        )
-        is_observed = bool(self._notifier.observers)
-        micro_batches = self._notifier.timed(counted.micro_batches) if is_observed else counted.micro_batches
-        with self._batch_norm.two_passes() as record:
-            return accumulate_in_two_passes(
-                self._context, self._modules, micro_batches, counted.replay, exchange, record=record
-            )
-
-    def abort(self, *, failed: bool) -> None:
-        """Leave the step, before or after the exchange of outputs."""
-        if self._have_exchanged:
-            self._abort(failed=failed)
-        else:
-            abort_exchange(self._world, failed=failed)
-
-    def _note_exchange(self) -> None:
-        self._have_exchanged = True
-
-
 def _no_abort(*, failed: bool) -> None:
     """Do nothing: the engine never calls this for a strategy that cannot abort."""
 
 
-_NOTHING = nullcontext()
-
-
 class SummedBatch(NamedTuple):
-    """The result of an effective batch: its gradient, summed over micro-batches and ranks, and divided.
-
-    Attributes:
-        planned: the batch and its plan.
-        gradients: of each trainable parameter; None for one that no rank used.
-        contributions: of each loss term to the loss, on the device.
-        counts: of each loss term, on the device or the CPU.
-        too_large: sizes of micro-batches that did not fit, in the order in which they were tried.
-        noise: sums for the gradient's noise; None if it was not measured.
-    """
+    """The result of an effective batch: its gradient, summed over micro-batches and ranks, and divided."""
 
     planned: PlannedBatch
     gradients: Sequence[torch.Tensor | None]
@@ -188,11 +244,7 @@ class SummedBatch(NamedTuple):
 
 
 class StepRunner:
-    """Plans and runs effective batches until they fit.
-
-    Attributes:
-        is_running: whether a step is running.
-    """
+    """Plans and runs effective batches until they fit."""
 
     def __init__(
         self,
@@ -238,11 +290,6 @@ class StepRunner:
 
     def run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, with the first cut that fits on every rank.
-
-        Args:
-            batch: as in `Engine.step`.
-            step: its number.
-            progress: in its data set.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.

@@ -1,7 +1,8 @@
-"""Allocates the memory of an update before the first step, since an update that fails midway cannot be undone."""
+"""The memory of an update: allocated before the first step, since an update that fails midway cannot be undone."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -9,14 +10,77 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.units import in_bytes
+from anybatch.engine.bf16_weights import Float32Windows
+from anybatch.engine.notifier import ResidentTensors, num_bytes_of
+from anybatch.engine.precision import Target
+from anybatch.engine.schedule import WeightAverage
 from anybatch.engine.torch_internals import state_maker
-from anybatch.engine.update.bf16_weights import Float32Windows
-from anybatch.engine.update.precision import Target
-from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.parallel.strategy import UpdateSharding
+from anybatch.memory.trace import Category
+from anybatch.parallel.gradient_buckets import gradient_bytes
+from anybatch.parallel.strategy import Prepared, UpdateSharding
 from anybatch.parallel.world import World
+
+
+def resident_tensors(
+    modules: nn.Module, prepared: Prepared, target: Target, average: WeightAverage | None
+) -> ResidentTensors:
+    """Return the engine's current tensors without the batch, by category.
+
+    "weights" includes frozen ones; "optimizer" includes its state, master weights and averaged weights. Tensors may
+    share memory; see `num_bytes_of`.
+    """
+    local = prepared.layout.local
+    weights = list(modules.parameters())
+    beside = tuple(target.beside.values())
+    states = itertools.chain.from_iterable(state.values() for state in target.optimizer.state.values())
+    averaged = () if average is None else average.weights.values()
+    gradients = (parameter.grad for parameter in (*weights, *target.updated) if parameter.grad is not None)
+    state = (value for value in states if isinstance(value, torch.Tensor))
+    found: dict[Category, Iterable[torch.Tensor]] = {
+        "weights": weights,
+        "buffers": modules.buffers(),
+        "gradients": (*prepared.gradient_buffers, *gradients),
+        "optimizer": (*beside, *state, *averaged),
+    }
+    return {category: [local(tensor) for tensor in tensors] for category, tensors in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentMemory:
+    """Bytes of the tensors that stay across steps, computed on each call."""
+
+    tensors: Callable[[], ResidentTensors]
+    target: Target
+    precision: str
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes of each kind that stay across steps; for gradients, the bytes that a step will need."""
+        tensors = self.tensors()
+        found = {
+            "weights": num_bytes_of(tensors["weights"]),
+            "gradients": gradient_bytes(self.target.parameters),
+            "optimizer state": num_bytes_of(tensors["optimizer"]),
+            "buffers": num_bytes_of(tensors["buffers"]),
+        }
+        return {kind: num for kind, num in found.items() if num}
+
+    def remedy(self, *, in_update: bool = False) -> str:
+        """Return the memory that a step needs in addition to activations, and ways to reduce it, as sentences."""
+        num_bytes = self.num_bytes()
+        listed = ", ".join(f"{kind} {in_bytes(num)}" for kind, num in num_bytes.items())
+        ideas = ["activation checkpointing", "shorter or smaller samples", "a smaller model, or a part of it frozen"]
+        if self.precision == "fp32":
+            ideas.insert(0, "precision='bf16'")
+        state, weights = num_bytes.get("optimizer state", 0), num_bytes.get("weights", 0)
+        # Momentum keeps one copy of the weights, Adam two.
+        if state > 1.5 * weights:
+            ideas.append("an optimizer with less state (this one has " + in_bytes(state) + ")")
+        if in_update and getattr(self.target.optimizer, "defaults", {}).get("fused") is None:
+            ideas.append("fused=True in the optimizer, which needs no copies in its step")
+        return f"Besides activations a step needs: {listed}. To reduce memory: {'; '.join(ideas)}."
 
 
 def prepare_for_training(optimizer: Optimizer) -> None:
@@ -51,16 +115,6 @@ class OptimizerStateMemory:
 
     Otherwise the first update allocates the state, and a micro-batch that fits in the first step may not fit in the
     second. The state is bit for bit what the optimizer would create.
-
-    Args:
-        target: the optimizer and the tensors it updates.
-        world: the ranks, which fail together.
-        resident: the memory that a step always needs, for the error.
-        sharding: distribution of the update over ranks; None if every rank updates everything.
-
-    Attributes:
-        is_allocated: whether the memory was allocated.
-        made: parameters whose state was created in advance; empty after the first step.
     """
 
     def __init__(
@@ -167,12 +221,7 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Memory of an optimizer's update.
-
-    Attributes:
-        state: bytes that stay from step to step.
-        temporary: bytes that a step allocates and frees.
-    """
+    """Memory of an optimizer's update."""
 
     state: int
     temporary: int
