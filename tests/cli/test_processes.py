@@ -1,7 +1,6 @@
 """Real processes are killed: the files on disk are enough to resume, and each message is printed once."""
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from tests.cli.small import (
     SPEC,
     STEPS_PER_EPOCH,
     crowded_job,
-    lines,
     logged,
     parameters,
     run,
@@ -32,7 +30,7 @@ from tests.cli.small import (
 from tests.cli.test_session import resume, same_bits
 from tests.ranks_fixture import Ranks
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 600
 IN_STEP_10 = {1: 79, 2: 39}  # number of ranks: a call of the loss on each rank, one sample per call
 
 
@@ -82,18 +80,6 @@ def through(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[
     return {1: folder / "1", 2: folder / "2"}
 
 
-@pytest.mark.slow
-def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
-    """A process killed in the middle of a step can be resumed from the last epoch, with bitwise the same result."""
-    ended = train(tmp_path / "run", fault=f"kill:{IN_STEP_10[1]}:0")
-    assert ended.status == -signal.SIGKILL, ended.said
-    assert lines(tmp_path / "run")[-1]["kind"] != "end"
-
-    resume(tmp_path / "run")
-    assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, STEPS_PER_EPOCH]
-    assert same_bits(parameters(tmp_path / "run"), parameters(through[1]))
-
-
 def test_killed_rank_of_two(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
     """If one of two ranks is killed, the other ends too, and one message names the rank and how to resume."""
     ended = train(tmp_path / "run", ranks=2, fault=f"kill:{IN_STEP_10[2]}:1")
@@ -115,16 +101,6 @@ def test_error_of_all_ranks(tmp_path: Path) -> None:
     assert ended.said.count("is not finite") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_exit_in_the_loss(tmp_path: Path, ranks: int) -> None:
-    """A loss that calls sys.exit on one rank fails the run with an error that is printed once."""
-    ended = train(tmp_path / "run", ranks=ranks, fault=f"exit:{IN_STEP_10[ranks]}:{ranks - 1}")
-
-    assert ended.status == Status.UNEXPECTED, ended.said
-    assert ended.said.count("SystemExit: 9") == 1
-
-
 def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
     """SIGTERM to the launcher ends two ranks after the step, and a resume gives bitwise the same result."""
     ended = train(tmp_path / "run", ranks=2, fault=f"terminate_launcher:{IN_STEP_10[2]}:0")
@@ -139,17 +115,6 @@ def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: R
 
 
 @pytest.mark.slow
-def test_killed_launcher(tmp_path: Path) -> None:
-    """Ranks whose launcher is killed save after the step and end."""
-    ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
-
-    assert ended.status == -signal.SIGKILL, ended.said
-    (end,) = logged(tmp_path / "run", "end")
-    assert (end["status"], end["num_steps"]) == ("stopped", 11)
-    assert logged(tmp_path / "run", "checkpoint")[-1]["step"] == 11
-
-
-@pytest.mark.slow
 def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
     """A second Ctrl-C immediately ends ranks that hang in a step."""
     ended = train(tmp_path / "run", ranks=2, fault=f"interrupt_twice:{IN_STEP_10[2]}:0")
@@ -159,18 +124,6 @@ def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
     assert "Traceback" not in ended.said
     assert "To resume from the newest checkpoint" in ended.said
     assert logged(tmp_path / "run", "end") == []
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Under torchrun, anybatch does not start ranks itself, and only rank 1 shows an error of rank 1."""
-    ended = train(tmp_path / "run", ranks=2, torchrun=(), fault=f"raise:{IN_STEP_10[2]}:1")
-
-    assert ended.status != 0
-    assert ended.said.count("FaultError: mine") == 1
-    assert ended.said.count("the recipe's own code failed") == 1
-    (start,) = logged(tmp_path / "run", "start")
-    assert start["world_size"] == 2
 
 
 @pytest.mark.slow
@@ -208,18 +161,14 @@ def test_goes_on_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tenso
 
 
 @pytest.mark.slow
-def test_does_not_go_on_by_itself(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
-    """With --resume never the run fails under FSDP; the same command with --resume auto resumes it."""
-    command = ("--strategy", "fsdp", "--micro-batch-size", "4")
-    ended = train(tmp_path / "run", *command, "--resume", "never", spec=CROWDED, ranks=2)
+def test_does_not_go_on_by_itself(tmp_path: Path) -> None:
+    """With --resume never a run that is out of memory fails under FSDP, and says how to resume it."""
+    command = ("--strategy", "fsdp", "--micro-batch-size", "4", "--resume", "never")
+    ended = train(tmp_path / "run", *command, spec=CROWDED, ranks=2)
+
     assert ended.status == Status.OUT_OF_MEMORY, ended.said
     assert "resuming with" not in ended.said
     assert f"anybatch train --resume --out {tmp_path / 'run'}" in ended.said
-
-    ended = train(tmp_path / "run", *command, "--resume", "auto", spec=CROWDED, ranks=2)
-    assert ended.status == Status.DONE, ended.said
-    assert [line["micro_batch_size"] for line in logged(tmp_path / "run", "start")] == [4, 2]
-    assert_close(parameters(tmp_path / "run"), roomy, rtol=1e-12, atol=1e-12)
 
 
 def run_roomy(folder: Path) -> None:

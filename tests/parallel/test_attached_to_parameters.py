@@ -148,18 +148,6 @@ def prototypes_in_block(model: Tower, hidden: torch.Tensor) -> torch.Tensor:
     return prototypes(model, hidden) + (hidden @ model.blocks[0].get_parameter("inner.weight")).mean()
 
 
-class Scaled(nn.Module):
-    """A cross-sample loss with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
-
-    def forward(self, model: Tower, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
-        return self.scale.exp() * prototypes(model, hidden)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
     """A test case.
@@ -274,12 +262,3 @@ def test_trains_as_plain_torch_or_is_refused(strategy: str, name: str, two_ranks
         assert error == ("" if refused is None else refused.__name__)
         assert distance <= (1e-6 if name == "Muon" else TOLERANCE)  # Muon computes in bf16, also for float64 gradients
         assert not said
-
-
-@pytest.mark.parametrize("name", ["hooks", "joint with prototypes", "penalty outside of blocks", "gradient penalty"])
-def test_reduced_in_every_micro_batch(name: str, two_ranks: Ranks) -> None:
-    """The same holds if gradients are reduced in every micro-batch."""
-    refused = CASES[name].refused
-    for error, distance, _ in two_ranks.run(outcome, name, "fsdp", {"reduction": "every_micro_batch"}):
-        assert error == ("" if refused is None else refused.__name__)
-        assert distance <= TOLERANCE

@@ -35,21 +35,6 @@ def test_two_that_wait_for_each_other() -> None:
     assert late.poll(7, "rank 2 called save") == ["rank 0 called save", "rank 1 called next"]
 
 
-def test_all_that_wait_are_named() -> None:
-    """The error names all waiting ranks, also two that wait in the same call."""
-    ranks = {1: waiting("loader", 1, 3), 2: waiting("loader", 2, 3), 0: waiting("engine", 0, 3)}
-    *found, last = [one.poll(4, f"rank {rank}") for _ in range(3) for rank, one in ranks.items()]
-    assert last == ["rank 0", "rank 1", "rank 2"]
-    assert found == [[]] * 8
-
-
-def test_what_a_rank_has_said_and_left() -> None:
-    """The old report of a rank that no longer polls does not count as a wait."""
-    waiting("loader", 1).poll(3, "rank 1 called next")
-    saves = waiting("engine", 0)
-    assert [saves.poll(7, "rank 0 called save") for _ in range(9)] == [[]] * 9
-
-
 def test_a_rank_that_goes_on_from_wait_to_wait() -> None:
     """A rank that moves slowly from wait to wait is not deadlocked."""
     saves, loads = waiting("engine", 0), waiting("loader", 1)
@@ -58,14 +43,6 @@ def test_a_rank_that_goes_on_from_wait_to_wait() -> None:
         for _ in range(1 + number):
             loads.poll(number, "rank 1 called next")
         assert saves.poll(7, "rank 0 called save") == []
-
-
-def test_two_that_wait_in_one_world() -> None:
-    """Two ranks in the same call may be waiting for a late third one."""
-    one, other = waiting("engine", 0, 3), waiting("engine", 1, 3)
-    for _ in range(9):
-        assert one.poll(7, "rank 0 called save") == []
-        assert other.poll(7, "rank 1 called save") == []
 
 
 def test_all_wait_in_one_call_for_different_messages() -> None:

@@ -13,11 +13,8 @@ import pytest
 import torch
 
 from anybatch.parallel.control import Messenger
-from anybatch.parallel.world import World
-from anybatch.testing import RankPool
 from tests.faults import sees
 from tests.parallel.worlds_in_processes import free_port
-from tests.ranks_fixture import Ranks
 
 LONG = timedelta(seconds=20)
 
@@ -73,7 +70,7 @@ class InMemory:
     "0 : one.num_rows * row_bytes",
     cases=["3"],
 )
-@pytest.mark.parametrize("num_ranks", range(2, 18))
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8, 17])
 def test_any_number_of_ranks(num_ranks: int) -> None:
     """Alternating sums and gathers in flight give plain sums and all rows on every rank."""
     lock = threading.Lock()
@@ -105,56 +102,6 @@ def test_any_number_of_ranks(num_ranks: int) -> None:
     assert [one.item() for one in again] == [total] * num_ranks
 
 
-def sums_and_rows() -> tuple[list[float], list[list[float]], list[object]]:
-    """Run on every rank: sum thirds, whose rounding depends on the order, and gather numbers and a large value."""
-    with World.from_environment(device="cpu") as world, torch.inference_mode():
-        numbers = torch.tensor([(world.rank + 1) / 3, 1e16, 1.0], dtype=torch.float64)
-        work = world.start_sum(numbers)
-        assert work is not None
-        work.wait()
-        rows = world.gather_numbers([world.rank / 3, 2.0**53])
-        values = world.gather_objects(["x" * 5000 * world.rank, world.rank])
-        return numbers.tolist(), rows, [(len(text), rank) for text, rank in values]
-
-
-def check(found: list[Any], num_ranks: int) -> None:
-    """Compare the results of all ranks with plain Python."""
-    for numbers, rows, values in found:
-        assert numbers == found[0][0]  # bitwise equal
-        assert numbers[0] == pytest.approx(sum((rank + 1) / 3 for rank in range(num_ranks)), rel=1e-15)
-        assert rows == [[rank / 3, 2.0**53] for rank in range(num_ranks)]
-        assert values == [(5000 * rank, rank) for rank in range(num_ranks)]
-
-
-def test_real_ranks(two_ranks: Ranks, three_ranks: Ranks) -> None:
-    """Two and three processes sum and gather like plain Python, also numbers made in inference mode."""
-    for ranks in (two_ranks, three_ranks):
-        check(ranks.run(sums_and_rows), ranks.world_size)
-
-
-@pytest.mark.slow
-def test_five_real_ranks() -> None:
-    """With five ranks, one is folded in before two rounds and gets the result afterwards."""
-    with RankPool(5) as pool:
-        check(pool.run(sums_and_rows), 5)
-
-
-def test_an_error_is_raised_where_it_is_waited_for() -> None:
-    """A broken connection raises from the message's wait; the thread survives, and later messages raise too."""
-
-    class Broken(InMemory):
-        def recv(self, *_: object) -> Arrival:
-            message = "Connection closed by peer"
-            raise RuntimeError(message)
-
-    messenger = Messenger(Broken(0, defaultdict(Queue)), 0, 2, LONG)  # type: ignore[arg-type]
-    for message in (messenger.start_sum(torch.ones(1)), messenger.start_sum(torch.ones(1))):
-        with pytest.raises(RuntimeError, match="closed by peer"):
-            message.wait(LONG)
-        assert message.is_completed()
-    messenger.end(LONG.total_seconds())
-
-
 AT_EXIT = """
 import atexit, os, threading
 atexit.register(lambda: print("threads:", [one.name for one in threading.enumerate()]))
@@ -180,5 +127,5 @@ def test_a_program_that_ends_takes_the_thread_along() -> None:
         for rank in range(2)
     ]
     for rank in ranks:
-        said, _ = rank.communicate(timeout=60)
+        said, _ = rank.communicate(timeout=600)
         assert (said.strip(), rank.returncode) == ("threads: ['MainThread']", 0)

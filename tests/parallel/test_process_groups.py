@@ -6,25 +6,21 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from anybatch.errors import WorldError
+from anybatch.parallel.control import signed, unsigned
 from tests.parallel import worlds_in_processes as ranks_do
 from tests.ranks_fixture import Ranks
 
 
 @pytest.mark.parametrize("use", [ranks_do.closed, ranks_do.failed, ranks_do.dropped], ids=lambda use: use.__name__)
-def test_fifty_engines_leave_nothing(two_ranks: Ranks, use: Callable[[], object]) -> None:
-    """Fifty engines leave no threads, sockets or files, whether closed, failed or dropped.
+def test_ten_engines_leave_nothing(two_ranks: Ranks, use: Callable[[], object]) -> None:
+    """Ten engines leave no threads, sockets or files, whether closed, failed or dropped.
 
     Closed engines are kept alive: closing releases their resources, not garbage collection.
     """
-    for before, after in two_ranks.run(ranks_do.around_fifty, use):
+    for before, after in two_ranks.run(ranks_do.around_ten, use):
         assert after.within(before)
         assert before.num_threads > 1  # threads were counted
-
-
-@pytest.mark.slow
-def test_an_open_engine_ends_at_exit(tmp_path: Path) -> None:
-    """At exit, a program with an open engine has shut down the engine's thread and process group."""
-    assert ranks_do.run_two_ranks(ranks_do.OPEN_AT_EXIT, (tmp_path / "store").as_uri()) == [(0, "[] False")] * 2
 
 
 @pytest.mark.slow
@@ -86,3 +82,21 @@ def test_a_later_world_joins_again(keeper: str, launcher_store: TCPStore) -> Non
         gathered = [[[float(number)], [float(1 + number)]] for number in range(4)]
         assert seen == [x for rows in gathered for x in (rows, False)] + [True, gathered[0], True]
         assert after.within(before)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_closed_engine_leaves_no_group() -> None:
+    """Closing an engine ends the default group that it started, although its model was sharded on a mesh."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks_do.free_port())}
+    for before, after in ranks_do.by_launcher(ranks_do.sharded_and_closed, variables, 2):
+        assert after.within(before)
+
+
+def test_foreign_messages_are_refused() -> None:
+    """A message with the right signature is accepted; one with a wrong secret, changed or truncated, is refused."""
+    message = signed(b"weights", b"secret")
+    assert unsigned(message, b"secret") == b"weights"
+    for foreign in (signed(b"weights", b"guess"), message[:-1] + b"S", message[:8], b""):
+        with pytest.raises(WorldError):
+            unsigned(foreign, b"secret")

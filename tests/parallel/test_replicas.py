@@ -36,12 +36,3 @@ def test_swapped_elements_change_the_digest(size: int, data: st.DataObject) -> N
     swapped = original.clone()
     swapped[one], swapped[other] = original[other], original[one]
     assert digest(swapped) != digest(original)
-
-
-def test_strides_do_not_matter() -> None:
-    """The digest depends on the values in order, not on strides; empty and 0-d tensors work too."""
-    matrix = torch.randn(4, 6)
-    assert digest(matrix.t().contiguous().t()) == digest(matrix)
-    assert digest(matrix[:, ::2]) == digest(matrix[:, ::2].clone())
-    assert digest(torch.empty(0)) == 0
-    assert digest(torch.tensor(1.5)) != digest(torch.tensor(2.5))

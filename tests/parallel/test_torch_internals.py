@@ -14,7 +14,7 @@ def test_the_store_is_the_group_s() -> None:
     store = HashStore()
 
     assert default_store(SimpleNamespace(_get_default_store=lambda: store)) is store
-    with pytest.raises(UnsupportedTorchError, match="several ranks"):
+    with pytest.raises(UnsupportedTorchError):
         default_store(SimpleNamespace())
 
 
