@@ -462,8 +462,8 @@ def data_dimension(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
     """Return this process's index in the one dimension of a mesh, and the processes along it."""
     if mesh.ndim != 1:
         message = (
-            f"the mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}), but batches are dealt over one of them. "
-            "Pass that one: World.of_mesh(mesh['dp'])."
+            f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or '(without names)'}, but batches are dealt "
+            "over one of them. Pass that one: World.of_mesh(mesh['dp'])."
         )
         raise WorldError(message)
     return mesh.get_local_rank(), tuple(dist.get_process_group_ranks(mesh.get_group()))
