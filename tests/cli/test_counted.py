@@ -1,7 +1,5 @@
 """Memory figures name what they count, with the same terms in every command, and agree where the terms agree."""
 
-import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,17 +8,12 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.cli.launch import summary
-from anybatch.cli.main import main
 from anybatch.cli.memory import record
-from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
-from anybatch.diagnostics.tune_report import SizeResult, TuneReport
-from anybatch.memory.counted import MEANINGS, Counted, counting_text
+from anybatch.memory.counted import MEANINGS, Counted
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC
-from tests.cli.test_memory import outcome
 
 NUM_VALUES, LENGTH, NUM_WINDOWS = 50, 12, 64
 
@@ -72,28 +65,6 @@ def test_plan_and_memory_agree(recipe: str, micro_batch_size: int, number_bytes:
     assert measured.counted == "in tensors"
     num_further = plan.accumulation_steps - NUM_MICRO_BATCHES
     assert plan.baseline.peak.num_bytes + num_further * number_bytes == measured.peak_bytes
-
-
-@pytest.mark.slow
-def test_each_verb_says_what_it_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`memory`, `plan`, `tune` and `train` name the way they count memory, and its meaning."""
-    assert main(["memory", SPEC]) == Status.DONE
-    memory = capsys.readouterr().out
-    assert re.search(r"^peak \S+ \S+ in tensors, in ", memory, re.MULTILINE)
-    assert f"\n{counting_text('in tensors')}\n" in memory
-    on_cpu = str(ab.plan(SPEC, device="cpu:8GiB", proposals=False))
-    assert re.search(r"^peak +\S+ \S+ in tensors, in ", on_cpu, re.MULTILINE)
-    assert f"\n{counting_text('in tensors')}\n" in on_cpu
-    on_cuda = str(ab.plan(SPEC, device="8GiB", proposals=False))
-    assert re.search(r"^peak +\S+ \S+ in tensors, \S+ \S+ in all, in ", on_cuda, re.MULTILINE)
-    assert f"\n{counting_text('in tensors', 'in all')}\n" in on_cuda
-    sizes = (SizeResult(size=1, num_micro_batches=2, samples_per_second=1.0, peak_bytes=2**20),)
-    tuned = str(TuneReport(num_samples=2, device="cpu", sizes=sizes))
-    assert tuned.splitlines()[2].endswith("in tensors")
-    assert f"\n{counting_text('in tensors')}\n" in tuned
-    on_host, on_device = (summary(outcome(tmp_path, 2**29, limit), tensorboard="") for limit in (None, 2**30))
-    assert "peak 512 MiB (resident memory of the rank 0 process)" in on_host
-    assert f"allocated on rank 0: {MEANINGS['allocated']}" in on_device
 
 
 def test_the_page_has_the_same_words() -> None:

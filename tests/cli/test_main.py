@@ -17,7 +17,7 @@ from anybatch.cli import launch as launching
 from anybatch.cli.command import frozen_imports
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.status import Status
-from anybatch.cli.train import HINTS, OWN_OPTIONS, TrainRequest, explain_unknown, read, short_name
+from anybatch.cli.train import HINTS, OWN_OPTIONS, TrainRequest, explain_unknown, read
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
 from tests.architecture.source_tree import ROOT
@@ -132,12 +132,6 @@ def test_options_are_read() -> None:
     assert read([]) == TrainRequest(recipe=None, folder=None, resume=None, ranks=None, config=RunConfig())
 
 
-@pytest.mark.parametrize("recipe", ["digits", "digits.py", "a/digits.py:job", "a.digits:job", "a.digits"])
-def test_short_name(recipe: str) -> None:
-    """A run's folder is named after the last word of the recipe's path."""
-    assert short_name(recipe) == "digits"
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -175,43 +169,6 @@ def test_foreign_words_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
                 assert difference in said
         assert main(["train", f"--{theirs.split()[0]}", "3"]) == Status.USAGE
         assert ours in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("word", "ours"),
-    [
-        ("--gradient_accumulation_steps", "--accumulation-steps"),
-        ("--global-batch-size", "--effective-batch-size"),
-        ("--per_device_train_batch_size", "--micro-batch-size"),
-        ("--train-batch-size", "--effective-batch-size"),
-        ("--batch-size", "--effective-batch-size N`: samples of one optimizer step"),
-        ("--micro-batch", "--micro-batch-size"),
-        ("--num_processes", "--ranks"),
-        ("--nproc-per-node", "--ranks"),
-        ("--devices", "--ranks"),
-        ("--lr", "--learning-rate"),
-        ("--max_steps", "--steps"),
-        ("--num_train_epochs", "--epochs"),
-        ("--output_dir", "--out"),
-        ("--fp16", "--precision"),
-        ("--mixed_precision", "--precision"),
-        ("--resume_from_checkpoint", "--resume"),
-        ("--training.local_batch_size", "--micro-batch-size"),
-    ],
-)
-def test_words_of_others(word: str, ours: str) -> None:
-    """The option names of DeepSpeed, Accelerate, transformers, Lightning, Megatron and torchtitan lead to ours."""
-    assert ours in explain_unknown([word])
-
-
-def test_table_of_foreign_words_is_sound() -> None:
-    """The table has no duplicates and none of our options, and refers only to existing options."""
-    names = [name for _, theirs, _ in HINTS for name in theirs.split()]
-    assert len(names) == len(set(names))
-    assert not set(names) & set(OWN_OPTIONS)
-    assert all(name == train.plain(name) for name in names)
-    pointed = {word for ours, _, _ in HINTS for word in re.findall(r"--([a-z-]+)", ours)}
-    assert pointed <= set(OWN_OPTIONS)
 
 
 def test_table_of_foreign_words_is_documented() -> None:
@@ -258,7 +215,7 @@ def test_env_names_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch env` prints versions and hardware, but no paths, user names or host names."""
     assert main(["env"]) == Status.DONE
     printed = capsys.readouterr().out
-    for name in ("anybatch", "torch", "python", "cpu cores", "accelerators", "gloo", "nccl"):
+    for name in ("anybatch", "torch", "python", "cpu cores", "memory", "accelerators", "gloo", "nccl"):
         assert re.search(rf"^{name} +\S", printed, flags=re.MULTILINE), name
     assert socket.gethostname() not in printed
     assert str(Path.home()) not in printed
@@ -335,20 +292,9 @@ def test_what_the_program_imports_is_never_collected(monkeypatch: pytest.MonkeyP
         gc.unfreeze()
 
 
-def test_what_others_have_made_may_be_collected() -> None:
-    """If torch was imported before, by the user's program, no object is exempt from garbage collection."""
-    before = gc.get_freeze_count()
-    with frozen_imports():
-        running = gc.isenabled()
-
-    assert running
-    assert gc.get_freeze_count() == before
-
-
-@pytest.mark.parametrize("word", ["--version", "-V"])
-def test_version_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch --version` prints the package's version."""
-    assert main([word]) == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"anybatch {ab.__version__}\n"
 
 
@@ -371,8 +317,9 @@ def test_goes_on_where_the_limit_has_fallen(
     assert [one.resume for one in started] == [None, "always"][:starts]
 
 
-@pytest.mark.parametrize("verb", ["train", "check", "tune", "memory"])
-@pytest.mark.parametrize("code", ["'sample 3 is missing'", "0", ""])
+@pytest.mark.parametrize(
+    ("verb", "code"), [("train", "0"), ("check", ""), ("tune", "'sample 3 is missing'"), ("memory", "0")]
+)
 def test_user_code_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, code: str) -> None:
     """If a recipe calls sys.exit, every command ends with an error that shows the line."""
     name = f"exits_{verb}_{len(code)}"

@@ -53,10 +53,3 @@ def test_an_error_finds_an_empty_line(monkeypatch: pytest.MonkeyPatch) -> None:
         measured_in_vain()
     assert "measuring" in terminal.getvalue()
     assert shown(terminal.getvalue()) == ""
-
-
-def test_without_a_terminal_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A log file or pipe gets only the report."""
-    with progress_line() as tell:
-        assert tell is None
-    assert capsys.readouterr() == ("", "")

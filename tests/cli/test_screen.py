@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.launch import ConsoleFilter, RunDisplay
+from anybatch.cli.launch import ConsoleFilter
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.core.records import PhaseRecord
 from anybatch.errors import UserError
 from anybatch.events.console import Console
 from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import SessionStart
 from tests.cli.small import SPEC
 
 PLOT = "pip install 'anybatch[plot]'"
@@ -103,29 +102,3 @@ def test_stop_is_told_above_the_bar() -> None:
     screen.observe(record)
     screen.observe(record)
     assert stream.getvalue().count("stopping after this step and saving") == 1
-
-
-def test_run_that_fails_at_once_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that fails before its first update leaves no folder, not even TensorBoard's file."""
-    run = ["train", "tests.cli.small:failing_job", "--out", str(tmp_path / "run")]
-    assert main(run) == Status.UNEXPECTED
-    assert "FaultError: mine" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_first_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If closing TensorBoard's file fails as well, the run's own error is still raised."""
-
-    class Broken:
-        def close(self) -> None:
-            message = "second"
-            raise OSError(message)
-
-    monkeypatch.setattr("anybatch.cli.launch.TensorBoardLog", lambda _: Broken())
-    display = RunDisplay(None)
-    display.begin(SessionStart(folder=RunFolder(tmp_path), first_step=0, num_steps=1))
-    error = ValueError("first")
-
-    display.__exit__(ValueError, error, None)
-    with pytest.raises(OSError, match="second"):
-        display.__exit__(None, None, None)

@@ -104,7 +104,7 @@ def run_into(target: int, words: list[str], folder: Path) -> subprocess.Complete
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["train", SPEC, "--steps", "1", "--out", "{folder}/run"]])
+@pytest.mark.parametrize("words", [["--version"], ["train", SPEC, "--steps", "1", "--out", "{folder}/run"]])
 def test_closed_pipe(words: list[str], tmp_path: Path) -> None:
     """A command ends quietly if its output is closed, as by `| head`; a run is complete by then."""
     reader, writer = os.pipe()
@@ -120,12 +120,11 @@ def test_closed_pipe(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
-@pytest.mark.parametrize("words", [["--version"], ["--help"]])
-def test_full_disk(words: list[str], tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     """Output that does not fit on the disk gives a one-line error."""
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        done = run_into(full, words, tmp_path)
+        done = run_into(full, ["--help"], tmp_path)
     finally:
         os.close(full)
     assert done.returncode == Status.FILES

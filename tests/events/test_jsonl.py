@@ -31,6 +31,7 @@ from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog, read_jsonl
 from anybatch.events.schema import SCHEMA_VERSION, json_schema
 from tests.events import recorded_run
+from tests.raising import raises
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
@@ -215,17 +216,6 @@ def test_a_record_keeps_no_graph_alive(tmp_path: Path) -> None:
         assert freed
 
 
-def test_records_are_taken_as_they_were(tmp_path: Path) -> None:
-    """A mapping that is modified after it was observed is logged with its original values."""
-    counts: dict[str, Scalar] = {"loss": 4.0}
-    record = micro_batch()
-    record = MicroBatchRecord(**{name: getattr(record, name) for name in record.__slots__} | {"counts": counts})
-    with JsonlLog(tmp_path / "log.jsonl") as log:
-        log.observe(record)
-        counts["loss"] = 99.0
-    assert lines_of(tmp_path / "log.jsonl")[0]["counts"] == {"loss": 4.0}
-
-
 def test_frequent_records_wait_for_the_step(tmp_path: Path) -> None:
     """Micro-batches and phases are written with their step; steps, checkpoints and the end immediately."""
     path = tmp_path / "log.jsonl"
@@ -290,23 +280,13 @@ def test_a_run_that_fails_leaves_its_lines(tmp_path: Path) -> None:
             raise ArithmeticError(message)
 
     log = JsonlLog(path)
-    with pytest.raises(ArithmeticError, match="the run broke"):
+    with pytest.raises(ArithmeticError):
         run(log)
     log.close()
     assert [line["kind"] for line in lines_of(path)] == ["phase"]
 
 
-def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
-    """Opening an existing log appends to it, and the sequence continues without a gap."""
-    path = tmp_path / "runs" / "a" / "log.jsonl"  # directories are created
-    for number in range(3):
-        with JsonlLog(path) as log:
-            log.observe(step(number))
-            log.observe(end(number))
-    assert [line["sequence"] for line in lines_of(path)] == list(range(6))
-
-
-@pytest.mark.parametrize("num_lines", [0, 1, 2, 40])
+@pytest.mark.parametrize("num_lines", [0, 2])
 @pytest.mark.slow
 def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path, num_lines: int) -> None:
     """A partial last line is removed, at any length, and the sequence continues without a gap or duplicate."""
@@ -339,45 +319,18 @@ def test_lines_longer_than_a_block_are_found(tmp_path: Path) -> None:
     assert lines_of(path)[-1]["sequence"] == 2
 
 
-@pytest.mark.parametrize("content", [b"import torch\n", b"no newline", b'{"other": 1}\n', b'{"verdict": 1}\n', b"\n\n"])
+@pytest.mark.parametrize(
+    "content", [b"import torch\n", b"no newline", b'{"other": 1}\n', b'{"version":1,"sequence":0}\nsomething else\n']
+)
 def test_foreign_files_are_not_touched(tmp_path: Path, content: bytes) -> None:
-    """A file that is not a log raises and is unchanged, including its unfinished last line."""
+    """A folder raises, and so does a file that is not a log, which is unchanged with its unfinished last line."""
+    with raises(UserError, "is-a-folder"):
+        JsonlLog(tmp_path)
     path = tmp_path / "train.py"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"train.py exists and is not a log of anybatch"):
+    with raises(UserError, "not-a-log"):
         JsonlLog(path)
     assert path.read_bytes() == content
-
-
-def test_a_log_with_a_foreign_last_line_is_refused(tmp_path: Path) -> None:
-    """A last line without a sequence number raises."""
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"version":1,"sequence":0}\nsomething else\n')
-    with pytest.raises(UserError, match=r"last line of .* is not a line of a log"):
-        JsonlLog(path)
-
-
-def test_a_directory_is_refused(tmp_path: Path) -> None:
-    """A directory raises an error that suggests a file."""
-    with pytest.raises(UserError, match=r"is a directory. Name a file in it, such as .*events.jsonl"):
-        JsonlLog(tmp_path)
-
-
-def test_no_steps_per_flush_is_refused(tmp_path: Path) -> None:
-    """A flush needs at least one step; invalid values raise before anything is created."""
-    with pytest.raises(UserError, match="num_steps_per_flush=0 must be a whole number of at least 1"):
-        JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=0)
-    assert not (tmp_path / "log.jsonl").exists()
-
-
-def test_values_a_log_cannot_hold_are_named(tmp_path: Path) -> None:
-    """A value that is not a number or text raises when observed; the log continues afterwards."""
-    path = tmp_path / "log.jsonl"
-    with JsonlLog(path) as log:
-        with pytest.raises(TypeError, match=r"a record holds set \{1\}"):
-            log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={"bad": {1}}))  # type: ignore[dict-item]
-        log.observe(end())
-    assert [line["sequence"] for line in lines_of(path)] == [0]
 
 
 @contextmanager
@@ -398,7 +351,7 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path) -> None:
     with JsonlLog(path) as log:
         log.observe(step(0))
         num_bytes = path.stat().st_size
-        with largest_file(num_bytes + 100), pytest.raises(OSError, match="log") as caught:
+        with largest_file(num_bytes + 100), pytest.raises(OSError, match=path.name) as caught:
             log.observe(step(1))
         assert caught.value.filename == os.fspath(path)
         assert path.stat().st_size == num_bytes
@@ -456,9 +409,3 @@ def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
         assert [line["step"] for line in lines] == [0]
         log.observe(step(1))
         assert [line["step"] for line in lines] == [0, 1]
-
-
-def test_reading_a_missing_log_raises(tmp_path: Path) -> None:
-    """Reading a missing log raises."""
-    with pytest.raises(FileNotFoundError):
-        list(read_jsonl(tmp_path / "none.jsonl"))

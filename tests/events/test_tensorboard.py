@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import math
 import re
 import sys
 import time
@@ -18,7 +17,6 @@ from anybatch.core.records import Record
 from anybatch.errors import UserError
 from anybatch.events.tensorboard import TensorBoardLog
 from tests.events.recorded_run import (
-    GEOMETRY,
     Clock,
     checkpoint,
     diagnosis,
@@ -29,8 +27,8 @@ from tests.events.recorded_run import (
     out_of_memory,
     start,
     step,
-    whole_run,
 )
+from tests.raising import raises
 
 pytest.importorskip("tensorboard", reason="needs the package tensorboard")
 Charts = Mapping[str, list[tuple[int, float]]]
@@ -144,25 +142,6 @@ def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
     assert names == {"memory_gib/peak", "memory_gib/allocated"}
 
 
-def test_numbers_that_are_none(tmp_path: Path) -> None:
-    """NaN is a point; a number whose device is lost is not."""
-    written(tmp_path, [start(), step(0, math.nan), step(1, torch.tensor(0.0, device="meta")), step(2, 1.0)])
-    points = charts(tmp_path)["loss"]
-
-    assert [number for number, _ in points] == [1, 3]
-    assert math.isnan(points[0][1])
-
-
-def test_how_the_run_is_cut_is_a_text(tmp_path: Path) -> None:
-    """The geometry, settings and decisions are a text list under `run`."""
-    written(tmp_path, [start(decisions={"strategy": "single, because"})])
-    ((number, text),) = texts(tmp_path, "run")
-
-    assert number == 0
-    assert text.splitlines()[0] == f"- {GEOMETRY}"
-    assert text.splitlines()[-1] == "- strategy: single, because"
-
-
 def test_what_happens_is_a_text(tmp_path: Path) -> None:
     """Diagnoses, checkpoints, out-of-memory events and the end are texts at their steps."""
     happenings: list[Record] = [
@@ -191,21 +170,6 @@ def test_undone_steps_are_hidden(tmp_path: Path) -> None:
     assert "evaluation/x" not in charts(tmp_path) or charts(tmp_path)["evaluation/x"] == []
 
 
-def test_a_run_whose_start_was_not_seen(tmp_path: Path) -> None:
-    """A log attached after the start writes the records it gets."""
-    written(tmp_path, [step(4, 1.0)])
-
-    assert charts(tmp_path)["loss"] == [(5, 1.0)]
-
-
-def test_points_have_the_time_of_their_records(tmp_path: Path) -> None:
-    """A point has the time of its record, not of its writing."""
-    written(tmp_path, list(whole_run(4)), seconds_per_write=1e9)
-    stamps = [one.wall_time for one in accumulator(tmp_path).Scalars("loss")]
-
-    assert stamps == [1_000_001.0, 1_000_002.0, 1_000_003.0, 1_000_004.0]
-
-
 def test_the_loop_does_not_wait(tmp_path: Path) -> None:
     """Tensors are read together every few seconds, and at every evaluation."""
     CountingTensor.num_read = 0
@@ -222,30 +186,11 @@ def test_the_loop_does_not_wait(tmp_path: Path) -> None:
     assert seen == [0, 0, 0, 0, 5, 5, 5, 5, 5, 10, 10, 10, 12]
 
 
-def test_only_rank_0_writes(tmp_path: Path) -> None:
-    """Other ranks create no file."""
-    written(tmp_path / "other", [start(rank=1), step(0, rank=1), end(1, rank=1)])
-
-    assert not (tmp_path / "other").exists()
-
-
-def test_closing_twice(tmp_path: Path) -> None:
-    """A log can be closed again, and continues in a new file."""
-    log = TensorBoardLog(tmp_path)
-    log.observe(step(0, 1.0))
-    log.close()
-    log.close()
-    log.observe(step(1, 2.0))
-    log.close()
-
-    assert charts(tmp_path)["loss"] == [(1, 1.0), (2, 2.0)]
-
-
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TensorBoard, creating the log raises with the install command."""
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
 
-    with pytest.raises(UserError, match=re.escape("pip install 'anybatch[tensorboard]'")):
+    with raises(UserError, "needs-tensorboard"):
         TensorBoardLog(tmp_path)

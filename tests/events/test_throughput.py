@@ -64,16 +64,6 @@ def test_evaluations_slow_down_the_run_and_not_the_steps() -> None:
     assert pace.seconds_left(8.0, 10) == pytest.approx((8.0 - 1.0) / 2 * 10)
 
 
-def test_a_long_step_is_seen_alone() -> None:
-    """A step longer than the window determines the rate alone."""
-    pace = Throughput(window_seconds=10.0)
-    pace.begin(0.0)
-    for end in (1.0, 2.0, 102.0):
-        pace.step(end, 64)
-
-    assert pace.samples_per_second == pytest.approx(0.64)
-
-
 def test_nothing_is_said_without_a_step() -> None:
     """Before the first step, or while the clock does not advance, the pace is None; a run may begin with a step."""
     pace = Throughput()

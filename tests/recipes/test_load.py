@@ -11,6 +11,7 @@ import anybatch as ab
 from anybatch.errors import DataError, LossError, UserError
 from anybatch.recipes.load import SMALLEST_RECIPE, load_recipe
 from anybatch.recipes.start import start
+from tests.raising import raises
 
 HEAD, JOB = SMALLEST_RECIPE.split("def job():\n")
 
@@ -57,7 +58,7 @@ def test_a_module_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "package").mkdir()
     written(tmp_path, SMALLEST_RECIPE, "package/inside.py")
     assert load_recipe("package.inside:job").defaults.effective_batch_size == 16
-    with pytest.raises(UserError, match=r"no module 'package\.outside'"):
+    with raises(UserError, "unknown-recipe"):
         load_recipe("package.outside:job")
 
 
@@ -88,37 +89,20 @@ def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "suffix", "message"),
+    ("text", "suffix", "code"),
     [
-        (
-            "a = 1\n",
-            "",
-            "no function is called 'job' or 'recipe', .*Choose one: .*mine.py:function. It defines no func",
-        ),
-        ("def f(): ...\ndef _g(): ...\n", "", r"Choose one: .*mine\.py:function\. It has: f\."),
-        (
-            "def job(): ...\ndef recipe(): ...\ndef f(): ...\n",
-            "",
-            r"several functions may be the recipe.*: job, recipe\.",
-        ),
-        ("def f(): ...\ndef e(): ...\n", ":g", r"mine\.py has no function 'g'\. It has: e, f\."),
-        (
-            "from os import getcwd\ng = 3\n",
-            ":g",
-            "g of .*mine.py is an object of type int; .* returns an ab.Job. It def",
-        ),
-        (
-            "def job(width, *, depth, a=1, **b): ...\n",
-            "",
-            "job of .*mine.py needs the arguments width, depth, but a recipe is called without .*def",
-        ),
-        ("def job(): return {}\n", "", r"job of .*mine\.py returned dict; .* smallest recipe is:\n\nimport torch\n"),
-        ("def job(): pass\n", ":job", "returned NoneType; a recipe returns an ab.Job"),
+        ("a = 1\n", "", "which-function"),
+        ("def job(): ...\ndef recipe(): ...\ndef f(): ...\n", "", "which-function"),
+        ("def f(): ...\ndef e(): ...\n", ":g", "no-function"),
+        ("from os import getcwd\ng = 3\n", ":g", "not-a-function"),
+        ("def job(width, *, depth, a=1, **b): ...\n", "", "needs-arguments"),
+        ("def job(): return {}\n", "", "not-a-job"),
+        ("def job(): pass\n", ":job", "not-a-job"),
     ],
 )
-def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None:
-    """Missing, ambiguous and unsuitable functions raise an error that lists the functions there are."""
-    with pytest.raises(UserError, match=f"(?s){message}"):
+def test_functions(text: str, suffix: str, code: str, tmp_path: Path) -> None:
+    """Missing, ambiguous and unsuitable functions are refused."""
+    with raises(UserError, code):
         load_recipe(written(tmp_path, text) + suffix)
 
 
@@ -127,10 +111,7 @@ def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None
 )
 def test_unknown_names(name: str) -> None:
     """An unknown name raises an error with all valid forms."""
-    with pytest.raises(
-        UserError,
-        match=r"no recipe and no module .* one of 'digits', 'text', 'contrastive', 'finetune', a file \(file\.py:func",
-    ):
+    with raises(UserError, "unknown-recipe"):
         load_recipe(name)
 
 
@@ -138,17 +119,17 @@ def test_unknown_names(name: str) -> None:
 def test_missing_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing file raises with the folder searched; so does a folder instead of a file."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"there is no file '.*missing.*' \(looked in .*\)\. A recipe is one of 'digit"):
+    with raises(UserError, "no-file"):
         load_recipe(name)
-    with pytest.raises(UserError, match="there is no file"):
+    with raises(UserError, "no-file"):
         load_recipe(f"{tmp_path}/")
 
 
 def test_files_that_are_no_source(tmp_path: Path) -> None:
     """A file must end in .py and must not have the name of a loaded module."""
-    with pytest.raises(UserError, match=r"is not a Python source file: its name must end in \.py"):
+    with raises(UserError, "not-python"):
         load_recipe(written(tmp_path, SMALLEST_RECIPE, "mine.txt"))
-    with pytest.raises(UserError, match=r"json\.py cannot be imported as 'json': .* already loaded.*Rename the file"):
+    with raises(UserError, "name-is-taken"):
         load_recipe(written(tmp_path, SMALLEST_RECIPE, "json.py"))
 
 
@@ -194,21 +175,22 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "broken").mkdir()
     written(tmp_path, "import no_such_module\n", "broken/__init__.py")
     written(tmp_path, SMALLEST_RECIPE, "broken/inside.py")
-    with pytest.raises(UserError, match=r"(?s)importing broken\.inside failed:.*No module named 'no_such_module'"):
+    with raises(UserError, "user-code") as caught:
         load_recipe("broken.inside:job")
+    assert "No module named 'no_such_module'" in str(caught.value)
 
 
 def test_our_own_errors_stay_what_they_are(tmp_path: Path) -> None:
     """A validation error of `Job` inside a recipe keeps its type."""
     text = SMALLEST_RECIPE.replace("loss=ab.mean_over_samples(loss)", "loss=None")
-    with pytest.raises(LossError, match=r"Job\(loss=None\) must be a declared loss"):
+    with raises(LossError, "not-a-loss"):
         load_recipe(written(tmp_path, text))
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without scikit-learn the recipe "digits" raises with the install command."""
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(DataError, match=r"scikit-learn.* Install it: pip install 'anybatch\[recipes\]'"):
+    with raises(DataError, "needs-scikit-learn"):
         load_recipe("digits")
 
 

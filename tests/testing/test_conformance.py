@@ -105,14 +105,3 @@ def test_a_trainer_that_raises_fails() -> None:
     table = conformance.run(Broken())
     assert not table.passed
     assert {row.reason for row in table.rows} >= {"raised RuntimeError: 12", "raised RuntimeError: 4"}
-
-
-@pytest.mark.slow
-def test_the_table_says_it() -> None:
-    """The printed table has a line per split: case, micro-batch size, error, verdict."""
-    lines = str(conformance.run(HandWrittenLoop("mean of means"))).splitlines()
-    assert lines[0] == "hand-written loop: mean of means: 13 of 23 hold"
-    assert next(line for line in lines if line.startswith("ragged micro-batches") and " 13 " in line).endswith("exact")
-    assert "mean of means or constant divisor (step 1 of 2)" in next(
-        line for line in lines if line.startswith("ragged micro-batches") and " 5 " in line
-    )

@@ -83,7 +83,7 @@ def test_another_tenant_comes_and_goes() -> None:
     with memory_budget(1000) as budget:
         held = torch.empty(800, dtype=torch.uint8)
         budget.num_bytes = 500
-        with pytest.raises(torch.OutOfMemoryError, match=r"of which 0 bytes is free\. 800 bytes is held"):
+        with pytest.raises(torch.OutOfMemoryError):
             torch.empty(10, dtype=torch.uint8)
         budget.num_bytes = 2000
         torch.empty(10, dtype=torch.uint8)
