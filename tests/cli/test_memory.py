@@ -1,18 +1,24 @@
-"""`anybatch memory`: the memory of a recipe's step and the free rest; and a run's own memory report."""
+"""`anybatch memory`: the memory of a recipe's step, as the plan predicts it; and a run's own memory report."""
 
 import re
-import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
+import anybatch as ab
 from anybatch.cli.launch import summary
 from anybatch.cli.main import main
-from anybatch.cli.memory import make_parser, record
+from anybatch.cli.memory import record
 from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import AnyBatchWarning
+from anybatch.memory.counted import MEANINGS, Counted
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
 from anybatch.recipes.run_folder import RunFolder
 from anybatch.recipes.session import SessionResult
 from tests.architecture.source_tree import ROOT
@@ -61,16 +67,6 @@ def test_a_limit_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert figure.exists()
 
 
-def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A terminal gets a bar of colored blocks."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert main(["memory", SPEC]) == Status.DONE
-
-    assert "█" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("num_samples", [25, 49, 64])
 def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixture[str]) -> None:
     """A full batch is measured even if the epoch of 50 samples ends with a smaller one, or has only one batch."""
@@ -78,14 +74,6 @@ def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixtu
         lines = printed(capsys, "--effective-batch-size", str(num_samples))
 
     assert lines[0].startswith(f"one step of {min(num_samples, 50)} samples, ")
-
-
-def test_the_verb_is_documented() -> None:
-    """docs/command_line.md has each option of the verb."""
-    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-    section = text[text.index("## `anybatch memory") :].split("\n## ")[0]
-    options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
-    assert {option for option in options if option not in section} == {"--help"}
 
 
 def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> SessionResult:
@@ -120,3 +108,63 @@ def test_a_run_says_its_memory(tmp_path: Path, peak_bytes: int | None, limit_byt
     lines = summary(outcome(tmp_path, peak_bytes, limit_bytes), tensorboard="").splitlines()
 
     assert [line[13:] for line in lines if line.startswith("memory")] == ([] if said is None else [said])
+
+
+NUM_VALUES, LENGTH, NUM_WINDOWS = 50, 12, 64
+
+
+class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Windows of one long tensor, which is in memory regardless of a step's samples."""
+
+    def __init__(self) -> None:
+        self.values = torch.arange(NUM_WINDOWS * LENGTH + 1) % NUM_VALUES
+
+    def __len__(self) -> int:
+        return NUM_WINDOWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        piece = self.values[index * LENGTH : (index + 1) * LENGTH + 1]
+        return {"values": piece[:-1], "labels": piece[1:]}
+
+
+def of_windows(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross-entropy over the labels."""
+    return functional.cross_entropy(model(batch["values"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def windows_job() -> ab.Job:
+    """Return a job whose loss counts labels, so that a step loads all of them before it runs."""
+    return ab.Job(
+        model=lambda: nn.Sequential(nn.Embedding(NUM_VALUES, 8), nn.Linear(8, NUM_VALUES)),
+        optimizer=lambda named, rate: torch.optim.AdamW([p for _, p in named], lr=rate),
+        loss=ab.mean_over_tokens(of_windows, shift=False),
+        dataset=Windows,
+        defaults=ab.RunConfig(effective_batch_size=32, steps=4, learning_rate=1e-3),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "micro_batch_size", "number_bytes"),
+    [(SPEC, 4, 8), (SPEC, 2, 8), ("tests.cli.test_memory:windows_job", 8, 4)],
+    ids=["two", "four", "windows"],
+)
+def test_plan_and_memory_agree(recipe: str, micro_batch_size: int, number_bytes: int) -> None:
+    """The tensor memory of a step is the same number of bytes in the CPU plan and in the measurement.
+
+    The plan counts two micro-batches; a step keeps one number, its loss, for each further one.
+    """
+    measured = record(recipe, RunConfig(micro_batch_size=micro_batch_size), limit=None, allocator=False)
+    plan = ab.plan(recipe, device="cpu:8GiB", micro_batch_size=micro_batch_size, proposals=False)
+
+    assert measured.counted == "in tensors"
+    num_further = plan.accumulation_steps - NUM_MICRO_BATCHES
+    assert plan.baseline.peak.num_bytes + num_further * number_bytes == measured.peak_bytes
+
+
+def test_the_page_has_the_same_words() -> None:
+    """docs/memory.md describes each way of counting with the same words as the output."""
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    section = text[text.index("### What each verb counts") :].split("\n### ")[0]
+
+    assert {way for way in get_args(Counted) if f"| {way} | {MEANINGS[way]} |" not in section} == set()

@@ -1,11 +1,13 @@
-"""The terminal output of `anybatch train`, and the files at its end."""
+"""The terminal output of commands, above all of `anybatch train`, and the files at its end."""
 
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from anybatch.cli.command import progress_line
 from anybatch.cli.launch import ConsoleFilter
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
@@ -102,3 +104,31 @@ def test_stop_is_told_above_the_bar() -> None:
     screen.observe(record)
     screen.observe(record)
     assert stream.getvalue().count("stopping after this step and saving") == 1
+
+
+class Terminal(io.StringIO):
+    """An error stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
+def last_line(text: str) -> str:
+    """Return the terminal's last line after this text."""
+    line = ""
+    for part in text.split("\r"):
+        line = part + line[len(part) :]
+    return line.rstrip()
+
+
+def test_each_line_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new line replaces the previous one completely, an overlong one is cut, and the line is cleared at the end."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_line() as tell:
+        assert tell is not None
+        for words in ("steps of the longest kind", "steps", "s" * 200):
+            tell(words)
+            assert last_line(terminal.getvalue()) == words[:79]
+    assert last_line(terminal.getvalue()) == ""

@@ -421,9 +421,3 @@ def test_smaller_micro_batches_stay(tmp_path: Path, begun: RunConfig, again: Run
     run(tmp_path, again, resume=True, stop_after=1)
     assert logged(tmp_path, "start")[-1]["micro_batch_size"] == size
     assert place.read().largest_micro_batch_size == (2 if again == begun or again == RunConfig() else None)
-
-
-def test_contradicting_sizes_are_refused(tmp_path: Path) -> None:
-    """Three sizes that do not multiply are an error with both products."""
-    with pytest.raises(BatchSizeError):
-        run(tmp_path / "run", RunConfig(effective_batch_size=100, micro_batch_size=2, accumulation_steps=3))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,55 +10,39 @@ import pytest
 
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
-from anybatch.core.records import EndRecord, PhaseRecord, ReductionRecord, StartRecord, StepRecord
+from anybatch.core.records import PhaseRecord, ReductionRecord
 from anybatch.errors import UserError
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 from anybatch.events.jsonl import JsonlLog
+from tests.events.recorded_run import end, start, step
 from tests.raising import raises
 
 
 def log(path: Path, rank: int, *, zero: float = 100.0, steps: int = 3) -> None:
     """Write the log of a rank with one step a second, whose phase and reduction overlap."""
     times = iter(
-        [zero] + [zero + step + part for step in range(steps) for part in (0.1, 0.2, 0.5, 0.6, 0.9)] + [zero + steps]
+        [zero]
+        + [zero + number + part for number in range(steps) for part in (0.1, 0.2, 0.5, 0.6, 0.9)]
+        + [zero + steps]
     )
     with JsonlLog(path, clock=lambda: next(times)) as observer:
-        sizes: dict[str, Any] = {
-            "effective_batch_size": 8,
-            "micro_batch_size": 4,
-            "num_parameters": 1,
-            "gradient_bytes": 4,
-            "seed": 0,
-        }
-        words: dict[str, Any] = {
-            "geometry": "",
-            "strategy": "ddp",
-            "precision": "fp32",
-            "device": "cpu",
-            "dtype": "float32",
-        }
-        observer.observe(
-            StartRecord(rank=rank, world_size=2, first_step=0, versions={}, decisions={}, **sizes, **words)
-        )
-        for step in range(steps):
-            phase: dict[str, Any] = {"rank": rank, "step": step, "name": "reduce", "position": None}
-            sum_: dict[str, Any] = {
-                "rank": rank,
-                "step": step,
-                "bucket": 0,
-                "collective": "all_reduce",
-                "payload": "gradients",
-            }
-            size: dict[str, Any] = {"num_bytes": 4, "dtype": "float32"}
-            observer.observe(PhaseRecord(event="begin", **phase))
-            observer.observe(ReductionRecord(event="begin", **sum_, **size))
-            observer.observe(PhaseRecord(event="end", **phase))
-            observer.observe(ReductionRecord(event="end", **sum_, **size))
-            observer.observe(StepRecord(
-                rank=rank, step=step, epoch=0, sample_offset=0, num_samples=8, num_micro_batches=1, loss=float("nan"),
-                losses={}, counts={}, gradient_norm=2.0, clipped=None, learning_rates=(), skipped=False,
-            ))  # fmt: skip
-        observer.observe(EndRecord(rank=rank, status="completed", num_steps=steps, message=None, digest=None))
+        observer.observe(start(rank=rank))
+        for number in range(steps):
+            phase = PhaseRecord(rank=rank, event="begin", step=number, name="reduce", position=None)
+            reduction = ReductionRecord(
+                rank=rank,
+                event="begin",
+                step=number,
+                bucket=0,
+                collective="all_reduce",
+                payload="gradients",
+                num_bytes=4,
+                dtype="float32",
+            )
+            for record in (phase, reduction, replace(phase, event="end"), replace(reduction, event="end")):
+                observer.observe(record)
+            observer.observe(step(number, float("nan"), rank=rank))
+        observer.observe(end(steps, rank=rank))
 
 
 def events(path: Path) -> list[dict[str, Any]]:

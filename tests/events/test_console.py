@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console as Terminal
 
-from anybatch.core.records import DiagnosisRecord, PhaseRecord, Record, StepRecord
+from anybatch.core.records import PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console, SafeStream, Screen, ScreenContents, screen_for
 from anybatch.events.observer import Level
 from tests.events.recorded_run import (
@@ -176,25 +176,12 @@ def test_a_long_step_is_heard_of() -> None:
         ),
         (checkpoint(40), "step  40 of 100   checkpoint saved: run/step (3.00 MiB)", "plain"),
         (
-            replace(checkpoint(40), event="fell_back", message="a file\nis shorter"),
-            "step  40 of 100   warning: skipped checkpoint run/step: a file is shorter",
-            "warning",
-        ),
-        (
             out_of_memory(39),
             (
                 "step  40 of 100   warning: out of memory in forward and backward: "
                 "micro-batch 16 -> 8 samples, repeating the step"
             ),
             "warning",
-        ),
-        (
-            replace(out_of_memory(39, 1, None), phase=None),
-            (
-                "step  40 of 100   error: out of memory on another rank at 1 samples per micro-batch, "
-                "and no smaller size can help"
-            ),
-            "error",
         ),
         (diagnosis("two samples [bold]are equal[/bold]"), "warning: two samples [bold]are equal[/bold]", "warning"),
         (
@@ -219,17 +206,6 @@ def test_skipped_steps_are_said_once() -> None:
     assert warnings == [
         "step       5   warning: update skipped, because the gradient was not finite, in 3 steps: 2, 3, 5"
     ]
-
-
-def test_a_size_that_was_found_is_said_once() -> None:
-    """The size found by "auto" is recorded immediately, but printed only once, with the decisions."""
-    words = "16, the fastest of 8 and 16"
-    found = DiagnosisRecord(
-        rank=0, step=0, code="micro_batch_size", level="info", message=f"micro_batch_size: {words}", remedy=None
-    )
-    lines = plain([found, start(decisions={"micro_batch_size": words})])
-
-    assert [line for line in lines if words in line] == [f"micro batch size: {words}"]
 
 
 def test_a_resumed_session_begins_its_own_pace() -> None:
@@ -304,15 +280,6 @@ def test_progress_within_a_step() -> None:
     assert screen.last["micro-batch"] == "4 of 4"
 
 
-def test_epochs_are_counted_from_one() -> None:
-    """A step counts to the epoch of its samples, also the last step of an epoch."""
-    epochs = []
-    for epoch, offset in ((0, 64), (1, 0), (1, 64)):
-        epochs.append(watched([start(), step(0, epoch=epoch, sample_offset=offset)]).last["epoch"])
-
-    assert epochs == ["1", "1", "2"]
-
-
 def test_only_rank_0_speaks() -> None:
     """Records of other ranks, and of unknown kinds, show nothing."""
     unknown: Any = type("Unknown", (), {"rank": 0, "kind": "unknown"})()
@@ -358,25 +325,6 @@ def test_a_terminal_is_given_back() -> None:
         assert [stream.getvalue().count(code) for code in ("\x1b[?25l", "\x1b[?25h")] == [1, 0]
         finish(consoles)
         assert [stream.getvalue().count(code) for code in ("\x1b[?25l", "\x1b[?25h")] == [1, 1]
-
-
-def test_colours_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NO_COLOR removes all colors, and the text still marks warnings."""
-    texts = []
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for no_colour in (False, True):
-        if no_colour:
-            monkeypatch.setenv("NO_COLOR", "1")
-        stream = TerminalStream()
-        with Console(1, stream=stream) as console:
-            for record in (start(), diagnosis("look"), step(0)):
-                console.observe(record)
-        texts.append(stream.getvalue())
-
-    coloured = [re.findall(r"\x1b\[[\d;]*(?:3[0-8]|4[0-8])[\d;]*m", text) for text in texts]
-    assert coloured[0]
-    assert not coloured[1]
-    assert all("warning: look" in text for text in texts)
 
 
 def test_a_pipe_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:

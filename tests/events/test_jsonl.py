@@ -133,30 +133,6 @@ def test_a_line_is_the_record(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("make", [float, lambda text: torch.tensor(float(text))])
-def test_numbers_json_lacks_are_strings(tmp_path: Path, make: Callable[[str], Scalar]) -> None:
-    """NaN and infinities are written as strings that `float` can read, from the host or a device."""
-    path = tmp_path / "log.jsonl"
-    written = ["NaN", "Infinity", "-Infinity"]
-    with JsonlLog(path) as log:
-        log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={text: make(text) for text in written}))
-    (line,) = lines_of(path)
-    assert line["metrics"] == {text: text for text in written}
-    assert [repr(float(text)) for text in line["metrics"].values()] == ["nan", "inf", "-inf"]
-
-
-def test_a_number_that_cannot_be_read_is_null(tmp_path: Path) -> None:
-    """A tensor that cannot be read, as after a device failure, is logged as null."""
-    path = tmp_path / "log.jsonl"
-    with JsonlLog(path) as log:
-        log.observe(step(loss=torch.ones((), device="meta")))
-        log.observe(end())
-    first, last = lines_of(path)
-    assert first["loss"] is None
-    assert first["num_samples"] == 64
-    assert last["kind"] == "end"
-
-
 class CountingTensor(torch.Tensor):
     """A tensor that counts its reads."""
 
@@ -251,22 +227,6 @@ def test_a_device_without_a_disk_is_a_path() -> None:
     with JsonlLog("/dev/null") as log:
         log.observe(step())
         log.observe(end())
-
-
-def test_steps_between_flushes_are_not_lost(tmp_path: Path) -> None:
-    """With several steps per flush, any other event and closing also flush."""
-    path = tmp_path / "log.jsonl"
-    with JsonlLog(path, num_steps_per_flush=2) as log:
-        log.observe(step(0))
-        assert lines_of(path) == []
-        log.observe(EvaluateRecord(rank=0, step=1, num_samples=4, metrics={}))
-        assert len(lines_of(path)) == 2
-        log.observe(step(1))
-        assert len(lines_of(path)) == 2
-        log.observe(step(2))
-        assert len(lines_of(path)) == 4
-        log.observe(step(3))
-    assert [line["sequence"] for line in lines_of(path)] == [0, 1, 2, 3, 4]
 
 
 def test_a_run_that_fails_leaves_its_lines(tmp_path: Path) -> None:
@@ -397,15 +357,3 @@ def test_reading_skips_and_counts_what_it_does_not_know(tmp_path: Path) -> None:
     for _ in range(2):  # a second pass counts again
         assert [line["kind"] for line in lines] == ["end", "added_later", "end"]
         assert lines.num_skipped == 1 + len(broken)
-
-
-def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    """Each pass over a log that is still being written returns the complete lines."""
-    path = tmp_path / "log.jsonl"
-    lines = read_jsonl(path)
-    with JsonlLog(path) as log:
-        assert list(lines) == []
-        log.observe(step(0))
-        assert [line["step"] for line in lines] == [0]
-        log.observe(step(1))
-        assert [line["step"] for line in lines] == [0, 1]

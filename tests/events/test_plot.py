@@ -193,13 +193,6 @@ def test_evaluations_are_drawn(log: Path) -> None:
     assert points(rate_panel.lines[0])[1] == [0.001] * 4
 
 
-def test_a_metric_that_is_never_finite(log: Path) -> None:
-    """A metric without finite values has a panel with a note."""
-    panel = figure_of(log, [step(0), evaluation(1, fid=NAN)]).axes[1]
-
-    assert [text.get_text() for text in panel.texts] == ["no finite value"]
-
-
 def test_what_happened_is_marked_and_counted(log: Path) -> None:
     """Skipped steps, out-of-memory events and resumes have separate marks, and their number in the legend."""
     records: list[Record] = [

@@ -160,15 +160,6 @@ def test_errors_of_the_user(text: str, doing: str, last: str, tmp_path: Path) ->
     assert caught.value.__suppress_context__
 
 
-def test_syntax_errors(tmp_path: Path) -> None:
-    """A syntax error shows its line."""
-    name = written(tmp_path, "def job(:\n")
-    with pytest.raises(UserError) as caught:
-        load_recipe(name)
-    assert f'File "{name}", line 1\n    def job(:\n' in str(caught.value)
-    assert "load.py" not in str(caught.value)
-
-
 def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an existing module imports a missing one, the error is about the missing one."""
     monkeypatch.chdir(tmp_path)

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import anybatch as ab
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
-from anybatch.engine.bf16_weights import Bf16Weights
-from anybatch.errors import AnyBatchWarning, BatchSizeError, CompositionError, DataError, UserError
+from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, UserError
 from anybatch.recipes.job import make_model
 from anybatch.recipes.start import LEARNED, JobRun, resolve_settings, start
 from tests.raising import raises
@@ -112,13 +111,11 @@ def test_the_scheduler_starts_from_the_scaled_rate_and_knows_the_length() -> Non
     assert rates_of(run) == pytest.approx(expected)
 
 
-def test_the_clip_of_the_job_is_used() -> None:
-    """A job's clip limits the update to learning rate x maximum norm."""
-    run = start(dataclasses.replace(JOB, clip=1e-3), RunConfig(steps=1))
-    before = parameters_of(run)
-    rates_of(run)
-    moved = torch.cat([(value - before[name]).flatten() for name, value in parameters_of(run).items()])
-    assert float(moved.norm()) == pytest.approx(0.2 * 1e-3, rel=1e-2)
+def test_the_engine_gets_what_the_job_has() -> None:
+    """Clipping, norms, random numbers and the update of bf16 weights of a job are the engine's."""
+    fields = {"clip": 1e-3, "norms": "freeze", "rng": "per_sample", "bf16_weights": "split"}
+    spec = dataclasses.replace(JOB, **fields).train_spec()  # type: ignore[arg-type]
+    assert {name: getattr(spec, name) for name in fields} == fields
 
 
 def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
@@ -132,33 +129,6 @@ def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
     expected = float(sum(value.sum() for value in average.values()))
     assert next(iter(run.evaluate().values())) == pytest.approx(expected, rel=1e-6)
     assert expected != pytest.approx(float(sum(value.sum() for value in parameters_of(run).values())), rel=1e-3)
-
-
-def test_norms_and_rng_of_the_job_are_used() -> None:
-    """The engine uses a job's choices for BatchNorm and random numbers."""
-    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    job = dataclasses.replace(JOB, model=lambda: model, norms="freeze", rng="per_sample")
-
-    with start(job, RunConfig(steps=1)).engine as engine:
-        assert engine.decisions["norms"].startswith("freeze (1 BatchNorm layers, first '1')")
-        assert "rng='micro_batch'" not in engine.decisions.get("equality", "")
-
-
-def test_the_bf16_weights_of_the_job_are_used() -> None:
-    """A bf16 model is updated as the job says, with the same result as with float32 copies; float32 raises."""
-    ended = []
-    ways: tuple[Bf16Weights, ...] = ("copied", "split")
-    for way in ways:
-        job = dataclasses.replace(JOB, model=lambda: nn.Linear(1, 1).bfloat16(), bf16_weights=way)
-        job = dataclasses.replace(job, loss=ab.mean_over_samples(lambda model, batch: loss(model, batch.bfloat16())))
-        run = start(job, RunConfig(steps=4))
-        for batch in run.batches:
-            run.engine.step(batch)
-        ended.append(parameters_of(run))
-    torch.testing.assert_close(ended[1], ended[0], rtol=0, atol=0)
-
-    with pytest.raises(CompositionError):
-        start(dataclasses.replace(JOB, bf16_weights="split"), RunConfig(steps=1))
 
 
 def test_the_seed_decides_the_first_parameters() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import anybatch as ab
 from anybatch.core.run_config import RunConfig
@@ -24,13 +24,10 @@ from anybatch.recipes.text import (
     Block,
     Transformer,
     Windows,
-    adamw,
     bits_per_byte,
     list_files,
-    loss,
     rotate,
     text,
-    warm_up_and_cosine,
 )
 from anybatch.testing import relative_error
 from tests.raising import raises
@@ -44,18 +41,6 @@ def filled(folder: Path, num_files: int = 4, num_bytes: int = 2000) -> Path:
         line = b"%d " % number + SENTENCE
         (folder / f"{number}.txt").write_bytes((line * (1 + num_bytes // len(line)))[:num_bytes])
     return folder
-
-
-@given(changed=st.integers(0, 11))
-def test_no_byte_sees_what_follows(changed: int) -> None:
-    """Changing byte t leaves earlier outputs unchanged and changes those from t on."""
-    model = Transformer(width=16, num_layers=2, num_heads=2).double()
-    inputs = torch.randint(0, 256, (1, 12))
-    others = inputs.clone()
-    others[0, changed] = (others[0, changed] + 1) % 256
-    difference = (model(inputs) - model(others)).abs().amax(dim=(0, 2))
-    assert difference[:changed].eq(0).all()
-    assert difference[changed:].gt(0).all()
 
 
 def test_packed_samples_are_each_as_by_themselves() -> None:
@@ -102,25 +87,6 @@ def test_a_block_is_the_plain_formula() -> None:
     gate, signal = (normed(attended) @ block.up.weight.T).split(21, dim=-1)
     expected = attended + (gate * gate.sigmoid() * signal) @ block.down.weight.T
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-10)
-
-
-def test_loss_and_bits_per_byte() -> None:
-    """A uniform prediction costs ln 256 nats, which is 8 bits per byte; a certain, correct one costs nothing."""
-    batch = {"inputs": torch.randint(0, 256, (3, 7)), "targets": torch.randint(0, 256, (3, 7))}
-
-    class Ignorant(nn.Module):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return torch.zeros(*inputs.shape, 256)
-
-    class Knowing(nn.Module):
-        def forward(self, _: Tensor) -> Tensor:
-            return 1000.0 * F.one_hot(batch["targets"], 256)
-
-    assert float(loss(Ignorant(), batch)) == pytest.approx(math.log(256))
-    bits = bits_per_byte(Ignorant(), batch)["bits_per_byte"]
-    assert float(bits.total) == pytest.approx(8 * 21)
-    assert bits.count == 21
-    assert float(loss(Knowing(), batch)) == 0.0
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), context=st.integers(1, 8))
@@ -223,26 +189,6 @@ def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes, num_held_out = len(job.dataset().bytes), len(job.evaluate.dataset().bytes)
     assert 3_500_000 < num_bytes + num_held_out < 5_500_000
     assert 20_000 < num_held_out < 500_000
-
-
-def test_optimizer_and_scheduler() -> None:
-    """Matrices get weight decay and scales do not; the rate warms up over a tenth of the run and decays to a tenth."""
-    model = Transformer(width=8, num_layers=1, num_heads=1)
-    optimizer = adamw(model.named_parameters(), 0.5)
-    matrices, scales = optimizer.param_groups
-    assert {p.ndim for p in matrices["params"]} == {2}
-    assert {p.ndim for p in scales["params"]} == {1}
-    assert (matrices["weight_decay"], scales["weight_decay"]) == (0.1, 0.0)
-    assert len(matrices["params"]) + len(scales["params"]) == len(list(model.parameters()))
-    scheduler = warm_up_and_cosine(optimizer, 100)
-    rates = []
-    for _ in range(101):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates[0] == pytest.approx(0.05)
-    assert max(rates) == rates[10] == pytest.approx(0.5)
-    assert rates[100] == pytest.approx(0.05)
 
 
 @pytest.mark.slow

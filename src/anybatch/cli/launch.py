@@ -209,11 +209,8 @@ def run_rank(
 
     The first rank that fails prints the error.
 
-    Args:
-        request: the requested run.
-        world: the ranks.
-        stop: returns whether to stop after this step; None: stop on signals.
-        is_watched: our launcher reports ranks that die without an error message.
+    Without `stop`, which returns whether to stop after this step, a run stops on signals. `is_watched` means that our
+    launcher reports ranks that die without an error message.
     """
     try:
         with warnings.catch_warnings():

@@ -159,14 +159,9 @@ Resume = Literal["always", "auto", "never"]
 class TrainRequest:
     """A requested run.
 
-    Attributes:
-        recipe: the recipe to train; None: from the resumed run, else the default.
-        folder: the run's folder; None: a new one in `runs`.
-        resume: "always"; "auto": if the run was started in `folder`, and after out of memory; "never"; None: as "auto",
-            but only if it is certainly this run: after out of memory, or when the launcher restarts these ranks.
-        ranks: number of ranks; None: from the resumed run, else "auto".
-        checkpoint_seconds: maximum seconds between checkpoints; None: the session's default.
-        config: the settings that are given.
+    A value of None comes from the resumed run, else it is the default. `resume` is "always"; "auto": if the run was
+    started in `folder`, and after out of memory; "never"; None: as "auto", but only if it is certainly this run: after
+    out of memory, or when the launcher restarts these ranks.
     """
 
     recipe: str | None

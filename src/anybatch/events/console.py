@@ -70,14 +70,8 @@ class ScreenCell:
 class ScreenContents:
     """The contents of a screen at one moment, as host values and text.
 
-    Attributes:
-        num_steps: steps made since the start of the run.
-        total_steps: steps of the whole run; None if unknown.
-        share_of_step: completed part of the next step, from 0 to 1.
-        is_within_step: whether the next step has begun.
-        time_left: remaining time as text; None if unknown.
-        cells: the current numbers.
-        underway: progress within the step, such as `micro-batch 3 of 16`; None if it has one micro-batch.
+    `share_of_step` is the completed part of the next step, from 0 to 1, and `underway` is the progress within it, such
+    as `micro-batch 3 of 16`; None if it has one micro-batch. A total or remaining time is None if unknown.
     """
 
     num_steps: int
@@ -138,10 +132,8 @@ class Screen:
 
     While the bar is drawn, other output to a terminal appears above it, until `close` or the end of the program.
 
-    Attributes:
-        has_bar: whether the terminal can move its cursor; if not, progress is printed in lines.
-        seconds_per_step: minimum seconds between updates after steps.
-        seconds_per_micro_batch: minimum seconds between updates within a step.
+    `has_bar` is whether the terminal can move its cursor; if not, progress is printed in lines. `seconds_per_step` and
+    `seconds_per_micro_batch` are the minimum seconds between updates.
     """
 
     def __init__(self, terminal: Terminal) -> None:

@@ -42,12 +42,8 @@ class LogTail:
     A log only grows, so only new bytes are read. If another file replaces it (shorter, or with another beginning), it
     is read from the start, and `generation` increases.
 
-    Attributes:
-        offset: bytes read, up to the end of a line.
-        size: size of the file at the last read, in bytes.
-        written_seconds: last modification, in seconds since 1970.
-        generation: how often the file was read from its start.
-        num_too_long: number of skipped lines.
+    `offset` is the number of bytes read, up to the end of a line; `written_seconds` is the last modification, in
+    seconds since 1970; `num_too_long` counts skipped lines.
     """
 
     def __init__(self, path: Path) -> None:

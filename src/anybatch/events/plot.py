@@ -32,14 +32,10 @@ class LogSession:
 class Curves:
     """The curves of a run. Steps are numbered by the steps made, from 1.
 
-    Attributes:
-        sessions: the parts of the run; empty if the log lacks its beginning.
-        losses: loss of each step over its effective batch; NaN if it was not a number.
-        learning_rates: one tensor per parameter group; identical groups appear once.
-        metrics: metric to its values, by the number of steps before each evaluation.
-        loss_names: terms of the loss, and `loss` itself; metrics of these names are losses too.
-        resumed: steps after which the run was resumed.
-        out_of_memory: steps that ran out of memory and were repeated.
+    `losses` has the loss of each step over its effective batch; NaN if it was not a number. `learning_rates` has one
+    tensor per parameter group; identical groups appear once. `metrics` maps a metric to its values, by the number of
+    steps before each evaluation; metrics among `loss_names` are losses too. Without its beginning, a log has no
+    sessions.
     """
 
     sessions: Sequence[LogSession]

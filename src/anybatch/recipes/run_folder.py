@@ -46,11 +46,9 @@ class Stretch:
 class RunHeader:
     """The request that started a run, and the settings of each stretch.
 
-    Attributes:
-        origin: the recipe and the number of ranks of the command.
-        stretches: parts of the run, by first step; at least one.
-        largest_micro_batch_size: limit since larger micro-batches ran out of memory in a step that could not be
-            repeated; None if that has not happened.
+    `origin` has the recipe and the number of ranks of the command; `stretches` are sorted by first step.
+    `largest_micro_batch_size` is the limit since larger micro-batches ran out of memory in a step that could not be
+    repeated; None without a limit.
     """
 
     origin: Origin

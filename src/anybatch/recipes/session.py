@@ -87,18 +87,8 @@ class SessionStart:
 class SessionResult:
     """The result of a session.
 
-    Attributes:
-        stopped: the session stopped on request before the end of the run.
-        num_steps: steps of the whole run so far.
-        num_session_steps: steps of this session.
-        num_session_samples: samples of this session, over all ranks.
-        session_seconds: duration of the session.
-        stepping_seconds: its part without start-up, evaluation and saving.
-        peak_bytes: peak memory of this rank, as in `MemoryRecord`; None if the system does not report it.
-        limit_bytes: available memory; None if unknown.
-        loss: loss of the last step; None without steps.
-        metrics: metrics of the last evaluation; empty without one.
-        checkpoint: the newest checkpoint; None without one.
+    `session_seconds` is its duration, `stepping_seconds` the part without start-up, evaluation and saving. `peak_bytes`
+    and `limit_bytes` are of this rank; None if unknown. `loss` is of the last step, `metrics` of the last evaluation.
     """
 
     folder: RunFolder
@@ -138,20 +128,11 @@ def train(
     If a resumed run has another batch size, learning rate or length, it continues with the learning rates of a new run
     with these settings at that step.
 
-    Args:
-        job: the job to train.
-        folder: folder of the log and the checkpoints; must be empty or missing, unless `resume`.
-        given: settings that override the job's or, when resuming, the earlier ones; None keeps a setting.
-        resume: resume the run in `folder`.
-        origin: the command's recipe and ranks, stored for later resumes.
-        world: the ranks; None reads the environment.
-        known: cache of the fastest micro-batch sizes; None measures them again.
-        devices: cache of measured steps by device; None: no measurements.
-        observer: function (session start) -> a second observer on this rank, next to the log.
-        stop: function () -> whether to stop after this step; one rank suffices. None stops on SIGINT and SIGTERM, and a
-            second SIGINT quits immediately.
-        checkpoint_seconds: maximum seconds between checkpoints, checked after each step.
-        clock: monotonic time in seconds.
+    `given` overrides the job's settings or, when resuming, the earlier ones. `origin`, the command's recipe and
+    ranks, is stored for later resumes. Without `known` and `devices` nothing measured before is used.
+    `observer(start)` makes a second observer, next to the log. `stop()` returns whether to stop after this step; one
+    rank suffices; None stops on SIGINT and SIGTERM, and a second SIGINT quits immediately. `clock` is monotonic, in
+    seconds.
 
     Raises:
         UserError: the folder is in use, or a setting is invalid.
@@ -197,8 +178,8 @@ def train(
                 first_step = ready.run.engine.num_steps
                 session_start = SessionStart(folder=place, first_step=first_step, num_steps=ready.num_steps)
                 backlog.forward_to(observer(session_start))
-            timing = _SessionTiming(asked, checkpoint_seconds, clock, begun)
-            return _run(_Session(ready, place, timing, highest), ready.run.engine)
+            session = _Session(ready, place, highest, asked, checkpoint_seconds, clock)
+            return _run(session, ready.run.engine, begun)
     except BaseException as error:
         if _keeps_smaller_size(error, place, world):
             raise
@@ -226,10 +207,10 @@ def _keeps_smaller_size(error: BaseException, place: RunFolder, world: World) ->
     return True
 
 
-def _run(session: "_Session", engine: Engine) -> SessionResult:
+def _run(session: "_Session", engine: Engine, begun: float) -> SessionResult:
     """Run a session to its end, and close the engine, also after an error."""
     try:
-        outcome = session.run()
+        outcome = session.run(begun)
     except BaseException as error:
         engine.close(error)
         raise
@@ -274,37 +255,52 @@ class PeakMemory:
             self.record = record
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SessionTiming:
-    """The stop request, the checkpoint interval and the clock of a session."""
-
-    asked: Callable[[], bool]
-    checkpoint_seconds: float
-    clock: Callable[[], float]
-    begun: float
-
-
 class _Session:
     """The loop of one session, and its state between steps."""
 
-    def __init__(self, ready: PreparedRun, place: RunFolder, timing: _SessionTiming, highest: PeakMemory) -> None:
+    def __init__(  # noqa: PLR0917 (all that a session needs)
+        self,
+        ready: PreparedRun,
+        place: RunFolder,
+        highest: PeakMemory,
+        asked: Callable[[], bool],
+        checkpoint_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._run, self._engine = ready.run, ready.run.engine
         self._rest = ready.rest
         self._num_steps = ready.num_steps
-        self._place, self._timing, self._highest = place, timing, highest
+        self._place, self._highest = place, highest
+        self._asked, self._checkpoint_seconds, self._clock = asked, checkpoint_seconds, clock
         self._first_step = self._engine.num_steps
         self._evaluated = self._saved = -1
-        self._saved_at = timing.clock()
+        self._saved_at = clock()
         self._report: StepReport | None = None
         self._num_samples = 0
         self._aside_seconds = 0.0
         self._metrics: Mapping[str, float] = {}
 
-    def run(self) -> SessionResult:
-        """Step until the data ends or a stop is requested."""
-        begun = self._timing.clock()
+    def run(self, begun: float) -> SessionResult:
+        """Step until the data ends or a stop is requested; the session began at `begun`."""
+        loop_begun = self._clock()
         stopped = self._step_to_the_end()
-        return self._outcome(stopped=stopped, loop_seconds=self._timing.clock() - begun)
+        loop_seconds = self._clock() - loop_begun
+        found = list_checkpoints(self._place.checkpoints)
+        memory = self._highest.record
+        return SessionResult(
+            folder=self._place,
+            stopped=stopped,
+            num_steps=self._engine.num_steps,
+            num_session_steps=self._engine.num_steps - self._first_step,
+            num_session_samples=self._num_samples,
+            session_seconds=self._clock() - begun,
+            stepping_seconds=loop_seconds - self._aside_seconds,
+            peak_bytes=None if memory is None else memory.peak_bytes,
+            limit_bytes=None if memory is None else memory.limit_bytes,
+            loss=None if self._report is None else self._report.loss,
+            metrics=self._metrics,
+            checkpoint=found[-1] if found else None,
+        )
 
     def _step_to_the_end(self) -> bool:
         """Return whether the session stopped on request."""
@@ -328,30 +324,11 @@ class _Session:
             self._save()
         return False
 
-    def _outcome(self, *, stopped: bool, loop_seconds: float) -> SessionResult:
-        """Return the result."""
-        found = list_checkpoints(self._place.checkpoints)
-        memory = self._highest.record
-        return SessionResult(
-            folder=self._place,
-            stopped=stopped,
-            num_steps=self._engine.num_steps,
-            num_session_steps=self._engine.num_steps - self._first_step,
-            num_session_samples=self._num_samples,
-            session_seconds=self._timing.clock() - self._timing.begun,
-            stepping_seconds=loop_seconds - self._aside_seconds,
-            peak_bytes=None if memory is None else memory.peak_bytes,
-            limit_bytes=None if memory is None else memory.limit_bytes,
-            loss=None if self._report is None else self._report.loss,
-            metrics=self._metrics,
-            checkpoint=found[-1] if found else None,
-        )
-
     def _agree(self) -> tuple[bool, bool]:
         """Return whether to stop, which any rank may request, and whether to save, which rank 0's clock decides."""
-        is_due = self._timing.clock() - self._saved_at >= self._timing.checkpoint_seconds
+        is_due = self._clock() - self._saved_at >= self._checkpoint_seconds
         # Signals arrive at different times and clocks differ, but all ranks must stop and save after the same step.
-        votes = self._engine.world.gather_numbers([self._timing.asked(), is_due])
+        votes = self._engine.world.gather_numbers([self._asked(), is_due])
         return any(asked for asked, _ in votes), bool(votes[0][1])
 
     def _steps_per_evaluation(self) -> int | None:
@@ -378,11 +355,11 @@ class _Session:
             with self._aside():
                 self._engine.save(self._place.checkpoints)
             self._saved = self._engine.num_steps
-            self._saved_at = self._timing.clock()
+            self._saved_at = self._clock()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Exclude the time of evaluations and checkpoints from the time of steps."""
-        begun = self._timing.clock()
+        begun = self._clock()
         yield
-        self._aside_seconds += self._timing.clock() - begun
+        self._aside_seconds += self._clock() - begun

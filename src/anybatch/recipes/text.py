@@ -183,7 +183,7 @@ class Block(nn.Module):
         """Return x plus the outputs of both layers; for `lengths` see `Transformer.forward`."""
         heads = self.split(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))  # batch time 3 head per_head
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each: batch head time per_head
-        mixed = attend(query, key, value) if lengths is None else attend_apart(query, key, value, lengths)
+        mixed = attend(query, key, value, lengths)
         x = x + self.merge(mixed.transpose(1, 2).flatten(-2))
         gate, signal = self.up(self.gated_norm(x)).chunk(2, dim=-1)  # each: batch time hidden
         added: Float[Tensor, "batch time width"] = self.down(F.silu(gate) * signal)
@@ -194,18 +194,11 @@ def attend(
     query: Float[Tensor, "*head time head_width"],
     key: Float[Tensor, "*head time head_width"],
     value: Float[Tensor, "*head time head_width"],
+    lengths: Sequence[int] | None = None,
 ) -> Float[Tensor, "*head time head_width"]:
-    """Return causal attention."""
-    return F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-
-
-def attend_apart(
-    query: Float[Tensor, "*head time head_width"],
-    key: Float[Tensor, "*head time head_width"],
-    value: Float[Tensor, "*head time head_width"],
-    lengths: Sequence[int],
-) -> Float[Tensor, "*head time head_width"]:
-    """Return causal attention within each packed sample of `lengths`."""
+    """Return causal attention, within each packed sample if there are `lengths`."""
+    if lengths is None:
+        return F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
     # Rotated together: per sample, these small operations cost as much as packing saves.
     times = torch.cat([torch.arange(length, device=query.device) for length in lengths])
     parts = (part.split(list(lengths), dim=-2) for part in (rotate(query, times), rotate(key, times), value))

@@ -260,74 +260,22 @@ TWO_TERMS = LossTerms(
     predict_and_value, (LossTerm("words", "targets", shift=True), LossTerm("value", "samples", weight=_AUX_WEIGHT))
 )
 
-CASES: tuple[Case, ...] = (
-    Case(
-        name="even",
-        model=classifier,
-        samples=lambda: vectors(24),
-        loss=OVER_SAMPLES,
-        effective_batch_size=12,
-        micro_batch_sizes=(12, 4, 1),
-    ),
-    Case(
-        name="ragged micro-batches",
-        model=classifier,
-        samples=lambda: vectors(26),
-        loss=OVER_SAMPLES,
-        effective_batch_size=13,
-        # 13 in parts of 5 leaves 3, and in parts of 4 leaves 1.
-        micro_batch_sizes=(13, 5, 4),
-    ),
-    Case(
-        name="partial last window",
-        model=classifier,
-        # Two full windows of 12, and 4 samples.
-        samples=lambda: vectors(28),
-        loss=OVER_SAMPLES,
-        effective_batch_size=12,
-        micro_batch_sizes=(12, 4, 2),
-    ),
-    Case(
-        name="class weights",
-        model=classifier,
-        samples=lambda: vectors(24),
-        loss=OVER_WEIGHTS,
-        effective_batch_size=12,
-        micro_batch_sizes=(12, 4, 1),
-    ),
-    Case(
-        name="masked tokens",
-        model=next_word,
-        samples=lambda: sentences(24),
-        loss=OVER_TARGETS,
-        effective_batch_size=12,
-        micro_batch_sizes=(12, 4, 1),
-    ),
-    Case(
-        name="micro-batches without targets",
-        model=next_word,
-        # Samples 3 to 8 have no target: two whole micro-batches of three.
-        samples=lambda: sentences(24, empty=(3, 9)),
-        loss=OVER_TARGETS,
-        effective_batch_size=12,
-        micro_batch_sizes=(12, 3, 1),
-    ),
-    Case(
-        name="two terms",
-        model=next_word,
-        samples=lambda: sentences(22, empty=(3, 9)),
-        loss=TWO_TERMS,
-        effective_batch_size=11,
-        micro_batch_sizes=(11, 3),
-    ),
-    Case(
-        name="fewer samples than one micro-batch",
-        model=classifier,
-        samples=lambda: vectors(3),
-        loss=OVER_SAMPLES,
-        effective_batch_size=12,
-        micro_batch_sizes=(12, 4, 2),
-    ),
+_ROWS = (
+    ("even", classifier, partial(vectors, 24), OVER_SAMPLES, 12, (12, 4, 1)),
+    # 13 in parts of 5 leaves 3, and in parts of 4 leaves 1.
+    ("ragged micro-batches", classifier, partial(vectors, 26), OVER_SAMPLES, 13, (13, 5, 4)),
+    # Two full windows of 12, and 4 samples.
+    ("partial last window", classifier, partial(vectors, 28), OVER_SAMPLES, 12, (12, 4, 2)),
+    ("class weights", classifier, partial(vectors, 24), OVER_WEIGHTS, 12, (12, 4, 1)),
+    ("masked tokens", next_word, partial(sentences, 24), OVER_TARGETS, 12, (12, 4, 1)),
+    # Samples 3 to 8 have no target: two whole micro-batches of three.
+    ("micro-batches without targets", next_word, partial(sentences, 24, empty=(3, 9)), OVER_TARGETS, 12, (12, 3, 1)),
+    ("two terms", next_word, partial(sentences, 22, empty=(3, 9)), TWO_TERMS, 11, (11, 3)),
+    ("fewer samples than one micro-batch", classifier, partial(vectors, 3), OVER_SAMPLES, 12, (12, 4, 2)),
+)
+CASES: tuple[Case, ...] = tuple(
+    Case(name=name, model=model, samples=samples, loss=loss, effective_batch_size=size, micro_batch_sizes=cuts)
+    for name, model, samples, loss, size, cuts in _ROWS
 )
 
 

@@ -1,4 +1,4 @@
-"""`anybatch scale RECIPE`: measures a recipe, reads a log, or forecasts from given numbers or a recipe timed here."""
+"""`anybatch check`, `tune` and `scale`: exact recipes, tables, pictures, logs and forecasts."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,77 @@ import pytest
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from tests.cli.small import SPEC
+from tests.extras import skip_without
+
+skip_without("sklearn", "anybatch[recipes]")
+
+WRONG = """
+import torch
+import anybatch as ab
+
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch), 2 * batch, reduction="sum")
+
+
+def job():
+    return ab.Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(loss),
+        dataset=lambda: torch.arange(64.0)[:, None] / 64,
+        defaults=ab.RunConfig(effective_batch_size=16, learning_rate=0.1, epochs=10),
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["digits", "text"])
+def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A built-in recipe is exact in every cut, and the exit status is 0."""
+    status = main(["check", recipe, "--samples", "5", "--micro-batch-size", "2"])
+
+    printed = capsys.readouterr().out
+    assert status == Status.DONE
+    assert "2 x 2 + 1" in printed
+    assert "verdict: exact" in printed
+
+
+@pytest.mark.slow
+def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sum declared as a mean is reported with a separate exit status, the reason and a picture."""
+    file = tmp_path / "wrong.py"
+    file.write_text(WRONG, encoding="utf-8")
+    picture = tmp_path / "errors.svg"
+
+    status = main(["check", str(file), "--samples", "6", "--figure", str(picture)])
+
+    printed = capsys.readouterr().out
+    assert status == Status.NOT_EXACT
+    assert "adds up over samples and does not average" in printed
+    assert "verdict: not equal" in printed
+    assert picture.exists()
+
+
+@pytest.mark.slow
+def test_tune_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The requested sizes are in the table, one is recommended, loading is judged, and the picture is written."""
+    picture = tmp_path / "curves.png"
+    words = (
+        f"{SPEC} --effective-batch-size 20 --micro-batch-size 5 --micro-batch-size 20 --workers 0 --figure {picture}"
+    )
+    status = main(["tune", *words.split()])
+
+    printed = capsys.readouterr().out
+    assert status == Status.DONE
+    assert "20 samples per step" in printed
+    rows = [line.split()[:2] for line in printed.splitlines() if line.strip()[:1].isdigit()]
+    assert ["5", "4"] in rows
+    assert ["20", "1"] in rows
+    assert "recommended: micro_batch_size=" in printed
+    assert "loading" in printed.splitlines()[-2]
+    assert picture.exists()
+
 
 GIVEN = "--micro-batch-seconds 0.15 --micro-batch-size 32 --gradient-bytes 102MB"
 

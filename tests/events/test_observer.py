@@ -40,30 +40,6 @@ def test_time_left_is_steps_left_at_the_mean_pace(spans: list[float], num_left: 
     assert pace.seconds_left(now + waited, num_left) == pytest.approx(max(0.0, expected), abs=1e-6)
 
 
-def test_one_step_is_enough_to_say_something() -> None:
-    """The first step alone gives a pace; with a second step it is dropped."""
-    pace = Throughput()
-    pace.begin(0.0)
-    pace.step(8.0, 64)
-    assert (pace.samples_per_second, pace.seconds_left(8.0, 10)) == (8.0, 80.0)
-
-    pace.step(9.0, 64)
-    assert (pace.samples_per_second, pace.seconds_left(9.0, 9)) == (64.0, 9.0)
-
-
-def test_evaluations_slow_down_the_run_and_not_the_steps() -> None:
-    """An evaluation does not count for samples per second, but does for the time left."""
-    pace = Throughput()
-    pace.begin(0.0)
-    pace.step(1.0, 64)
-    pace.step(2.0, 64)
-    pace.aside(7.0)
-    pace.step(8.0, 64)
-
-    assert pace.samples_per_second == pytest.approx(64.0)
-    assert pace.seconds_left(8.0, 10) == pytest.approx((8.0 - 1.0) / 2 * 10)
-
-
 def test_nothing_is_said_without_a_step() -> None:
     """Before the first step, or while the clock does not advance, the pace is None; a run may begin with a step."""
     pace = Throughput()
